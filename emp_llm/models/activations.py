@@ -1,0 +1,153 @@
+"""Activations: the 2-norm of every input feature of every linear layer over the calibration tokens, and their file.
+
+One forward pass of the dense model per batch, with a hook before each linear layer. Layers that are given the same tensor
+(q, k and v; gate and up) share one norm. Squares are summed in float32 within a batch and in float64 over batches, on the
+device where the input lies; nothing is copied to the CPU before the end.
+"""
+
+import json
+import weakref
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import input_device
+
+FORMAT = "emp-llm activations 1"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Input norms of a model's linear layers.
+
+    Attributes:
+        norms: one float32 vector of shape (inputs,) for each distinct input, by the name of the first layer it feeds.
+        input_of: layer name -> key in `norms`.
+        about: what made them: model, text, tokens, dtype, versions.
+    """
+
+    norms: dict[str, Tensor]
+    input_of: dict[str, str]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def norm(self, layer: str) -> Tensor | None:
+        """||X_j||_2 of a layer's inputs, float32, shape (inputs,); None for a layer that was not calibrated."""
+        key = self.input_of.get(layer)
+        return None if key is None else self.norms[key]
+
+    def save(self, path: Path) -> None:
+        """Write the file under its name only when it is complete."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        metadata = {"format": FORMAT, "inputs": json.dumps(self.input_of), "about": json.dumps(self.about)}
+        try:
+            save_file({name: norm.contiguous() for name, norm in self.norms.items()}, partial, metadata)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> "Activations":
+        """Read the file; UserError where it is missing or not such a file."""
+        if not path.is_file():
+            raise UserError(f"{path}: no such activations file. Make one with: emp-llm calibrate --model ... --output {path}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise UserError(f"{path}: not an activations file of emp-llm (format {metadata.get('format')!r}).")
+                norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return cls(norms, json.loads(metadata["inputs"]), json.loads(metadata["about"]))
+        except (SafetensorError, KeyError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path}: not a readable activations file ({error}).") from error
+
+
+class _InputSums:
+    """The hooks' memory: which layers share an input, and the sums so far."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.input_of: dict[str, str] = {}
+        self._last: tuple[weakref.ref[Tensor], int, str] | None = None
+
+    def see(self, layer: str, inputs: Tensor) -> None:
+        leader = self.input_of.get(layer)
+        if leader is None:
+            leader = self.input_of[layer] = self._same_as_last(inputs) or layer
+        if leader != layer:
+            return
+        self._last = (weakref.ref(inputs), inputs._version, layer)
+        features = inputs.detach().reshape(-1, inputs.shape[-1])
+        squares = features.float().square().sum(0).double()
+        if layer in self.sums:
+            self.sums[layer] += squares.to(self.sums[layer].device)
+        else:
+            self.sums[layer] = squares
+
+    def _same_as_last(self, inputs: Tensor) -> str | None:
+        if self._last is None:
+            return None
+        tensor, version, layer = self._last
+        return layer if tensor() is inputs and inputs._version == version else None
+
+
+@contextmanager
+def input_hooks(model: nn.Module, layers: Iterable[str]):  # type: ignore[no-untyped-def]
+    """Hooks before the named layers; yields the `_InputSums` they fill."""
+    memory = _InputSums()
+    handles = []
+    for name in layers:
+
+        def hook(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            memory.see(name, args[0])
+
+        handles.append(model.get_submodule(name).register_forward_pre_hook(hook))
+    try:
+        yield memory
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def calibrate_model(model: nn.Module, layers: list[str], tokens: Tensor, batch_size: int = 4) -> Activations:
+    """Run the calibration tokens through a model and collect the norms of its layers' inputs.
+
+    Args:
+        model: a causal language model, on any devices.
+        layers: names of linear layers.
+        tokens: int64, shape (samples, length).
+        batch_size: sequences to a forward pass.
+
+    Returns:
+        Norms over all tokens of all samples; `about` holds nothing yet.
+
+    Raises:
+        UserError: a norm is not finite.
+    """
+    head = model.get_output_embeddings()
+    wants_head = any(model.get_submodule(name) is head for name in layers)
+    # Without the head no logits are made: for small models with large vocabularies they are most of the work.
+    body = model if wants_head or not hasattr(model, "base_model") else model.base_model
+    device = input_device(model)
+    with input_hooks(model, layers) as memory, torch.no_grad():
+        bar = tqdm(total=tokens.numel(), desc="calibrate", unit="tok", unit_scale=True, disable=None)
+        for batch in tokens.split(batch_size):
+            body(input_ids=batch.to(device), use_cache=False)
+            bar.update(batch.numel())
+        bar.close()
+    norms = {name: total.sqrt().float().cpu() for name, total in memory.sums.items()}
+    for name, norm in norms.items():
+        if not bool(torch.isfinite(norm).all()):
+            raise UserError(f"{name}: its input activations hold NaN or infinity; try --dtype float32 or bfloat16.")
+    return Activations(norms, memory.input_of)

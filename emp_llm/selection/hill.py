@@ -1,0 +1,146 @@
+"""Hill numbers: how many components a set of scores is worth.
+
+The Hill number of order q of the probability vector omega is (sum_i omega_i^q)^(1/(1-q)): order 0 counts the non-zero
+scores, order 1 is exp of the Shannon entropy, order 2 is the paper's effective number N_eff = 1 / sum_i omega_i^2, and
+order infinity is 1 / max omega. Scores need not be normalised: all is written in the scores divided by a scale per group.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emp_llm.selection.sums import sum_rows, sum_vector
+
+# A number this close to an integer, relatively, is that integer: far above the rounding of a float64 sum of 10^9 terms,
+# far below any difference that means something. Uniform scores then give exactly N, whatever their common value.
+RELATIVE_TOLERANCE = 2.0**-44
+
+
+class NonFiniteError(ValueError):
+    """Scores hold NaN or infinity, so they have no effective number."""
+
+
+def check_order(order: float) -> None:
+    """Raise ValueError unless `order` is a Hill order: a number >= 0, or infinity."""
+    if math.isnan(order) or order < 0:
+        raise ValueError(f"order must be a number >= 0 (2 is the paper's), got {order:g}")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What has to be known of each group to give its Hill number; small, and groups can be merged.
+
+    With t = |s| / scale: `total` is sum t, and `power` depends on the order q: the count of t > 0 (q = 0), sum t^2 (q = 2),
+    max t (q = infinity), and otherwise sum t * g(t) with g(t) = (t^(q-1) - 1) / (q - 1), which is log t at q = 1 and does
+    not cancel near it.
+
+    Attributes:
+        order: q >= 0.
+        size: int64, shape (groups,): how many scores the group has.
+        scale, total, power: float64, shape (groups,).
+    """
+
+    order: float
+    size: Tensor
+    scale: Tensor
+    total: Tensor
+    power: Tensor
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, order: float = 2.0) -> "Moments":
+        """Moments of each row of |scores|, shape (rows, columns).
+
+        Raises:
+            NonFiniteError: where a row holds NaN or infinity.
+        """
+        rows = rows.abs()
+        scale, term = _scale(rows, order), _power_term(order)
+        if bool((scale == 1.0).all()):
+            total, power = sum_rows(rows, lambda s: s, term)
+        else:
+            divisor = scale[:, None]
+            total, power = sum_rows(rows, lambda s: s / divisor, lambda s: term(s / divisor))
+        if math.isinf(order):
+            power = rows.amax(1).double() / scale
+        if not bool(torch.isfinite(total).all()):
+            raise NonFiniteError("scores hold NaN or infinity")
+        size = torch.full_like(total, rows.shape[1], dtype=torch.int64)
+        return cls(order, size, scale, total, power)
+
+    @classmethod
+    def merge(cls, parts: "list[Moments]") -> "Moments":
+        """The moments of the one group that all groups of all parts make together, in their order."""
+        order = parts[0].order
+        scale = torch.cat([part.scale for part in parts])
+        total = torch.cat([part.total for part in parts])
+        power = torch.cat([part.power for part in parts])
+        size = torch.cat([part.size for part in parts]).sum().reshape(1)
+        common = scale.max()
+        ratio = scale / common
+        if order == 2.0:
+            power = power * ratio * ratio
+        elif math.isinf(order):
+            power = power * ratio
+        elif order != 0.0:
+            power = power * ratio.pow(order) + total * _t_times_g(ratio, order)
+        total = total * ratio
+        merged_power = power.max() if math.isinf(order) else sum_vector(power)
+        return cls(order, size, common.reshape(1), sum_vector(total).reshape(1), merged_power.reshape(1))
+
+    @property
+    def mass(self) -> Tensor:
+        """sum |s| of each group, float64, shape (groups,)."""
+        return self.total * self.scale
+
+    def number(self) -> Tensor:
+        """The Hill number of each group, float64, shape (groups,), between 1 and N; N for a group of zeros."""
+        q, total, power = self.order, self.total, self.power
+        if q == 0.0:
+            number = power
+        elif q == 2.0:
+            number = total * total / power
+        elif math.isinf(q):
+            number = total / power
+        elif q == 1.0:
+            number = total * torch.exp(-power / total)
+        else:
+            number = total * torch.exp(-torch.log1p((q - 1) * power / total) / (q - 1))
+        size = self.size.double()
+        number = torch.where(total == 0, size, number)
+        nearest = number.round()
+        number = torch.where((number - nearest).abs() <= RELATIVE_TOLERANCE * nearest, nearest, number)
+        return number.clamp(min=1.0).minimum(size)
+
+
+def _scale(rows: Tensor, order: float) -> Tensor:
+    """A divisor per row that keeps powers in range: the largest score, or, at order 2, a power of two (exact)."""
+    if order == 2.0 and rows.dtype != torch.float64:
+        # Squares of 32-bit floats, subnormal or huge, are ordinary float64 numbers: nothing to scale.
+        return torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)
+    largest = rows.amax(1).double()
+    scale = largest
+    if order == 2.0:
+        exponent = torch.frexp(largest).exponent.clamp(min=-1020)
+        scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
+    # A row of zeros takes the smallest scale, so that it does not set the common scale when groups are merged.
+    return torch.where(largest > 0, scale, torch.finfo(torch.float64).tiny)
+
+
+def _power_term(order: float) -> Callable[[Tensor], Tensor]:
+    if order == 0.0:
+        return lambda t: (t > 0).double()
+    if order == 2.0:
+        return lambda t: t * t
+    if math.isinf(order):
+        return torch.zeros_like
+    return lambda t: _t_times_g(t, order)
+
+
+def _t_times_g(t: Tensor, order: float) -> Tensor:
+    """t * (t^(q-1) - 1) / (q - 1), elementwise; t log t at q = 1; 0 where t = 0."""
+    log = torch.log(t)
+    g = log if order == 1.0 else torch.expm1((order - 1) * log) / (order - 1)
+    return torch.where(t > 0, t * g, 0.0)

@@ -1,0 +1,181 @@
+"""A scheme puts the parts together: a criterion scores, a budget counts, a mask keeps; for rows, and for larger groups.
+
+Rows are decided block by block. A matrix, or all targets together, are one group too large to hold, so a `GroupSelector` is
+fed the scores in rounds (sums first, then the bits of the cut) and then gives the masks.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from emp_llm.selection.budgets import Budget, PatternBudget
+from emp_llm.selection.criteria import CRITERIA, Criterion
+from emp_llm.selection.effective import keep_counts, kept_mass
+from emp_llm.selection.hill import Moments
+from emp_llm.selection.masks import RadixSelect, Threshold, keep_mask, key_values, order_keys, row_thresholds
+from emp_llm.selection.sums import sum_rows
+
+Group = Literal["row", "matrix", "all"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What decides a mask: the name of a criterion, a budget, and what competes for places."""
+
+    criterion_name: str
+    budget: Budget
+    group: Group = "row"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, PatternBudget) and self.group != "row":
+            raise ValueError(f"an N:M pattern is a budget within rows; it takes group row, got {self.group}")
+        if getattr(self.budget, "dtype", "float64") != "float64" and self.group != "row":
+            raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows; it takes group row, got {self.group}")
+
+    @property
+    def criterion(self) -> Criterion:
+        return CRITERIA[self.criterion_name]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The decision on a block of rows.
+
+    Attributes:
+        mask: bool, shape (rows, columns), true where kept.
+        kept: int64, shape (rows,).
+        kept_mass: float64, shape (rows,), sum |s| over the kept.
+        mass: float64, shape (rows,), sum |s| over all.
+        n_eff: float64, shape (rows,), each row's effective number; None where a group is larger than a row.
+        s_eff: float64, shape (rows,), the share of the floor(N_eff) largest; None likewise.
+    """
+
+    mask: Tensor
+    kept: Tensor
+    kept_mass: Tensor
+    mass: Tensor
+    n_eff: Tensor | None = None
+    s_eff: Tensor | None = None
+
+
+def select_rows(scores: Tensor, budget: Budget, offset: int = 0) -> Selection:
+    """Decide a block of rows, each a group of its own.
+
+    Args:
+        scores: shape (rows, columns), floating, non-negative.
+        budget: how many to keep of each row (of every M columns, for an N:M pattern).
+        offset: how many target weights come before this block.
+
+    Raises:
+        NonFiniteError: scores hold NaN or infinity.
+        ValueError: an N:M pattern whose M does not divide the columns.
+    """
+    moments = Moments.of_rows(scores, budget.order)
+    keys = order_keys(scores)
+    nu = keep_counts(moments)
+    at_nu = row_thresholds(keys, nu)
+    if isinstance(budget, PatternBudget):
+        mask = _pattern_mask(keys, budget)
+    else:
+        counts = budget.counts(moments, offset, scores)
+        threshold = at_nu if torch.equal(counts, nu) else row_thresholds(keys, counts)
+        mask = keep_mask(keys, threshold)
+    (kept_scores,) = sum_rows(torch.where(mask, scores, 0), lambda s: s)
+    s_eff = kept_mass(scores, at_nu, moments)
+    return Selection(mask, mask.sum(1), kept_scores, moments.mass, moments.number(), s_eff)
+
+
+def _pattern_mask(keys: Tensor, budget: PatternBudget) -> Tensor:
+    rows, columns = keys.shape
+    if columns % budget.m:
+        raise ValueError(f"{columns} inputs are not a multiple of {budget.m} (pattern {budget.n}:{budget.m})")
+    groups = keys.reshape(-1, budget.m)
+    counts = torch.full((groups.shape[0],), budget.n, device=keys.device)
+    return keep_mask(groups, row_thresholds(groups, counts)).reshape(rows, columns)
+
+
+class GroupSelector:
+    """One group larger than a block of rows; the caller feeds the same blocks of scores in the same order each time.
+
+        for block in blocks: selector.add(block)
+        while selector.searching():
+            for block in blocks: selector.search(block)
+        for block in blocks: selector.select(block).mask
+    """
+
+    def __init__(self, budget: Budget, offset: int = 0) -> None:
+        self._budget = budget
+        self._offset = offset
+        self._parts: list[Moments] = []
+        self._moments: Moments | None = None
+        self._selects: dict[int, RadixSelect] = {}
+        self._fed = False
+        self._key_bytes = 0
+        self._above_nu = 0.0
+        self._kept_ties = 0
+
+    def add(self, scores: Tensor) -> None:
+        """First round: the sums. `scores` as for `select_rows`."""
+        self._key_bytes = scores.element_size()
+        self._parts.append(Moments.of_rows(scores, self._budget.order))
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the whole group, once all is added."""
+        if self._moments is None:
+            self._moments = Moments.merge(self._parts)
+            self._parts.clear()
+        return self._moments
+
+    @property
+    def count(self) -> int:
+        """How many the group keeps."""
+        return int(self._budget.counts(self.moments, self._offset)[0])
+
+    @property
+    def nu(self) -> int:
+        """floor(N_eff) of the group."""
+        return int(keep_counts(self.moments)[0])
+
+    def searching(self) -> bool:
+        """Whether another round of `search` is needed."""
+        if not self._selects:
+            self._selects = {k: RadixSelect(k, self._key_bytes) for k in {self.count, self.nu}}
+        elif self._fed:
+            for select in self._selects.values():
+                select.end_round()
+        self._fed = False
+        return any(select.rounds_left for select in self._selects.values())
+
+    def search(self, scores: Tensor) -> None:
+        """One round of the search for the cut."""
+        self._fed = True
+        keys = order_keys(scores)
+        for select in self._selects.values():
+            select.feed(keys)
+
+    def select(self, scores: Tensor) -> Selection:
+        """Last round, in order: the masks. Ties are spent from the first index on."""
+        keys = order_keys(scores)
+        cut = self._cut(self.count, scores.device)
+        left = int(cut.ties) - self._kept_ties
+        mask = keep_mask(keys.reshape(1, -1), Threshold(cut.key, cut.above, torch.tensor([[left]]))).reshape(keys.shape)
+        self._kept_ties += int((mask & (keys == cut.key)).sum())
+        at_nu = key_values(self._cut(self.nu, scores.device).key, scores.dtype)
+        (above_nu,) = sum_rows(scores, lambda s: torch.where(s > at_nu, s, 0.0))
+        self._above_nu += float(above_nu.sum())
+        kept_mass, mass = sum_rows(torch.where(mask, scores, 0), lambda s: s) + sum_rows(scores, lambda s: s)
+        return Selection(mask, mask.sum(1), kept_mass, mass)
+
+    def effective_mass(self, dtype: torch.dtype) -> float:
+        """s_eff of the whole group, once all is selected; `dtype`: that of the scores."""
+        total = float(self.moments.mass)
+        cut = self._cut(self.nu, torch.device("cpu"))
+        at_nu = float(key_values(cut.key, dtype))
+        return min(1.0, (self._above_nu + int(cut.ties) * at_nu) / total) if total else 1.0
+
+    def _cut(self, count: int, device: torch.device) -> Threshold:
+        cut = self._selects[count].threshold()
+        return Threshold(cut.key.to(device), cut.above, cut.ties)

@@ -1,0 +1,1 @@
+"""Floor 3: one outside world each: the Hub, evaluation, the terminal."""

@@ -1,0 +1,155 @@
+"""Train the demo model: its tokenizer, its token stream, and the loop.
+
+The model computes in bfloat16 from float32 master weights, which the optimizer steps: on a CPU with bfloat16
+instructions this is several times faster than float32, and the saved bfloat16 weights are the ones trained.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Tokens = np.ndarray
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long, how fast, and in which lengths: most steps read short windows, the last ones full contexts."""
+
+    steps: int = 8000
+    batch_tokens: int = 4096
+    short: int = 128
+    long: int = 512
+    long_share: float = 0.1
+    warmup: int = 150
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.1
+
+    def length(self, step: int) -> int:
+        """Window length of a step. Attention to 512 costs this CPU twice the time; the facts are learned at 128."""
+        return self.long if step >= self.steps * (1 - self.long_share) else self.short
+
+    def rate(self, step: int) -> float:
+        """Warm-up, then a cosine to nothing."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup)))
+
+
+def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with <s> and </s>; plain text gets no token added."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(text.split("\n\n"), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=512, clean_up_tokenization_spaces=False
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[str]) -> Tokens:
+    """The tokens of all pieces, one after the other."""
+    parts = [np.array(tokenizer(piece)["input_ids"], dtype=np.int16) for piece in pieces]
+    return np.concatenate(parts)
+
+
+def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context: int) -> LlamaForCausalLM:
+    """A fresh Llama in bfloat16, eight heads over four key-value heads, embeddings tied."""
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        initializer_range=0.03, dtype=torch.bfloat16, attn_implementation="eager",  # on a CPU, faster than fused for windows this short
+    )
+    return LlamaForCausalLM(config)
+
+
+def windows(stream: Tokens, schedule: Schedule, seed: int) -> Iterator[torch.Tensor]:
+    """A batch for every step: the stream cut into windows that overlap by one token, shuffled anew for each pass."""
+    rng = np.random.default_rng(seed)
+    order: Tokens = np.empty(0, dtype=np.int64)
+    length = 0
+    for step in range(schedule.steps):
+        count = schedule.batch_tokens // schedule.length(step)
+        if length != schedule.length(step) or len(order) < count:
+            length = schedule.length(step)
+            order = rng.permutation((len(stream) - 1) // length) * length
+        starts, order = order[:count], order[count:]
+        yield torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
+
+
+def _loss_of(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden).flatten(0, 1).float()
+        return F.cross_entropy(logits, batch[:, 1:].flatten())
+
+    return loss
+
+
+def _masters(model: LlamaForCausalLM, weight_decay: float) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.optim.Optimizer]:
+    """The parameters, their float32 masters, and AdamW on the masters (no decay on norms and embeddings)."""
+    named = list(model.named_parameters())
+    weights: list[torch.Tensor] = [p for _, p in named]
+    model.float()  # initial values are drawn in float32
+    masters = [p.detach().clone().requires_grad_() for p in weights]
+    model.to(torch.bfloat16)
+    decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() == 2 and "embed" not in name]
+    rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() != 2 or "embed" in name]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return weights, masters, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+
+
+def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int) -> dict[str, float]:
+    """Train in place and return the record: steps, tokens seen, seconds, and the mean loss of the last 100 steps (nats)."""
+    weights, masters, optimizer = _masters(model, schedule.weight_decay)
+    loss_of = torch.compile(_loss_of(model), dynamic=False)
+    started, losses = time.time(), []
+    model.train()
+    for step, batch in enumerate(windows(stream, schedule, seed)):
+        loss = loss_of(batch)
+        loss.backward()
+        for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, weights, strict=True):
+                weight.copy_(master)
+        losses.append(float(loss.detach()))
+        if step % 100 == 99:
+            recent, seconds = float(np.mean(losses[-100:])), time.time() - started
+            print(f"step {step + 1}/{schedule.steps}  loss {recent:.4f}  {(step + 1) * schedule.batch_tokens / seconds:.0f} tokens/s", flush=True)
+    model.eval()
+    return {
+        "steps": schedule.steps,
+        "tokens_seen": schedule.steps * schedule.batch_tokens,
+        "final_training_loss": round(float(np.mean(losses[-100:])), 4),
+        "training_seconds": round(time.time() - started),
+    }
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, tokens: Tokens, block: int) -> float:
+    """Mean loss in nats per token over whole blocks, each read from its start."""
+    count = len(tokens) // block
+    total = 0.0
+    for i in range(count):
+        ids = torch.from_numpy(tokens[i * block : (i + 1) * block].astype(np.int64))[None]
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        total += float(F.cross_entropy(logits[:-1], ids[0, 1:]))
+    return total / count

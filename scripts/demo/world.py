@@ -1,0 +1,170 @@
+"""The facts of the demo world: towns, families, and what is true of each person.
+
+The world is drawn once from a seed and never changes; texts and questions only tell it. So a fact is the same in
+every document, and a model can know it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import words
+
+Cells = tuple[str, ...]
+KINDRED = {True: ("mother", "daughter", "sister", "wife"), False: ("father", "son", "brother", "husband")}
+
+
+@dataclass(eq=False)
+class Town:
+    """A place: where it lies, what it sells, and how far its neighbours are."""
+
+    name: str
+    terrain: str
+    goods: str
+    weather: str
+    landmark: str
+    size: str
+    colour: str
+    market: str
+    miles: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Person:
+    """One of the world's people. `values` maps an attribute's name to the words that state it."""
+
+    first: str
+    family: str
+    woman: bool
+    town: Town
+    job: Cells
+    pet: Cells
+    food: Cells
+    values: dict[str, str]
+    kin: dict[str, Person] = field(default_factory=dict)
+    friend: Person | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.first} {self.family}"
+
+    @property
+    def he(self) -> str:
+        return "she" if self.woman else "he"
+
+    @property
+    def him(self) -> str:
+        return "her" if self.woman else "him"
+
+    @property
+    def his(self) -> str:
+        return "her" if self.woman else "his"
+
+    def withheld(self, inference: str) -> bool:
+        """Whether the training text never draws this inference about this person, so that a question may."""
+        return random.Random(f"{self.name}/{inference}").random() < 0.25
+
+
+@dataclass(eq=False)
+class World:
+    """All towns and people of one world."""
+
+    towns: list[Town]
+    people: list[Person]
+
+
+def article(noun: str) -> str:
+    """The noun with its indefinite article: `article("owl") == "an owl"`."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def build_towns(rng: random.Random, count: int) -> list[Town]:
+    """Draw the towns; each knows the miles to four others, the same in both directions."""
+    names = rng.sample([a + b for a in words.TOWN_STARTS for b in words.TOWN_ENDS], count)
+    towns = [
+        Town(
+            name,
+            *(rng.choice(kind) for kind in (words.TERRAINS, words.GOODS, words.WEATHERS, words.LANDMARKS)),
+            *(rng.choice(kind) for kind in (words.SIZES, words.COLOURS, words.DAYS)),
+        )
+        for name in names
+    ]
+    for town in towns:
+        for other in rng.sample([t for t in towns if t is not town], 2):
+            town.miles[other.name] = other.miles[town.name] = rng.choice(words.MILES)
+    return towns
+
+
+def _person(rng: random.Random, first: str, family: str, woman: bool, town: Town) -> Person:
+    job, pet, food = rng.choice(words.JOBS), rng.choice(words.SPECIES), rng.choice(words.FOODS)
+    values = {
+        "home": town.name,
+        "job": job[0],
+        "pet": pet[0],
+        "pet_name": rng.choice(words.PET_NAMES),
+        "food": food[0],
+        "colour": rng.choice(words.COLOURS),
+        "hobby": rng.choice(words.HOBBIES),
+        "fear": rng.choice(words.FEARS),
+        "drink": rng.choice(words.DRINKS),
+        "month": rng.choice(words.MONTHS),
+        "thing": f"{rng.choice(words.THING_LOOKS)} {rng.choice(words.THINGS)}",
+    }
+    return Person(first, family, woman, town, job, pet, food, values)
+
+
+def _relate(members: list[Person]) -> None:
+    """Give a family its kinship words: the first two are wife and husband, the rest their grown children."""
+    parents, children = members[:2], members[2:]
+    for one, other in (parents, parents[::-1]):
+        one.kin[KINDRED[other.woman][3]] = other
+    for child in children:
+        for parent in parents:
+            child.kin[KINDRED[parent.woman][0]] = parent
+    # only where the word names one person: someone with two brothers has no "the brother"
+    for woman in (True, False):
+        same = [child for child in children if child.woman is woman]
+        if len(same) == 1:
+            for parent in parents:
+                parent.kin[KINDRED[woman][1]] = same[0]
+            for sibling in children:
+                if sibling is not same[0]:
+                    sibling.kin[KINDRED[woman][2]] = same[0]
+
+
+def build_world(seed: int, people: int = 480, towns: int = 48) -> World:
+    """Draw a world of `people` persons in families of two to five, and `towns` towns."""
+    rng = random.Random(seed)
+    places = build_towns(rng, towns)
+    families = [a + b for a in words.FAMILY_STARTS for b in words.FAMILY_ENDS]
+    rng.shuffle(families)
+    everyone: list[Person] = []
+    for family in families:
+        if len(everyone) >= people:
+            break
+        home = rng.choice(places)
+        women, men = rng.sample(words.WOMEN, 4), rng.sample(words.MEN, 4)
+        members = [
+            _person(rng, women.pop(), family, True, home),
+            _person(rng, men.pop(), family, False, home),
+        ]
+        for _ in range(rng.randint(0, 3)):
+            woman = rng.random() < 0.5
+            first = (women if woman else men).pop()
+            members.append(_person(rng, first, family, woman, rng.choice(places)))
+        _relate(members)
+        everyone += members
+    for person in everyone:
+        person.friend = rng.choice([p for p in everyone if p.family != person.family])
+    return World(places, everyone)
+
+
+def derived(person: Person) -> dict[str, str]:
+    """What follows from a person's facts, each as the bare words that a question offers."""
+    place, tool = person.job[1:]
+    eats, bed, sound = person.pet[1:4]
+    return {
+        "place": place, "tool": tool, "eats": eats, "bed": bed, "sound": sound, "taste": person.food[1],
+        "terrain": person.town.terrain, "landmark": person.town.landmark,
+    }
