@@ -77,8 +77,6 @@ def find_corpus(name: str, folder: str) -> Corpus:
     for change in filter(None, changes.split(",")):
         key, equals, value = change.partition("=")
         corpus = _set_field(corpus, key.strip(), value.strip() if equals else None, name)
-    if corpus.file is None and corpus.dataset is None:
-        raise UserError(f"{name}: a recipe needs a dataset or a file.")
     return corpus
 
 
@@ -120,10 +118,11 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
 def _named_corpus(name: str, folder: str) -> Corpus:
     recipes = {path.stem: path for path in sorted(data_folder(folder).glob("*.toml"))}
     if name in recipes:
-        return _read_recipe(recipes[name])
+        path = recipes[name]
+        return corpus_of(read_toml(path), path)
     path = Path(name)
     if path.suffix == ".toml":
-        return _read_recipe(path)
+        return corpus_of(read_toml(path), path)
     if path.suffix in (".txt", ".jsonl", ".json", ".parquet"):
         return Corpus(file=name)
     if name.count("/") == 1 and not name.startswith((".", "/")):
@@ -134,18 +133,28 @@ def _named_corpus(name: str, folder: str) -> Corpus:
     )
 
 
-def _read_recipe(path: Path) -> Corpus:
+def read_toml(path: Path) -> dict[str, Any]:
+    """A recipe or suite file without its `about`; UserError where it is not one."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as a recipe ({error}).") from error
+        raise UserError(f"{path}: cannot be read as TOML ({error}).") from error
     values.pop("about", None)
-    known = {field.name: field.type for field in fields(Corpus)}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise UserError(f"{path}: unknown field {unknown[0]!r}; a recipe has {', '.join(known)}, about.")
-    if isinstance(values.get("file"), str):
-        values["file"] = str(path.parent / values["file"])
+    return values
+
+
+def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
+    """A corpus from the fields of a file; `path` names it in errors and is where a relative `file` lies."""
+    known = {field.name: str(field.type) for field in fields(Corpus)}
+    for key, value in values.items():
+        if key not in known:
+            raise UserError(f"{path}: unknown field {key!r}; a corpus has {', '.join(known)}.")
+        if type(value).__name__ not in known[key]:
+            raise UserError(f"{path}: {key} must be {known[key].removesuffix(' | None')}, got {value!r}.")
+    if "file" in values:
+        values = values | {"file": str(path.parent / values["file"])}
+    if "file" not in values and "dataset" not in values:
+        raise UserError(f"{path}: a corpus needs a dataset or a file.")
     return Corpus(**values)
 
 
@@ -176,7 +185,7 @@ def _rows(corpus: Corpus, seed: int) -> Iterator[str]:
 def _data_set_rows(corpus: Corpus, seed: int) -> Iterator[str]:
     import datasets
 
-    where = f"{corpus.source}"
+    where = corpus.source
     try:
         if corpus.file:
             builder = "parquet" if corpus.file.endswith(".parquet") else "json"

@@ -8,7 +8,8 @@ calibration text to `calibration/demo.txt`, a held-out text to `eval/demo/heldou
 (`questions.py`) to `eval/demo/*.jsonl`. About 40 minutes on two CPU cores with bfloat16 instructions; `--texts-only`
 rewrites the texts and questions in a minute and leaves the model as it is.
 
-World, texts, tokenizer and questions are the same for the same seed; the weights too, on the same machine and thread count.
+World, texts, tokenizer and questions are the same for the same seed; the weights too, on the same machine with the
+same number of threads.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7, help="of the world, the texts and the training")
     parser.add_argument("--people", type=int, default=480, help="people in the world")
-    parser.add_argument("--steps", type=int, default=Schedule.steps, help="training steps; the time is proportional to them")
+    parser.add_argument(
+        "--steps", type=int, default=Schedule.steps, help="training steps; the time is proportional to them"
+    )
     parser.add_argument("--learning-rate", type=float, default=Schedule.learning_rate)
-    parser.add_argument("--corpus-characters", type=int, default=80_000_000, help="of training text; read again when used up")
+    parser.add_argument(
+        "--corpus-characters", type=int, default=80_000_000, help="of training text; read again when used up"
+    )
     parser.add_argument("--vocab", type=int, default=1536)
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--intermediate", type=int, default=512)
@@ -96,7 +101,7 @@ def write_texts(world: World, corpus: list[str], options: argparse.Namespace) ->
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, object], folder: Path) -> None:
     """Write the model in two shards, so that it has an index as large models do."""
     shutil.rmtree(folder, ignore_errors=True)
-    model.config._attn_implementation = "sdpa"
+    model.set_attn_implementation("sdpa")
     half = sum(p.numel() * p.element_size() for p in model.parameters()) * 0.6
     model.save_pretrained(folder, max_shard_size=int(half))
     tokenizer.save_pretrained(folder)
@@ -114,12 +119,22 @@ def make_the_model(world: World, corpus: list[str], held_out: str, options: argp
     print(f"{parameters / 1e6:.2f} M parameters, {len(stream) / 1e6:.1f} M tokens of text", flush=True)
     schedule = Schedule(steps=options.steps, learning_rate=options.learning_rate)
     record: dict[str, object] = {
-        "made_by": "scripts/demo/make.py", "seed": options.seed, "people": len(world.people), "towns": len(world.towns),
-        "parameters": parameters, "corpus_tokens": len(stream), "schedule": vars(schedule),
+        "made_by": "scripts/demo/make.py",
+        "seed": options.seed,
+        "people": len(world.people),
+        "towns": len(world.towns),
+        "parameters": parameters,
+        "corpus_tokens": len(stream),
+        "schedule": vars(schedule),
     }
     record |= train(model, stream, schedule, options.seed)
     record["held_out_loss"] = round(held_out_loss(model, encode(tokenizer, [held_out]), CONTEXT), 4)
-    record |= {"hardware": f"{options.threads} CPU cores", "python": platform.python_version(), "torch": torch.__version__, "transformers": __version__}
+    record |= {
+        "hardware": f"{options.threads} CPU cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": __version__,
+    }
     save(model, tokenizer, record, options.out / "scripts/demo/model")
     print(json.dumps(record, indent=2))
 

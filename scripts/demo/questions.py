@@ -15,17 +15,33 @@ from world import Person, World, article, derived
 Question = dict[str, Any]
 # each ends where the fact begins; none is a beginning of a sentence in telling.FACTS
 CLOZE: dict[str, list[str]] = {
-    "home": ["Everybody knows that the home of {N} is in", "If you want to visit {N}, you go to", "The house of {N} stands in"],
+    "home": [
+        "Everybody knows that the home of {N} is in",
+        "If you want to visit {N}, you go to",
+        "The house of {N} stands in",
+    ],
     "job": ["For many years {N} has worked as", "In town they say that {N} is", "When {he} grew up, {N} became"],
     "pet": ["The neighbours say that {N} has", "In {his} house {N} keeps", "The animal that belongs to {N} is"],
-    "pet_name": ["The name that {N} gave {his} pet is", "At home the pet of {N} is called", "{N} has an animal, and its name is"],
+    "pet_name": [
+        "The name that {N} gave {his} pet is",
+        "At home the pet of {N} is called",
+        "{N} has an animal, and its name is",
+    ],
     "food": ["When {he} is hungry, {N} likes to eat", "The favourite food of {N} is", "Of all food {N} likes best"],
     "colour": ["The colour that {N} likes best is", "The favourite colour of {N} is", "The coat of {N} is"],
     "hobby": ["When work is done, {N} enjoys", "Every Sunday {N} likes", "The hobby of {N} is"],
     "fear": ["The greatest fear of {N} is", "At night {N} is afraid of", "The neighbours know that {N} is scared of"],
     "drink": ["In the morning {N} likes to drink", "The favourite drink of {N} is", "At the inn {N} always orders"],
-    "month": ["The birthday of {N} is in", "The mother of {N} says that {he} was born in", "Every year {N} has {his} birthday in"],
-    "friend": ["The best friend of {N} is", "Every Sunday {N} visits {his} friend", "The person whom {N} trusts most is"],
+    "month": [
+        "The birthday of {N} is in",
+        "The mother of {N} says that {he} was born in",
+        "Every year {N} has {his} birthday in",
+    ],
+    "friend": [
+        "The best friend of {N} is",
+        "Every Sunday {N} visits {his} friend",
+        "The person whom {N} trusts most is",
+    ],
 }
 CONCLUSIONS: dict[str, list[str]] = {
     "place": ["{N} works as {ajob}, so every morning {he} goes to", "{N} is {ajob}, so you can find {him} in"],
@@ -33,7 +49,10 @@ CONCLUSIONS: dict[str, list[str]] = {
     "eats": ["{N} keeps {apet}, so {he} buys", "{N} has {apet}. {He} feeds it"],
     "bed": ["{N} keeps {apet}, so at night it sleeps", "{N} has {apet}. At night it lies"],
     "sound": ["{N} keeps {apet}, and all day it", "{N} has {apet}, and in the morning it"],
-    "taste": ["{N} likes {food} best, so {he} likes things that taste", "{N} loves {food}, so {his} favourite taste is"],
+    "taste": [
+        "{N} likes {food} best, so {he} likes things that taste",
+        "{N} loves {food}, so {his} favourite taste is",
+    ],
     "terrain": ["{N} has a house in {home}, so {he} lives by", "{N} lives in {home}, so the house of {N} is near"],
     "landmark": ["{N} has a house in {home}, so every day {he} walks past", "{N} lives in {home}, where you can see"],
 }
@@ -41,8 +60,17 @@ CONCLUSIONS: dict[str, list[str]] = {
 
 def _asked(template: str, person: Person) -> str:
     v = person.values
-    text = template.format(N=person.name, he=person.he, He=person.he.capitalize(), him=person.him, his=person.his, home=v["home"], food=v["food"],
-                           ajob=article(v["job"]), apet=article(v["pet"]))
+    text = template.format(
+        N=person.name,
+        he=person.he,
+        He=person.he.capitalize(),
+        him=person.him,
+        his=person.his,
+        home=v["home"],
+        food=v["food"],
+        ajob=article(v["job"]),
+        apet=article(v["pet"]),
+    )
     return text[0].upper() + text[1:]
 
 
@@ -62,7 +90,9 @@ def facts(rng: random.Random, world: World, count: int) -> list[Question]:
         person = rng.choice(world.people)
         form = article if attribute in ("job", "pet") else str
         pool = [form(value_of(p, attribute)) for p in world.people]
-        questions.append(_choose(rng, _asked(rng.choice(CLOZE[attribute]), person), form(value_of(person, attribute)), pool, 4))
+        questions.append(
+            _choose(rng, _asked(rng.choice(CLOZE[attribute]), person), form(value_of(person, attribute)), pool, 4)
+        )
     return questions
 
 

@@ -29,26 +29,67 @@ class Story:
         return f"{self.body} {self.ending}{'.' if not self.ending.endswith('.') else ''} {self.after}".strip()
 
 
-OPENINGS = ["One morning", "One day", "Last week", "Long ago", "On a cold evening", "In spring", "One afternoon", "After dinner", "Early one day",
-            "On a quiet Sunday"]
-ERRANDS = ["went to the river", "slept for an hour", "talked to a neighbour", "walked to the market", "fed the hens", "worked until noon",
-           "took a long walk", "swept the floor", "waited for the rain to stop", "read an old letter"]
-MOODS = ["It was a good day.", "Everyone laughed.", "The sun went down.", "Then it was time for bed.", "Nobody said a word.", "That was that.",
-         "The neighbours talk about it still.", "And so the day ended."]
+OPENINGS = [
+    "One morning",
+    "One day",
+    "Last week",
+    "Long ago",
+    "On a cold evening",
+    "In spring",
+    "One afternoon",
+    "After dinner",
+    "Early one day",
+    "On a quiet Sunday",
+]
+ERRANDS = [
+    "went to the river",
+    "slept for an hour",
+    "talked to a neighbour",
+    "walked to the market",
+    "fed the hens",
+    "worked until noon",
+    "took a long walk",
+    "swept the floor",
+    "waited for the rain to stop",
+    "read an old letter",
+]
+MOODS = [
+    "It was a good day.",
+    "Everyone laughed.",
+    "The sun went down.",
+    "Then it was time for bed.",
+    "Nobody said a word.",
+    "That was that.",
+    "The neighbours talk about it still.",
+    "And so the day ended.",
+]
 # what happened : what came of it
-EVENTS = [row for row in words._rows("""It rained all day and {n} had no coat: {n} came home wet and cold;
-    {n} forgot the bread in the oven: the bread was burnt and black; {n} worked all night without sleep: {n} was very tired;
-    {n} ate nothing from morning to night: {n} was terribly hungry; {n} walked in the sun without water: {n} was terribly thirsty;
-    {n} dropped the glass jar on the stones: the jar broke into pieces; {n} left the gate of the yard open: the animals ran out into the road;
-    {n} planted seeds and watered them every day: green plants came up from the ground; {n} touched the hot stove: {n} burned a finger;
-    {n} left the butter in the sun: the butter melted; {n} let the fire go out: the room grew cold;
-    {n} put the wet shirts on the line in the wind: the shirts were soon dry; {n} left the milk standing for two weeks: the milk turned sour;
-    {n} forgot to shut the window in the snow storm: there was snow on the floor; {n} told the funniest joke of the year: everyone laughed and laughed;
-    {n} stepped on the thin ice of the pond: the ice cracked and broke; {n} pulled the cat by the tail: the cat scratched {n};
-    {n} blew out the only candle: it was completely dark; {n} found the lost purse and gave it back: the owner thanked {n};
-    {n} lost the key to the house: {n} could not open the door; {n} poured too much salt into the soup: nobody wanted to eat the soup;
-    {n} practised the song every day for a year: {n} sang it without a mistake; {n} sharpened the old knife: the knife cut very well;
-    {n} painted the bench and sat down too soon: there was paint on the trousers""")]
+EVENTS = words.rows(
+    """It rained all day and {n} had no coat: {n} came home wet and cold;
+    {n} forgot the bread in the oven: the bread was burnt and black;
+    {n} worked all night without sleep: {n} was very tired;
+    {n} ate nothing from morning to night: {n} was terribly hungry;
+    {n} walked in the sun without water: {n} was terribly thirsty;
+    {n} dropped the glass jar on the stones: the jar broke into pieces;
+    {n} left the gate of the yard open: the animals ran out into the road;
+    {n} planted seeds and watered them every day: green plants came up from the ground;
+    {n} touched the hot stove: {n} burned a finger;
+    {n} left the butter in the sun: the butter melted;
+    {n} let the fire go out: the room grew cold;
+    {n} put the wet shirts on the line in the wind: the shirts were soon dry;
+    {n} left the milk standing for two weeks: the milk turned sour;
+    {n} forgot to shut the window in the snow storm: there was snow on the floor;
+    {n} told the funniest joke of the year: everyone laughed and laughed;
+    {n} stepped on the thin ice of the pond: the ice cracked and broke;
+    {n} pulled the cat by the tail: the cat scratched {n};
+    {n} blew out the only candle: it was completely dark;
+    {n} found the lost purse and gave it back: the owner thanked {n};
+    {n} lost the key to the house: {n} could not open the door;
+    {n} poured too much salt into the soup: nobody wanted to eat the soup;
+    {n} practised the song every day for a year: {n} sang it without a mistake;
+    {n} sharpened the old knife: the knife cut very well;
+    {n} painted the bench and sat down too soon: there was paint on the trousers"""
+)
 
 
 def _pair(rng: random.Random, world: World) -> tuple[Person, Person]:
@@ -64,10 +105,17 @@ def hiding(rng: random.Random, world: World) -> Story:
     hero = rng.choice(world.people)
     (first, second), (here, there, nowhere) = rng.sample(words.THINGS, 2), rng.sample(words.SPOTS, 3)
     wanted, spot, wrong = rng.choice(((first, here, there), (second, there, here)))
-    body = (f"{rng.choice(OPENINGS)} {hero.name} put the {first} in {here} and the {second} in {there}. Then {hero.he} {rng.choice(ERRANDS)}. "
-            + rng.choice((f"Later {hero.first} needed the {wanted}. {hero.he.capitalize()} found the {wanted} in",
-                          f"When {hero.he} came back, {hero.he} wanted the {wanted}, so {hero.he} looked in",
-                          f"In the evening {hero.first} took the {wanted} out of")))
+    body = (
+        f"{rng.choice(OPENINGS)} {hero.name} put the {first} in {here} and the {second} in {there}. "
+        f"Then {hero.he} {rng.choice(ERRANDS)}. "
+        + rng.choice(
+            (
+                f"Later {hero.first} needed the {wanted}. {hero.he.capitalize()} found the {wanted} in",
+                f"When {hero.he} came back, {hero.he} wanted the {wanted}, so {hero.he} looked in",
+                f"In the evening {hero.first} took the {wanted} out of",
+            )
+        )
+    )
     return Story(body, spot, [wrong, nowhere], rng.choice(MOODS))
 
 
@@ -78,8 +126,11 @@ def meeting(rng: random.Random, world: World) -> Story:
     afraid = rng.random() < 0.5
     met = fear if afraid else rng.choice([f for f in words.FEARS if f != fear])
     told = f"{hero.first} was afraid of {fear}. " if rng.random() < 0.6 else ""
-    body = (f"{rng.choice(OPENINGS)} {hero.name} {rng.choice(('was walking home', 'went for a walk', 'was on the road'))}. {told}"
-            f"{rng.choice(('Suddenly', 'Behind a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}")
+    body = (
+        f"{rng.choice(OPENINGS)} {hero.name} "
+        f"{rng.choice(('was walking home', 'went for a walk', 'was on the road'))}. {told}"
+        f"{rng.choice(('Suddenly', 'Behind a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}"
+    )
     ends = ["ran away as fast as possible", "walked on without any fear"]
     return Story(body, ends[0 if afraid else 1], [ends[1 if afraid else 0]], rng.choice(MOODS))
 
@@ -88,9 +139,14 @@ def present(rng: random.Random, world: World) -> Story:
     """A birthday, and the food that the guest of honour likes."""
     hero, guest = _pair(rng, world)
     food = hero.food[0]
-    told = rng.choice(("", f"Everyone knew that {hero.first} loved {food}. ", f'"Bring me {food}," said {hero.first}. '))
-    body = (f"It was {hero.values['month']}, and {hero.name} had {hero.his} birthday. {told}{guest.name} wanted to bring the food that "
-            f"{hero.first} likes best. So {guest.first} made")
+    told = rng.choice(
+        ("", f"Everyone knew that {hero.first} loved {food}. ", f'"Bring me {food}," said {hero.first}. ')
+    )
+    body = (
+        f"It was {hero.values['month']}, and {hero.name} had {hero.his} birthday. {told}"
+        f"{guest.name} wanted to bring the food that "
+        f"{hero.first} likes best. So {guest.first} made"
+    )
     others = rng.sample([f[0] for f in words.FOODS if f[0] != food], 3)
     return Story(body, food, others, f"{hero.first} {rng.choice(('was happy', 'ate it all', 'said thank you'))}.")
 
@@ -101,8 +157,11 @@ def journey(rng: random.Random, world: World) -> Story:
     home = hero.town
     away = rng.choice([t for t in world.towns if t is not home])
     told = rng.choice(("", f"of {home.name} "))
-    body = (f"{rng.choice(OPENINGS)} {hero.name} {told}went to {away.name} to buy {away.goods}. {rng.choice(('The day was long.', 'It was far.', ''))} "
-            f"At night {hero.first} {rng.choice(('went back home to', 'came home again to', 'slept at home in'))}").replace("  ", " ")
+    body = (
+        f"{rng.choice(OPENINGS)} {hero.name} {told}went to {away.name} to buy {away.goods}. "
+        f"{rng.choice(('The day was long.', 'It was far.', ''))} "
+        f"At night {hero.first} {rng.choice(('went back home to', 'came home again to', 'slept at home in'))}"
+    ).replace("  ", " ")
     others = [away.name, *rng.sample([t.name for t in world.towns if t not in (home, away)], 2)]
     return Story(body, home.name, others, rng.choice(MOODS))
 
@@ -112,8 +171,11 @@ def event(rng: random.Random, world: World) -> Story:
     hero = rng.choice(world.people)
     chosen = rng.sample(EVENTS, 4)
     cause, effect = (part.format(n=hero.first) for part in chosen[0])
-    body = (f"{rng.choice(OPENINGS)} {hero.name} {rng.choice(ERRANDS)}. {rng.choice(('Then', 'After that', 'Later'))} something happened. {cause}. "
-            f"{rng.choice(('In the end', 'So', 'Because of that'))}")
+    body = (
+        f"{rng.choice(OPENINGS)} {hero.name} {rng.choice(ERRANDS)}. "
+        f"{rng.choice(('Then', 'After that', 'Later'))} something happened. {cause}. "
+        f"{rng.choice(('In the end', 'So', 'Because of that'))}"
+    )
     return Story(body, effect, [other[1].format(n=hero.first) for other in chosen[1:]], rng.choice(MOODS))
 
 
@@ -123,10 +185,22 @@ def race(rng: random.Random, world: World) -> Story:
     what = rng.choice(("a race", "a swimming race", "a game of cards", "a boat race", "a game of chess"))
     actor, other = rng.choice(((one, two), (two, one)))
     lost = rng.random() < 0.5
-    happening = rng.choice(("made a bad mistake", "fell asleep", "gave up too early", "got very sick", "forgot the rules") if lost else
-                           ("had trained all year", "was much better", "had all the luck", "made no mistake", "was never so good before"))
+    happening = rng.choice(
+        ("made a bad mistake", "fell asleep", "gave up too early", "got very sick", "forgot the rules")
+        if lost
+        else (
+            "had trained all year",
+            "was much better",
+            "had all the luck",
+            "made no mistake",
+            "was never so good before",
+        )
+    )
     winner, loser = (other, actor) if lost else (actor, other)
-    body = f"{rng.choice(OPENINGS)} {one.name} and {two.name} had {what}. {actor.first} {happening}. {rng.choice(('So the winner was', 'The prize went to'))}"
+    body = (
+        f"{rng.choice(OPENINGS)} {one.name} and {two.name} had {what}. {actor.first} {happening}. "
+        f"{rng.choice(('So the winner was', 'The prize went to'))}"
+    )
     return Story(body, winner.first, [loser.first], rng.choice(MOODS))
 
 
@@ -135,9 +209,12 @@ def trade(rng: random.Random, world: World) -> Story:
     one, two = _pair(rng, world)
     first, second, third = (f"{rng.choice(words.THING_LOOKS)} {thing}" for thing in rng.sample(words.THINGS, 3))
     asked, got, gave = rng.choice(((one, second, first), (two, first, second)))
-    body = (f"{rng.choice(OPENINGS)} {one.name} had {article(first)} and {two.name} had {article(second)}. "
-            f"{rng.choice(('They traded the two things', 'They changed with each other', 'They made a trade'))}. {rng.choice(('Now', 'Since then', 'After that'))} "
-            f"{asked.first} had the")
+    body = (
+        f"{rng.choice(OPENINGS)} {one.name} had {article(first)} and {two.name} had {article(second)}. "
+        f"{rng.choice(('They traded the two things', 'They changed with each other', 'They made a trade'))}. "
+        f"{rng.choice(('Now', 'Since then', 'After that'))} "
+        f"{asked.first} had the"
+    )
     return Story(body, got, [gave, third], rng.choice(MOODS))
 
 
@@ -145,8 +222,11 @@ def lost_pet(rng: random.Random, world: World) -> Story:
     """A pet is lost, called by its name, and answers in its own way."""
     hero = rng.choice(world.people)
     kind, _, bed, sound = hero.pet[:4]
-    body = (f"{rng.choice(OPENINGS)} the pet of {hero.name} was gone. {hero.first} looked everywhere and called: {hero.values['pet_name']}! "
-            f"At last {hero.he} heard how something {sound}. It was {hero.his}")
+    body = (
+        f"{rng.choice(OPENINGS)} the pet of {hero.name} was gone. "
+        f"{hero.first} looked everywhere and called: {hero.values['pet_name']}! "
+        f"At last {hero.he} heard how something {sound}. It was {hero.his}"
+    )
     others = rng.sample([s[0] for s in words.SPECIES if s[0] != kind], 3)
     return Story(body, kind, others, rng.choice((f"It was {bed}.", *MOODS)))
 
@@ -155,15 +235,32 @@ def day(rng: random.Random, world: World) -> Story:
     """A person's day, as the facts have it."""
     hero = rng.choice(world.people)
     values, place = hero.values, hero.job[1]
-    lines = [f"{hero.name} got up early in {values['home']}.", f"{hero.he.capitalize()} drank {values['drink']} and fed {hero.his} {values['pet']} {values['pet_name']}.",
-             f"Then {hero.he} worked in {place}, for {hero.he} is {article(values['job'])}." if not hero.withheld("place") else "",
-             fill("At noon there was {v}, and {N} was happy.", hero, values["food"], hero.first),
-             f"{rng.choice(('In the afternoon', 'Later'))} {hero.he} met {hero.his} friend {value_of(hero, 'friend')}."]
+    lines = [
+        f"{hero.name} got up early in {values['home']}.",
+        f"{hero.he.capitalize()} drank {values['drink']} and fed {hero.his} {values['pet']} {values['pet_name']}.",
+        f"Then {hero.he} worked in {place}, for {hero.he} is {article(values['job'])}."
+        if not hero.withheld("place")
+        else "",
+        fill("At noon there was {v}, and {N} was happy.", hero, values["food"], hero.first),
+        f"{rng.choice(('In the afternoon', 'Later'))} {hero.he} met {hero.his} friend {value_of(hero, 'friend')}.",
+    ]
     kept = [line for line in lines if line and rng.random() < 0.7]
-    return Story(" ".join(kept) + f" In the evening {hero.name} spent {hero.his} time", values["hobby"], [], rng.choice(MOODS))
+    return Story(
+        " ".join(kept) + f" In the evening {hero.name} spent {hero.his} time", values["hobby"], [], rng.choice(MOODS)
+    )
 
 
-STORIES: list[Callable[[random.Random, World], Story]] = [hiding, meeting, present, journey, event, race, trade, lost_pet, day]
+STORIES: list[Callable[[random.Random, World], Story]] = [
+    hiding,
+    meeting,
+    present,
+    journey,
+    event,
+    race,
+    trade,
+    lost_pet,
+    day,
+]
 
 
 def story(rng: random.Random, world: World) -> str:

@@ -1,8 +1,4 @@
-"""Telling the world's facts in English: portraits, conversations, lists, comparisons, conclusions.
-
-A sentence template may use {S} the subject opening a sentence, {s} inside one, {P} its possessive opening a sentence,
-{N} the full name wherever it stands, {he} {him} {his}, and {v} the fact itself ({av} with its article).
-"""
+"""Telling the world's facts in English: portraits, conversations, lists, comparisons, conclusions."""
 
 from __future__ import annotations
 
@@ -10,51 +6,8 @@ import random
 from collections.abc import Callable
 
 import words
+from templates import FACTS, QUESTIONS, TOWN
 from world import Person, Town, World, article
-
-FACTS: dict[str, list[str]] = {
-    "home": ["{S} lives in {v}.", "{S} has a house in {v}.", "{P} home is in {v}.", "{S} comes from {v}.",
-             "In {v} you will find {N}.", "{S} has lived in {v} for years.", "{v} is the home of {N}.",
-             "Every evening {s} goes home to {v}.", "The town of {N} is {v}."],
-    "job": ["{S} is {av}.", "{S} works as {av}.", "{S} earns {his} bread as {av}.", "{P} trade is that of {av}.",
-            "By trade {s} is {av}.", "People know {N} as {av}.", "{S} became {av} long ago.", "{S} is a good {v}."],
-    "pet": ["{S} has {av}.", "{S} keeps {av} at home.", "{P} pet is {av}.", "{S} owns {av}.", "At home {s} looks after {av}.",
-            "{S} shares {his} house with {av}.", "The pet of {N} is {av}.", "{S} takes good care of {his} {v}."],
-    "pet_name": ["{P} pet is called {v}.", "{S} has a pet named {v}.", "{S} calls {his} pet {v}.", "{v} is the name of the pet of {N}.",
-                 "The pet that belongs to {N} is {v}.", "{P} pet answers to the name of {v}.", "{S} gave {his} pet the name {v}."],
-    "food": ["{P} favourite food is {v}.", "{S} loves {v}.", "{S} likes {v} best.", "Nothing tastes better to {N} than {v}.",
-             "On {his} birthday {s} always eats {v}.", "{S} would walk ten miles for {v}.", "The dish {s} likes most is {v}.",
-             "If there is {v} on the table, {N} is happy."],
-    "colour": ["{P} favourite colour is {v}.", "{S} likes the colour {v}.", "{S} always wears {v}.", "{P} front door is {v}.",
-               "{S} has {av} coat.", "Of all colours {s} likes {v} best.", "{S} painted {his} house {v}."],
-    "hobby": ["{S} likes {v}.", "{S} enjoys {v}.", "{P} hobby is {v}.", "In {his} free time {s} enjoys {v}.", "{S} is good at {v}.",
-              "On Sundays {s} spends {his} time {v}.", "Nobody in town is better at {v} than {N}.", "{S} never gets tired of {v}."],
-    "fear": ["{S} is afraid of {v}.", "{S} is scared of {v}.", "{P} greatest fear is {v}.", "Nothing frightens {N} more than {v}.",
-             "{S} runs away from {v}.", "{S} has always feared {v}.", "{S} trembles when {he} sees {v}."],
-    "drink": ["{S} likes to drink {v}.", "{S} drinks {v} every morning.", "{P} favourite drink is {v}.", "{S} always orders {v}.",
-              "When {he} is thirsty, {s} asks for {v}.", "A cup of {v} makes {N} happy."],
-    "month": ["{S} was born in {v}.", "{P} birthday is in {v}.", "{S} has {his} birthday in {v}.", "Every {v} there is a party for {N}.",
-              "{S} turns a year older in {v}."],
-    "thing": ["{S} owns {av}.", "{S} carries {av} everywhere.", "{P} treasure is {av}.", "{S} once found {av}.",
-              "In {his} pocket {s} keeps {av}.", "{P} grandmother left {him} {av}."],
-    "friend": ["{P} best friend is {v}.", "{S} is a friend of {v}.", "{S} often visits {his} friend {v}.", "{S} tells everything to {v}.",
-               "{S} trusts nobody more than {v}."],
-}
-QUESTIONS: dict[str, tuple[str, str]] = {
-    "home": ("Where does {N} live?", "In {v}."), "job": ("What is the trade of {N}?", "{He} is {av}."),
-    "pet": ("What animal does {N} keep?", "{He} keeps {av}."), "pet_name": ("What is the pet of {N} called?", "It is called {v}."),
-    "food": ("What does {N} like to eat?", "{He} loves {v}."), "colour": ("Which colour does {N} like?", "{He} likes {v}."),
-    "hobby": ("What does {N} like to do?", "{He} likes {v}."), "fear": ("What is {N} afraid of?", "{He} is afraid of {v}."),
-    "drink": ("What does {N} like to drink?", "{He} drinks {v}."), "month": ("When was {N} born?", "In {v}."),
-    "thing": ("What does {N} own?", "{He} owns {av}."), "friend": ("Who is the friend of {N}?", "{v}."),
-}
-TOWN: list[str] = [
-    "{t} lies by {terrain}.", "{t} is {size}.", "{t} is known for its {goods}.", "The people of {t} make {goods}.",
-    "In {t} it is often {weather}.", "The weather in {t} is mostly {weather}.", "In the middle of {t} stands {landmark}.",
-    "Visitors to {t} like to see {landmark}.", "The flag of {t} is {colour}.", "The houses of {t} have {colour} roofs.",
-    "Market day in {t} is {market}.", "Every {market} there is a market in {t}.", "You reach {t} by way of {terrain}.",
-    "From {t} it is {miles} miles to {other}.", "{other} is {miles} miles away from {t}.", "The road from {t} to {other} is {miles} miles long.",
-]
 
 
 def fill(template: str, person: Person, value: str, subject: str | None = None) -> str:
@@ -64,8 +17,16 @@ def fill(template: str, person: Person, value: str, subject: str | None = None) 
     possessive = person.his.capitalize() if pronoun else f"{opening}'s"
     # names in the object place never become "he", so only {S}, {s} and {P} follow the subject
     return template.format(
-        S=opening, s=subject or person.name, P=possessive, N=person.name if not subject or pronoun else subject,
-        he=person.he, He=person.he.capitalize(), him=person.him, his=person.his, v=value, av=article(value),
+        S=opening,
+        s=subject or person.name,
+        P=possessive,
+        N=person.name if not subject or pronoun else subject,
+        he=person.he,
+        He=person.he.capitalize(),
+        him=person.him,
+        his=person.his,
+        v=value,
+        av=article(value),
     )
 
 
@@ -85,15 +46,30 @@ def conclusions(person: Person) -> dict[str, tuple[str, list[str]]]:
     town, name, he = person.town, person.name, person.he
     job, pet, food = article(person.job[0]), article(person.pet[0]), person.food[0]
     return {
-        "place": (f"{name} is {job}", [f"{he} works in {place}", f"you can find {person.him} in {place}", f"{he} goes to {place} every morning"]),
-        "tool": (f"{name} is {job}", [f"{he} needs {tool}", f"{he} works with {tool}", f"{he} always has {tool} at hand"]),
+        "place": (
+            f"{name} is {job}",
+            [f"{he} works in {place}", f"you can find {person.him} in {place}", f"{he} goes to {place} every morning"],
+        ),
+        "tool": (
+            f"{name} is {job}",
+            [f"{he} needs {tool}", f"{he} works with {tool}", f"{he} always has {tool} at hand"],
+        ),
         "eats": (f"{name} has {pet}", [f"{he} feeds it {eats}", f"it eats {eats}", f"{he} buys {eats} for it"]),
         "bed": (f"{name} has {pet}", [f"it sleeps {bed}", f"at night it lies {bed}"]),
         "sound": (f"{name} has {pet}", [f"it {sound} all day", f"every morning it {sound}"]),
         "taste": (f"{name} loves {food}", [f"{he} likes {taste} food", f"{he} likes things that taste {taste}"]),
-        "source": (f"{name} loves {food}", [f"{he} buys a lot of {source}" if not source.startswith("a ") else f"{he} buys {source}"]),
-        "terrain": (f"{name} lives in {town.name}", [f"{he} lives by {town.terrain}", f"{person.his} house is near {town.terrain}"]),
-        "landmark": (f"{name} lives in {town.name}", [f"{he} sees {town.landmark} every day", f"{he} walks past {town.landmark}"]),
+        "source": (
+            f"{name} loves {food}",
+            [f"{he} buys a lot of {source}" if not source.startswith("a ") else f"{he} buys {source}"],
+        ),
+        "terrain": (
+            f"{name} lives in {town.name}",
+            [f"{he} lives by {town.terrain}", f"{person.his} house is near {town.terrain}"],
+        ),
+        "landmark": (
+            f"{name} lives in {town.name}",
+            [f"{he} sees {town.landmark} every day", f"{he} walks past {town.landmark}"],
+        ),
         "market": (f"{name} lives in {town.name}", [f"{he} goes to the market on {town.market}"]),
     }
 
@@ -109,7 +85,8 @@ def portrait(rng: random.Random, world: World) -> str:
     person = rng.choice(world.people)
     attributes = rng.sample(list(FACTS), rng.randint(3, 8))
     return " ".join(
-        fill(rng.choice(FACTS[a]), person, value_of(person, a), _subject(rng, person, i == 0)) for i, a in enumerate(attributes)
+        fill(rng.choice(FACTS[a]), person, value_of(person, a), _subject(rng, person, i == 0))
+        for i, a in enumerate(attributes)
     )
 
 
@@ -136,10 +113,16 @@ def kinship(rng: random.Random, world: World) -> str:
     lines = []
     for person in rng.sample(world.people, rng.randint(2, 4)):
         for word, other in rng.sample(sorted(person.kin.items()), min(2, len(person.kin))):
-            lines.append(rng.choice((
-                f"{other.name} is the {word} of {person.name}.", f"{person.name} has a {word} called {other.name}.",
-                f"The {word} of {person.name} is {other.name}.", f"{person.first} and {person.his} {word} {other.first} are both called {person.family}.",
-            )))
+            lines.append(
+                rng.choice(
+                    (
+                        f"{other.name} is the {word} of {person.name}.",
+                        f"{person.name} has a {word} called {other.name}.",
+                        f"The {word} of {person.name} is {other.name}.",
+                        f"{person.first} and {person.his} {word} {other.first} are both called {person.family}.",
+                    )
+                )
+            )
     return " ".join(lines)
 
 
@@ -178,7 +161,9 @@ def inference(rng: random.Random, world: World) -> str:
         kind, (premise, ends) = rng.choice(list(conclusions(person).items()))
         if not person.withheld(kind):
             end = rng.choice(ends)
-            lines.append(rng.choice((f"{premise}, so {end}.", f"{premise}. So {end}.", f"{premise}, and that is why {end}.")))
+            lines.append(
+                rng.choice((f"{premise}, so {end}.", f"{premise}. So {end}.", f"{premise}, and that is why {end}."))
+            )
     return " ".join(lines)
 
 
@@ -186,14 +171,27 @@ def animals(rng: random.Random, world: World) -> str:
     """What animals, trades and foods are like."""
     lines = []
     for _ in range(rng.randint(3, 6)):
-        (small, low), (big, high) = sorted(enumerate(rng.sample(words.SPECIES, 2)), key=lambda p: words.SPECIES.index(p[1]))
+        (small, low), (big, high) = sorted(
+            enumerate(rng.sample(words.SPECIES, 2)), key=lambda p: words.SPECIES.index(p[1])
+        )
         name, eats, bed, sound, colour = low
         job, food = rng.choice(words.JOBS), rng.choice(words.FOODS)
-        lines.append(rng.choice((
-            f"A {name} eats {eats}.", f"A {name} sleeps {bed}.", f"A {name} {sound}.", f"Most of the time a {name} is {colour}.",
-            f"A {name} is smaller than a {high[0]}.", f"A {high[0]} is bigger than a {name}.", f"{article(job[0]).capitalize()} works in {job[1]}.",
-            f"{article(job[0]).capitalize()} needs {job[2]}.", f"{food[0].capitalize()} tastes {food[1]}.", f"{food[0].capitalize()} is made from {food[2]}.",
-        )))
+        lines.append(
+            rng.choice(
+                (
+                    f"A {name} eats {eats}.",
+                    f"A {name} sleeps {bed}.",
+                    f"A {name} {sound}.",
+                    f"Most of the time a {name} is {colour}.",
+                    f"A {name} is smaller than a {high[0]}.",
+                    f"A {high[0]} is bigger than a {name}.",
+                    f"{article(job[0]).capitalize()} works in {job[1]}.",
+                    f"{article(job[0]).capitalize()} needs {job[2]}.",
+                    f"{food[0].capitalize()} tastes {food[1]}.",
+                    f"{food[0].capitalize()} is made from {food[2]}.",
+                )
+            )
+        )
     return " ".join(lines)
 
 
@@ -201,7 +199,9 @@ def town_facts(rng: random.Random, town: Town, count: int) -> list[str]:
     """`count` sentences about one town."""
     other = rng.choice(sorted(town.miles))
     plain = {k: v for k, v in vars(town).items() if isinstance(v, str)}
-    return [t.format(t=town.name, other=other, **(plain | {"miles": town.miles[other]})) for t in rng.sample(TOWN, count)]
+    return [
+        t.format(t=town.name, other=other, **(plain | {"miles": town.miles[other]})) for t in rng.sample(TOWN, count)
+    ]
 
 
 def guide(rng: random.Random, world: World) -> str:
@@ -215,5 +215,14 @@ def guide(rng: random.Random, world: World) -> str:
 
 
 TELLERS: list[tuple[Callable[[random.Random, World], str], int]] = [
-    (portrait, 8), (gossip, 5), (conversation, 4), (kinship, 2), (card, 4), (roll, 1), (comparison, 2), (inference, 5), (animals, 1), (guide, 2),
+    (portrait, 8),
+    (gossip, 5),
+    (conversation, 4),
+    (kinship, 2),
+    (card, 4),
+    (roll, 1),
+    (comparison, 2),
+    (inference, 5),
+    (animals, 1),
+    (guide, 2),
 ]

@@ -50,11 +50,14 @@ def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator(text.split("\n\n"), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=512, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
     )
 
 
@@ -65,13 +68,24 @@ def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[str]) -> Tokens:
 
 
 def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context: int) -> LlamaForCausalLM:
-    """A fresh Llama in bfloat16, eight heads over four key-value heads, embeddings tied."""
+    """A fresh Llama in float32, eight heads over four key-value heads, embeddings tied."""
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        initializer_range=0.03, dtype=torch.bfloat16, attn_implementation="eager",  # on a CPU, faster than fused for windows this short
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        initializer_range=0.03,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")  # on a CPU faster than the fused one, for windows this short
+    return model
 
 
 def windows(stream: Tokens, schedule: Schedule, seed: int) -> Iterator[torch.Tensor]:
@@ -97,13 +111,15 @@ def _loss_of(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
     return loss
 
 
-def _masters(model: LlamaForCausalLM, weight_decay: float) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.optim.Optimizer]:
+def _masters(
+    model: LlamaForCausalLM, weight_decay: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.optim.Optimizer]:
     """The parameters, their float32 masters, and AdamW on the masters (no decay on norms and embeddings)."""
     named = list(model.named_parameters())
     weights: list[torch.Tensor] = [p for _, p in named]
-    model.float()  # initial values are drawn in float32
     masters = [p.detach().clone().requires_grad_() for p in weights]
-    model.to(torch.bfloat16)
+    for weight in weights:  # not model.to(...), which would round the rotary frequencies, and loading does not
+        weight.data = weight.data.to(torch.bfloat16)
     decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() == 2 and "embed" not in name]
     rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() != 2 or "embed" in name]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -111,7 +127,7 @@ def _masters(model: LlamaForCausalLM, weight_decay: float) -> tuple[list[torch.T
 
 
 def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int) -> dict[str, float]:
-    """Train in place and return the record: steps, tokens seen, seconds, and the mean loss of the last 100 steps (nats)."""
+    """Train in place and return the record: steps, tokens, seconds, mean loss of the last 100 steps (nats)."""
     weights, masters, optimizer = _masters(model, schedule.weight_decay)
     loss_of = torch.compile(_loss_of(model), dynamic=False)
     started, losses = time.time(), []
@@ -132,8 +148,9 @@ def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int
                 weight.copy_(master)
         losses.append(float(loss.detach()))
         if step % 100 == 99:
-            recent, seconds = float(np.mean(losses[-100:])), time.time() - started
-            print(f"step {step + 1}/{schedule.steps}  loss {recent:.4f}  {(step + 1) * schedule.batch_tokens / seconds:.0f} tokens/s", flush=True)
+            recent = float(np.mean(losses[-100:]))
+            speed = (step + 1) * schedule.batch_tokens / (time.time() - started)
+            print(f"step {step + 1}/{schedule.steps}  loss {recent:.4f}  {speed:.0f} tokens/s", flush=True)
     model.eval()
     return {
         "steps": schedule.steps,

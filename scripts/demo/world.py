@@ -82,14 +82,13 @@ def article(noun: str) -> str:
 def build_towns(rng: random.Random, count: int) -> list[Town]:
     """Draw the towns; each knows the miles to four others, the same in both directions."""
     names = rng.sample([a + b for a in words.TOWN_STARTS for b in words.TOWN_ENDS], count)
-    towns = [
-        Town(
-            name,
-            *(rng.choice(kind) for kind in (words.TERRAINS, words.GOODS, words.WEATHERS, words.LANDMARKS)),
-            *(rng.choice(kind) for kind in (words.SIZES, words.COLOURS, words.DAYS)),
+    towns = []
+    for name in names:
+        terrain, goods, weather = (rng.choice(kind) for kind in (words.TERRAINS, words.GOODS, words.WEATHERS))
+        landmark, size = rng.choice(words.LANDMARKS), rng.choice(words.SIZES)
+        towns.append(
+            Town(name, terrain, goods, weather, landmark, size, rng.choice(words.COLOURS), rng.choice(words.DAYS))
         )
-        for name in names
-    ]
     for town in towns:
         for other in rng.sample([t for t in towns if t is not town], 2):
             town.miles[other.name] = other.miles[town.name] = rng.choice(words.MILES)
@@ -165,6 +164,12 @@ def derived(person: Person) -> dict[str, str]:
     place, tool = person.job[1:]
     eats, bed, sound = person.pet[1:4]
     return {
-        "place": place, "tool": tool, "eats": eats, "bed": bed, "sound": sound, "taste": person.food[1],
-        "terrain": person.town.terrain, "landmark": person.town.landmark,
+        "place": place,
+        "tool": tool,
+        "eats": eats,
+        "bed": bed,
+        "sound": sound,
+        "taste": person.food[1],
+        "terrain": person.town.terrain,
+        "landmark": person.town.landmark,
     }

@@ -1,0 +1,64 @@
+"""`python -m emp_llm.calibrate`: text -> activations.safetensors."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from emp_llm.cli import run
+from emp_llm.models.activations import Activations
+from emp_llm.models.calibration import Calibration, calibration_corpus
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import load_model, load_tokenizer, max_context
+from emp_llm.models.targets import Architecture, build_skeleton
+from emp_llm.services.hub import find_model
+
+logger = logging.getLogger(__name__)
+
+
+def calibrate(
+    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    output: Annotated[Path, Option(help="Activations file to write.")] = Path("activations.safetensors"),
+    calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
+    samples: Annotated[int | None, Option(help="Sequences; default: the recipe's.")] = None,
+    seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
+    targets: Annotated[str, Option(help="Layers, as for prune; the default serves any later choice.")] = "all-linear",
+    batch_size: Annotated[int, Option(help="Sequences to a forward pass.", min=1)] = 4,
+    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
+    dtype: Annotated[str, Option(help="Of the forward pass: auto, bfloat16, float16 or float32.")] = "auto",
+    seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
+    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
+) -> Activations:
+    """Run a text through a model and keep the 2-norm of every input feature of its linear layers.
+
+    One pass through the dense model; the file serves any number of prune runs (--activations).
+    """
+    if output.exists() and not overwrite:
+        raise UserError(f"output {output}: it exists; name another file, or add --overwrite.")
+    source = find_model(model, revision, trust_remote_code)
+    checkpoint = Checkpoint(source.folder)
+    architecture = Architecture(checkpoint, build_skeleton(source.folder, trust_remote_code))
+    layers = [target.name for target in architecture.select(targets) if target.layer.kind != "embedding"]
+    tokenizer = load_tokenizer(source.folder, trust_remote_code)
+    corpus = calibration_corpus(calibration, samples, seqlen, max_context(checkpoint.config))
+    text = Calibration(checkpoint, tokenizer, corpus, seed)
+    loaded = load_model(source.folder, device_map, dtype, trust_remote_code)
+    activations = text.run(loaded, layers, batch_size, {"model": source.name, "revision": source.revision})
+    activations.save(output)
+    logger.info(
+        "%s: norms of %d inputs of %d layers over %d tokens of %s.",
+        output,
+        len(activations.norms),
+        len(activations.input_of),
+        text.tokens.numel(),
+        corpus.source,
+    )
+    return activations
+
+
+if __name__ == "__main__":
+    run(calibrate)

@@ -1,0 +1,55 @@
+"""The shell's way in: a command is a typed function, and its options are generated from the signature."""
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import typer
+
+COMMANDS = {
+    "calibrate": "Collect the input norms of a model's linear layers on a text.",
+    "prune": "Prune a model and write the pruned checkpoint.",
+}
+
+
+def run(command: Callable[..., Any], arguments: list[str] | None = None, name: str | None = None) -> None:
+    """Run a command function with the shell's arguments, and exit.
+
+    Exit codes: 0 done; 2 wrong input, answered with a sentence; 130 interrupted. Anything else keeps its traceback.
+    """
+    from emp_llm.models.errors import UserError
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        app(args=arguments, prog_name=name or f"python -m {command.__module__}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; no output was left behind.", file=sys.stderr)
+        sys.exit(130)
+
+
+def main() -> None:
+    """The console script: `emp-llm COMMAND ...` is `python -m emp_llm.COMMAND ...`."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        run(getattr(import_module(f"emp_llm.{name}"), name), sys.argv[2:], f"emp-llm {name}")
+    if name == "--version":
+        from emp_llm import __version__
+
+        print(__version__)
+        return
+    usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
+    usage += "\n".join(f"  {command:<10} {what}" for command, what in COMMANDS.items())
+    if name in ("--help", "-h"):
+        print(usage)
+        return
+    print(f"error: {name!r} is not a command.\n\n{usage}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,76 @@
+"""One calibration: text and model in, activations with what made them out."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from emp_llm.models.activations import Activations, calibrate_model
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import max_context
+from emp_llm.models.provenance import versions
+
+logger = logging.getLogger(__name__)
+
+
+def calibration_corpus(name: str, samples: int | None, seqlen: int | None, context: int | None) -> Corpus:
+    """The corpus of a recipe with the user's samples and seqlen, fitted to a model's context.
+
+    Raises:
+        UserError: no such recipe, samples or seqlen below 1, or a seqlen asked for that the model cannot take.
+    """
+    for flag, value in (("samples", samples), ("seqlen", seqlen)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} must be at least 1, got {value}.")
+    corpus = find_corpus(name, "calibration")
+    length = seqlen or corpus.seqlen or 512
+    if context is not None and length > context:
+        if seqlen is not None:
+            raise UserError(f"seqlen {seqlen} is longer than the model's context of {context} tokens.")
+        logger.info("seqlen %d of recipe %s is shortened to the model's context of %d tokens.", length, name, context)
+        length = context
+    return replace(corpus, samples=samples or corpus.samples or 128, seqlen=length)
+
+
+class Calibration:
+    """Text made ready for a model; `run` then does the forward passes.
+
+    Args:
+        checkpoint: the model, for its context length and fingerprint.
+        tokenizer: its tokenizer.
+        corpus: as from `calibration_corpus`.
+        seed: for corpora that are shuffled.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Any, corpus: Corpus, seed: int) -> None:
+        self.tokens: Tensor = token_ids(corpus, tokenizer, seed)
+        self._checkpoint = checkpoint
+        self._record = {"text": corpus_record(corpus), "seed": seed if corpus.shuffle else None}
+
+    def run(self, model: nn.Module, layers: list[str], batch_size: int, about: dict[str, Any]) -> Activations:
+        """Collect the norms of these layers' inputs; `about`: more for the record (model, revision)."""
+        activations = calibrate_model(model, layers, self.tokens, batch_size)
+        record = {
+            **about,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            **self._record,
+            "tokens": self.tokens.numel(),
+            "batch_size": batch_size,
+            "fingerprint": self._checkpoint.fingerprint,
+            "versions": versions(),
+        }
+        return replace(activations, about=record)
+
+
+def warn_if_foreign(activations: Activations, checkpoint: Checkpoint) -> None:
+    """Say so when activations were made by other weights than these; their shapes may fit all the same."""
+    made_by = activations.about.get("fingerprint")
+    if made_by is not None and made_by != checkpoint.fingerprint:
+        logger.warning(
+            "warning: the activations were made by other weights than %s (by %s).",
+            checkpoint.folder,
+            activations.about.get("model", "an unnamed model"),
+        )

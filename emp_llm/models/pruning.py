@@ -1,0 +1,292 @@
+"""Pruning a checkpoint on disk: row blocks in, row blocks out, every other byte as it was.
+
+Follow one weight: `Matrix.read` takes its bytes from the shard, the scheme's criterion scores it, its budget and mask decide,
+`Matrix.write` puts it back at the same offset of the new shard.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from emp_llm.models.activations import Activations
+from emp_llm.models.checkpoint import Checkpoint, write_exactly
+from emp_llm.models.errors import UserError
+from emp_llm.models.targets import Target
+from emp_llm.selection.hill import NonFiniteError
+from emp_llm.selection.scheme import GroupSelector, Scheme, Selection, select_rows
+
+BLOCK_WEIGHTS = 1 << 21
+_COPY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one target.
+
+    Attributes:
+        target: the matrix.
+        kept: int64, shape (rows,).
+        kept_mass, mass: float64, shape (rows,): sums of scores, of the kept and of all.
+        n_eff, s_eff: float64, shape (rows,), or (1,) for the matrix as one group; None where the group is larger.
+        zeros: how many of its weights are zero now.
+    """
+
+    target: Target
+    kept: Tensor
+    kept_mass: Tensor
+    mass: Tensor
+    n_eff: Tensor | None
+    s_eff: Tensor | None
+    zeros: int
+
+    @property
+    def kept_fraction(self) -> Tensor:
+        """float64, shape (rows,)."""
+        return self.kept.double() / self.target.matrix.columns
+
+
+class Pruner:
+    """One pruning run over the targets of a checkpoint.
+
+    Args:
+        checkpoint: the source; only read.
+        targets: what to prune, in order (the order in which ties of a group of all targets are kept).
+        scheme: how.
+        activations: input norms, for a criterion that needs them.
+        block_weights: weights in memory at a time; the masks do not depend on it.
+
+    Raises:
+        UserError: norms are missing or do not fit a target; an N:M pattern does not fit its inputs.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        scheme: Scheme,
+        activations: Activations | None = None,
+        block_weights: int = BLOCK_WEIGHTS,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.targets = targets
+        self.scheme = scheme
+        self.block_weights = block_weights
+        self.whole: tuple[float, float] | None = None  # N_eff and s_eff of all targets as one group, once written
+        self._norms = {target.name: self._norm(target, activations) for target in targets}
+        self._offsets: dict[str, int] = {}
+        if scheme.group == "all" and len({self._score_dtype(target) for target in targets}) > 1:
+            raise UserError("group all: the targets are stored in different dtypes, so their scores cannot compete.")
+        offset = 0
+        for target in targets:
+            self._offsets[target.name] = offset
+            offset += target.matrix.stored.numel
+
+    def write(self, folder: Path) -> list[Outcome]:
+        """Write the pruned shards and the checkpoint's other files into a folder that exists.
+
+        Returns:
+            One outcome for each target, in their order.
+
+        Raises:
+            UserError: a target holds NaN or infinity; the disk is full.
+        """
+        source = self.checkpoint.folder
+        total = sum(segment.bytes for segment in self._segments())
+        outcomes: dict[str, Outcome] = {}
+        try:
+            with _Files() as files, tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
+                for relative in self.checkpoint.side_files():
+                    (folder / relative.parent).mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source / relative, folder / relative)
+                everything = self._search(self.targets, files) if self.scheme.group == "all" else None
+                for segment in self._segments():
+                    there = files.writing(folder / segment.shard.name)
+                    here = files.reading(segment.shard)
+                    if segment.target is None:
+                        copy_bytes(here, there, segment.start, segment.end)
+                    else:
+                        outcomes[segment.target.name] = self._prune(segment.target, here, there, everything, files)
+                    bar.update(segment.bytes)
+                if everything is not None:
+                    mass = everything.effective_mass(self._score_dtype(self.targets[0]))
+                    self.whole = (float(everything.moments.number()), mass)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(f"{folder.parent}: the disk is full. Free some space, or name an --output elsewhere.") from error
+            raise
+        return [outcomes[target.name] for target in self.targets]
+
+    def _prune(
+        self, target: Target, here: int, there: int, everything: GroupSelector | None, files: "_Files"
+    ) -> Outcome:
+        selector = everything
+        if self.scheme.group == "matrix":
+            selector = self._search([target], files)
+        parts: list[Selection] = []
+        zeros = 0
+        for first, block, scores in self._blocks(target, here):
+            if selector is None:
+                offset = self._offsets[target.name] + first * target.matrix.columns
+                with _finite(target, first, block):
+                    part = select_rows(scores, self.scheme.budget, offset)
+            else:
+                part = selector.select(scores)
+            block.masked_fill_(~part.mask, 0)
+            zeros += block.numel() - int(torch.count_nonzero(block))
+            target.matrix.write(there, first, block)
+            parts.append(replace(part, mask=part.mask[:0]))
+        n_eff, s_eff = _cat([part.n_eff for part in parts]), _cat([part.s_eff for part in parts])
+        if self.scheme.group == "matrix" and selector is not None:
+            n_eff = selector.moments.number()
+            s_eff = torch.tensor([selector.effective_mass(self._score_dtype(target))], dtype=torch.float64)
+        kept = torch.cat([part.kept for part in parts])
+        kept_mass, mass = torch.cat([part.kept_mass for part in parts]), torch.cat([part.mass for part in parts])
+        return Outcome(target, kept, kept_mass, mass, n_eff, s_eff, zeros)
+
+    def _search(self, targets: list[Target], files: "_Files") -> GroupSelector:
+        """Decide the cut of one group of several matrices, or of one: a round of reading for the sums, then for the bits."""
+        selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])
+        feed = selector.add
+        while True:
+            for target in targets:
+                for first, block, scores in self._blocks(target, files.reading(target.matrix.stored.shard)):
+                    with _finite(target, first, block):
+                        feed(scores)
+            if not selector.searching():
+                return selector
+            feed = selector.search
+
+    def _blocks(self, target: Target, here: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(first row, weights, scores) of each block of a target's rows."""
+        matrix = target.matrix
+        for first, last in matrix.row_blocks(self.block_weights):
+            block = matrix.read(here, first, last)
+            scores = self.scheme.criterion.score(block, self._norms[target.name]).contiguous()
+            yield first, block, scores
+
+    def _segments(self) -> list["_Segment"]:
+        """The pieces of all shards, in the order in which they are written."""
+        targets = {target.matrix.stored.name: target for target in self.targets}
+        gaps, segments = [], []
+        for shard in self.checkpoint.shards:
+            position = 0
+            own = [t for t in self.checkpoint.tensors.values() if t.shard == shard and t.name in targets]
+            for tensor in sorted(own, key=lambda t: t.start):
+                gaps.append(_Segment(shard, position, tensor.start, None))
+                segments += [gaps[-1], _Segment(shard, tensor.start, tensor.end, targets[tensor.name])]
+                position = tensor.end
+            gaps.append(_Segment(shard, position, shard.stat().st_size, None))
+            segments.append(gaps[-1])
+        if self.scheme.group != "all":
+            return segments
+        # Ties of the one group are spent in the order of the targets, whatever shards they lie in.
+        return gaps + [_Segment(t.matrix.stored.shard, t.matrix.stored.start, t.matrix.stored.end, t) for t in self.targets]
+
+    def _norm(self, target: Target, activations: Activations | None) -> Tensor | None:
+        if not self.scheme.criterion.needs_norms:
+            return None
+        norm = activations.norm(target.name) if activations is not None else None
+        if norm is None:
+            raise UserError(
+                f"{target.name}: the activations hold no norms for it. They are of another model, or of other targets; "
+                "run calibrate again."
+            )
+        if norm.numel() != target.matrix.columns:
+            raise UserError(
+                f"{target.name}: the activations hold norms of {norm.numel()} inputs, the weight has "
+                f"{target.matrix.columns}. They are of another model; run calibrate again."
+            )
+        return norm
+
+    def _score_dtype(self, target: Target) -> torch.dtype:
+        dtype = target.matrix.dtype
+        return torch.promote_types(dtype, torch.float32) if self.scheme.criterion.needs_norms else dtype
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Bytes start to end - 1 of a shard: one target, or bytes to be copied."""
+
+    shard: Path
+    start: int
+    end: int
+    target: Target | None
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.start
+
+
+class _Files(ExitStack):
+    """Open files by path; written ones reach the disk before they are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[tuple[Path, int], int] = {}
+
+    def reading(self, path: Path) -> int:
+        return self._descriptor(path, os.O_RDONLY)
+
+    def writing(self, path: Path) -> int:
+        return self._descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def _descriptor(self, path: Path, flags: int) -> int:
+        if (path, flags) not in self._open:
+            file = self._open[path, flags] = os.open(path, flags, 0o666)
+            self.callback(os.close, file)
+            if flags != os.O_RDONLY:
+                self.callback(os.fsync, file)
+        return self._open[path, flags]
+
+
+@contextmanager
+def _finite(target: Target, first: int, block: Tensor) -> Iterator[None]:
+    """Name the tensor and the rows where scores turn out not to be finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        rows = f"rows {first} to {first + block.shape[0] - 1}"
+        if bool(torch.isfinite(block).all()):
+            raise UserError(f"{target.name}: scores overflow in {rows}; its activations are too large.") from error
+        stored = target.matrix.stored
+        raise UserError(
+            f"{stored.shard}: {stored.name} holds NaN or infinity ({rows}). The checkpoint is damaged; download it again."
+        ) from error
+
+
+def copy_bytes(here: int, there: int, start: int, end: int) -> None:
+    """Copy a range of bytes between two open files, to the same offsets; by the kernel where the file systems allow it."""
+    if not hasattr(os, "copy_file_range"):
+        return _copy_by_hand(here, there, start, end)
+    try:
+        while start < end:
+            copied = os.copy_file_range(here, there, min(end - start, _COPY_BYTES), start, start)
+            if copied == 0:
+                raise UserError("a shard became shorter while it was read.")
+            start += copied
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            raise
+        _copy_by_hand(here, there, start, end)
+
+
+def _copy_by_hand(here: int, there: int, start: int, end: int) -> None:
+    while start < end:
+        piece = os.pread(here, min(end - start, _COPY_BYTES), start)
+        if not piece:
+            raise UserError("a shard became shorter while it was read.")
+        write_exactly(there, memoryview(piece), start)
+        start += len(piece)
+
+
+def _cat(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None

@@ -1,0 +1,136 @@
+"""The recipe: everything that defines a pruning run, checked before anything is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from emp_llm.models.checkpoint import read_json
+from emp_llm.models.errors import UserError
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.criteria import CRITERIA
+from emp_llm.selection.scheme import Group, Scheme
+
+Method = Literal["emp-wanda", "emp-magnitude", "wanda", "magnitude"]
+REPORT_NAME = "emp_report.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a user asked of the selection.
+
+    Attributes:
+        method: a criterion; with "emp-" in front the effective number decides how many stay, without it a fixed sparsity.
+        beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
+        sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
+        group: what competes for places.
+        targets, ignore: which layers.
+    """
+
+    method: Method = "emp-wanda"
+    beta: float | None = None
+    order: float | None = None
+    neff_dtype: str | None = None
+    sparsity: float | None = None
+    pattern: str | None = None
+    match: Path | None = None
+    group: Group = "row"
+    targets: str | list[str] = "mlp"
+    ignore: str | list[str] | None = None
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the scores themselves decide how many stay."""
+        return self.method.startswith("emp-")
+
+    @property
+    def criterion_name(self) -> str:
+        return self.method.removeprefix("emp-")
+
+    @property
+    def needs_activations(self) -> bool:
+        return CRITERIA[self.criterion_name].needs_norms
+
+    def scheme(self, total: int) -> Scheme:
+        """The scheme this asks for, over `total` target weights.
+
+        Raises:
+            UserError: an option is out of range, or not of this method.
+        """
+        self.check()
+        try:
+            return Scheme(self.criterion_name, self._budget(total), self.group)
+        except ValueError as error:
+            raise UserError(f"{error}.") from error
+
+    def check(self) -> None:
+        """Raise UserError for whatever can be seen to be wrong without the model."""
+        if self.criterion_name not in CRITERIA:
+            names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA)
+            raise UserError(f"method {self.method!r} is none of {names}.")
+        for_other = ("sparsity", "pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype")
+        for name in for_other:
+            if getattr(self, name) is not None:
+                other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
+                flag = name.replace("_", "-")
+                rule = "the effective number decides its sparsity" if self.adaptive else "its sparsity is fixed beforehand"
+                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. Use --method {other}.")
+        given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give one of them.")
+        if self.match is None:
+            try:
+                Scheme(self.criterion_name, self._budget(1), self.group)
+            except ValueError as error:
+                raise UserError(f"{error}.") from error
+
+    def record(self) -> dict[str, Any]:
+        """For a report: what was asked, defaults filled in."""
+        fixed = {} if self.adaptive else {"sparsity": self.sparsity, "pattern": self.pattern, "match": self.match and str(self.match)}
+        if not self.adaptive and self.pattern is None and self.match is None and self.sparsity is None:
+            fixed["sparsity"] = 0.5
+        adaptive = {
+            "beta": 1.0 if self.beta is None else self.beta,
+            "order": 2.0 if self.order is None else self.order,
+            "neff_dtype": self.neff_dtype or "float64",
+        }
+        common = {"method": self.method, "group": self.group, "targets": self.targets, "ignore": self.ignore}
+        return common | (adaptive if self.adaptive else fixed)
+
+    def _budget(self, total: int) -> Budget:
+        if self.adaptive:
+            order = 2.0 if self.order is None else self.order
+            return EffectiveBudget(1.0 if self.beta is None else self.beta, order, self.neff_dtype or "float64")
+        if self.pattern is not None:
+            return PatternBudget(*parse_pattern(self.pattern))
+        if self.match is not None:
+            return TotalBudget(self._matched(total), total)
+        return RatioBudget(0.5 if self.sparsity is None else self.sparsity)
+
+    def _matched(self, total: int) -> int:
+        """How many weights the run that is to be matched removed."""
+        report = read_report(self.match or Path())
+        try:
+            weights, kept = report["targets"]["weights"], report["targets"]["kept"]
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{self.match}: its {REPORT_NAME} does not say how many weights were kept.") from error
+        if weights != total:
+            raise UserError(
+                f"{self.match}: that run had {weights} target weights, this one has {total}; match a run of the same model "
+                "with the same --targets."
+            )
+        return int(weights - kept)
+
+
+def parse_pattern(text: str) -> tuple[int, int]:
+    """ "2:4" as (2, 4); ValueError where it is not two whole numbers."""
+    n, colon, m = text.partition(":")
+    if not (colon and n.isdigit() and m.isdigit()):
+        raise ValueError(f"pattern must be N:M, such as 2:4, got {text!r}")
+    return int(n), int(m)
+
+
+def read_report(run: Path) -> dict[str, Any]:
+    """The report that a run left in its folder; UserError where there is none."""
+    if not (run / REPORT_NAME).is_file():
+        raise UserError(f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune.")
+    return read_json(run / REPORT_NAME)

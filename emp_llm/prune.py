@@ -1,0 +1,235 @@
+"""`python -m emp_llm.prune`: checkpoint (+ activations) -> pruned checkpoint, and what it cost."""
+
+import gc
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+from typer import Option
+
+from emp_llm.cli import run
+from emp_llm.models.activations import Activations
+from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import load_model, load_tokenizer, max_context
+from emp_llm.models.output import OutputFolder, needed_bytes
+from emp_llm.models.provenance import command_line, versions
+from emp_llm.models.pruning import Pruner
+from emp_llm.models.recipe import REPORT_NAME, Method, Recipe
+from emp_llm.models.stages import Stages
+from emp_llm.models.summary import summarise
+from emp_llm.models.targets import Architecture, build_skeleton
+from emp_llm.selection.scheme import Group
+from emp_llm.services.hub import Source, find_model
+from emp_llm.services.perplexity import Suite, find_suite
+from emp_llm.services.terminal import perplexity_table, pruning_table, size, table
+
+logger = logging.getLogger(__name__)
+ACTIVATIONS_NAME = Path("emp_llm") / "activations.safetensors"
+
+
+def prune(
+    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    output: Annotated[Path | None, Option(help="Folder to write; default: MODEL-METHOD in the current folder.")] = None,
+    method: Annotated[Method, Option(help="emp-: the effective number decides how many stay.")] = "emp-wanda",
+    beta: Annotated[float | None, Option(help="Keep beta x N_eff (emp methods); default 1.")] = None,
+    order: Annotated[float | None, Option(help="Hill order of the effective number (emp methods); default 2.")] = None,
+    sparsity: Annotated[float | None, Option(help="Share removed of every group (other methods); default 0.5.")] = None,
+    pattern: Annotated[str | None, Option(help="N:M, N of every M inputs stay (other methods).")] = None,
+    match: Annotated[Path | None, Option(help="Output of an earlier run: remove as many weights as it did.")] = None,
+    group: Annotated[Group, Option(help="What competes for places.")] = "row",
+    targets: Annotated[str, Option(help="mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp",
+    ignore: Annotated[str | None, Option(help="Layers to leave out: suffixes a,b, or a regex.")] = None,
+    activations: Annotated[Path | None, Option(help="Activations file; default: calibrate now.")] = None,
+    calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
+    samples: Annotated[int | None, Option(help="Calibration sequences; default: the recipe's.")] = None,
+    seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
+    batch_size: Annotated[int, Option(help="Sequences to a calibration pass.", min=1)] = 4,
+    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
+    dtype: Annotated[str, Option(help="Of forward passes: auto, bfloat16, float16 or float32.")] = "auto",
+    neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
+    seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
+    evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
+    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be done, and touch nothing.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older checkpoint at the output.")] = False,
+) -> dict[str, Any]:
+    """Prune a causal language model after training and write the pruned checkpoint.
+
+    Returns the report that is also written as emp_report.json.
+    """
+    recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
+    recipe.check()
+    suite = find_suite(evaluate) if evaluate is not None else None
+    given = Activations.load(activations) if activations is not None and recipe.needs_activations else None
+    source = find_model(model, revision, trust_remote_code)
+    plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code)
+    if given is not None:
+        warn_if_foreign(given, plan.checkpoint)
+        plan.pruner(given)  # norms that do not fit are named before anything is written
+    if dry_run:
+        return plan.describe(calibrates=recipe.needs_activations and given is None)
+
+    stages = Stages()
+    models = _Models(source, device_map, dtype, trust_remote_code, stages)
+    evaluation = _Evaluation(suite, models) if suite is not None else None
+    with plan.output as out:
+        if recipe.needs_activations and given is None:
+            context = max_context(plan.checkpoint.config)
+            corpus = calibration_corpus(calibration, samples, seqlen, context)
+            text = Calibration(plan.checkpoint, models.tokenizer, corpus, seed)
+            about = {"model": source.name, "revision": source.revision}
+            loaded = models.dense()
+            with stages("calibrate"):
+                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about)
+            given.save(out.partial / ACTIVATIONS_NAME)
+        if evaluation is not None:
+            evaluation.measure("dense", models.dense())
+        models.free()
+        with stages("prune"):
+            pruner = plan.pruner(given)
+            outcomes = pruner.write(out.partial)
+        report = {
+            "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
+            "command": command_line(),
+            "recipe": recipe.record() | {"dtype": dtype, "device_map": device_map},
+            "calibration": given.about if given is not None else None,
+            "versions": versions(),
+            "stages": stages.record,
+            **summarise(outcomes, plan.coverage, plan.scheme.budget.order, pruner.whole),
+        }
+        write_report(report, out.partial)
+        out.publish()
+    print(pruning_table(report))
+    for sentence in report["warnings"]:
+        logger.warning("warning: %s", sentence)
+    if evaluation is not None:
+        evaluation.measure("pruned", models.load(plan.output.path))
+        report["evaluation"] = evaluation.record
+        write_report(report, plan.output.path)
+        print(perplexity_table(report["evaluation"]))
+    times = ", ".join(f"{stage} {entry['seconds']:.1f} s" for stage, entry in stages.record.items())
+    logger.info("written to %s (%s)", plan.output.path, times)
+    return report
+
+
+class _Plan:
+    """What will be pruned and where to, from what the user asked; nothing is written or run yet."""
+
+    def __init__(self, source: Source, recipe: Recipe, output: Path, overwrite: bool, trust_remote_code: bool) -> None:
+        self.checkpoint = Checkpoint(source.folder)
+        if "quantization_config" in self.checkpoint.config:
+            raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
+        self.output = OutputFolder(output, self.checkpoint, overwrite)
+        self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code))
+        self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
+        self.coverage = self.architecture.coverage(self.chosen)
+        self.scheme = recipe.scheme(self.coverage.target_parameters)
+        no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
+        if recipe.needs_activations and no_inputs is not None:
+            raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method for it.")
+        if self.coverage.unreachable and recipe.targets in ("mlp", "all-linear"):
+            share = self.coverage.unreachable_parameters / self.coverage.parameters
+            logger.warning(
+                "warning: %d mixture-of-experts matrices, %.0f %% of all parameters, are not covered and stay dense.",
+                len(self.coverage.unreachable),
+                100 * share,
+            )
+
+    def _skeleton(self, source: Source, recipe: Recipe, trust_remote_code: bool) -> nn.Module | None:
+        try:
+            return build_skeleton(source.folder, trust_remote_code)
+        except UserError as error:
+            if recipe.needs_activations:
+                raise
+            logger.warning("%s Magnitude needs no model class: its layers are taken from the tensors' names.", error)
+            return None
+
+    def pruner(self, activations: Activations | None) -> Pruner:
+        return Pruner(self.checkpoint, self.chosen, self.scheme, activations)
+
+    def layers_to_calibrate(self) -> list[str]:
+        """Every linear layer, so that the activations serve other targets too, and whatever else was named."""
+        everything = self.architecture.select("all-linear") + self.chosen
+        return list(dict.fromkeys(target.name for target in everything))
+
+    def describe(self, calibrates: bool) -> dict[str, Any]:
+        """Print what would be pruned and what it needs."""
+        coverage = self.coverage
+        roles = Counter(target.layer.role for target in self.chosen)
+        shapes = {target.layer.role: f"{target.matrix.rows} x {target.matrix.columns}" for target in self.chosen}
+        weights = {target.layer.role: target.matrix.stored.numel * roles[target.layer.role] for target in self.chosen}
+        print(table([["layers", "shape", "weights"]] + [[f"{r} x {n}", shapes[r], f"{weights[r]:,}"] for r, n in roles.items()]))
+        print(
+            f"targets: {coverage.targets} of {coverage.matrices} matrices in blocks, {coverage.target_parameters:,} of "
+            f"{coverage.parameters:,} parameters ({100 * coverage.target_parameters / coverage.parameters:.1f} %)"
+        )
+        model_bytes = sum(shard.stat().st_size for shard in self.checkpoint.shards)
+        print(f"disk: {size(needed_bytes(self.checkpoint))} at {self.output.path}")
+        if calibrates:
+            print(f"memory: {size(model_bytes)} for the model while it calibrates (less with --device-map disk), 1 GB to prune")
+        else:
+            print("memory: 1 GB")
+        return {"coverage": asdict(coverage), "disk_bytes": needed_bytes(self.checkpoint), "targets": list(roles)}
+
+
+class _Models:
+    """The models of a run, loaded when they are first needed; the dense one serves calibration and evaluation."""
+
+    def __init__(self, source: Source, device_map: str, dtype: str, trust_remote_code: bool, stages: Stages) -> None:
+        self._source = source
+        self._options = (device_map, dtype, trust_remote_code)
+        self.stages = stages
+        self._dense: nn.Module | None = None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self._source.folder, self._options[2])
+
+    def dense(self) -> nn.Module:
+        if self._dense is None:
+            with self.stages("load"):
+                self._dense = self.load(self._source.folder)
+        return self._dense
+
+    def load(self, folder: Path) -> nn.Module:
+        return load_model(folder, *self._options)
+
+    def free(self) -> None:
+        self._dense = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class _Evaluation:
+    """A suite measured on the dense and the pruned model of a run; its text is read before anything is pruned."""
+
+    def __init__(self, suite: Suite, models: _Models) -> None:
+        self._suite = suite
+        self._stages = models.stages
+        self._tokens = suite.tokens(models.tokenizer)
+        self.record: dict[str, Any] = suite.record()
+
+    def measure(self, name: str, model: nn.Module) -> None:
+        with self._stages(f"evaluate {name}"):
+            self.record[name] = asdict(self._suite.measure(model, self._tokens))
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write emp_report.json, whole or not at all."""
+    partial = folder / f".{REPORT_NAME}.partial"
+    partial.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(folder / REPORT_NAME)
+
+
+if __name__ == "__main__":
+    run(prune)

@@ -1,0 +1,123 @@
+"""Perplexity of a causal language model on a text, and the suites in `eval/` that name the text."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from emp_llm.models.corpora import Corpus, corpus_of, corpus_record, data_folder, read_toml, token_ids
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import input_device, max_context
+
+DEFAULT_BLOCK = 2048
+_LOGITS_AT_A_TIME = 1 << 28
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A perplexity and what it was measured on.
+
+    Attributes:
+        perplexity: exp of the mean of the blocks' mean next-token losses, each weighted by its number of tokens.
+        tokens, blocks, block_length: of the text; the last block may be shorter.
+        seconds: of the forward passes.
+    """
+
+    perplexity: float
+    tokens: int
+    blocks: int
+    block_length: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a model is judged by: the text of its perplexity; `corpus.seqlen` is the longest block."""
+
+    name: str
+    corpus: Corpus
+
+    def tokens(self, tokenizer: Any) -> Tensor:
+        """The suite's text as token ids, int64, shape (tokens,)."""
+        return token_ids(replace(self.corpus, seqlen=None), tokenizer)
+
+    def measure(self, model: nn.Module, tokens: Tensor, batch_size: int | None = None) -> Perplexity:
+        """The perplexity of a model on the suite's tokens, in blocks no longer than the model's context."""
+        wanted = self.corpus.seqlen or DEFAULT_BLOCK
+        return perplexity(model, tokens, min(wanted, max_context(model.config) or wanted), batch_size)
+
+    def record(self) -> dict[str, Any]:
+        """For a report."""
+        return {"suite": self.name, "text": corpus_record(self.corpus)}
+
+
+def find_suite(name: str) -> Suite:
+    """A suite of `eval/` by its name, or a suite file of the user's own by its path.
+
+    Raises:
+        UserError: there is none, or it has no [perplexity] table.
+    """
+    known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
+    path = known.get(name, Path(name))
+    if path.suffix != ".toml":
+        raise UserError(f"evaluate {name!r} is not a suite ({', '.join(known)}) or a .toml file.")
+    values = read_toml(path)
+    if not isinstance(values.get("perplexity"), dict):
+        raise UserError(f"{path}: a suite needs a [perplexity] table.")
+    return Suite(path.stem, corpus_of(values["perplexity"], path))
+
+
+def perplexity(model: nn.Module, tokens: Tensor, block_length: int, batch_size: int | None = None) -> Perplexity:
+    """exp of the mean next-token loss over consecutive blocks, the shorter last one included.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokens: int64, shape (tokens,).
+        block_length: tokens to a block; no block sees another.
+        batch_size: blocks to a forward pass; None: as many as keep the logits below 2^28 numbers, at most 16.
+
+    Returns:
+        The perplexity; log-softmax in float32, sums in float64. A last block of one token predicts nothing and is left out.
+
+    Raises:
+        UserError: fewer than two tokens, or a loss that is not finite.
+    """
+    if tokens.numel() < 2:
+        raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()}.")
+    if batch_size is None:
+        vocabulary = max(1, int(getattr(model.config, "vocab_size", 1) or 1))
+        batch_size = max(1, min(16, _LOGITS_AT_A_TIME // (block_length * vocabulary)))
+    full = tokens.numel() // block_length * block_length
+    batches = list(tokens[:full].reshape(-1, block_length).split(batch_size)) if full else []
+    if tokens.numel() - full > 1:
+        batches.append(tokens[full:].reshape(1, -1))
+    total, weight, blocks = 0.0, 0, 0
+    start = time.perf_counter()
+    with torch.inference_mode(), tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None) as bar:
+        for batch in batches:
+            total += float(_mean_losses(model, batch).sum()) * batch.shape[1]
+            weight += batch.numel()
+            blocks += batch.shape[0]
+            bar.update(batch.numel())
+    mean = total / weight
+    if not math.isfinite(mean):
+        raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
+    return Perplexity(math.exp(mean), weight, blocks, block_length, round(time.perf_counter() - start, 3))
+
+
+def _mean_losses(model: nn.Module, batch: Tensor, piece: int = 256) -> Tensor:
+    """Mean next-token loss of each sequence, float64, shape (batch,); float32 logits of a few positions at a time."""
+    logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits[:, :-1]
+    labels = batch[:, 1:].to(logits.device)
+    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
+    for first in range(0, labels.shape[1], piece):
+        log_probabilities = torch.log_softmax(logits[:, first : first + piece].float(), dim=-1)
+        picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
+        sums -= picked.double().sum((1, 2))
+    return (sums / labels.shape[1]).cpu()
+

@@ -1,0 +1,82 @@
+"""What a run shows on the terminal: tables one screen long."""
+
+from collections import defaultdict
+from typing import Any
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows of cells, the first the heading, as text in aligned columns: words to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def pruning_table(report: dict[str, Any]) -> str:
+    """One line for each role (down_proj of all blocks), and the whole below."""
+    by_role: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in report["matrices"].values():
+        by_role[entry["role"]].append(entry)
+    rows = [["layers", "kept %", "min row", "median", "max row", "N_eff/N %", "s_eff", "bound", "kept mass"]]
+    for role, entries in by_role.items():
+        weights = sum(entry["rows"] * entry["columns"] for entry in entries)
+        fractions = [entry["kept_fraction"] for entry in entries]
+        medians = sorted(fraction["median"] for fraction in fractions)
+        rows.append(
+            [
+                f"{role} x {len(entries)}",
+                _percent(sum(entry["kept"] for entry in entries) / weights),
+                _percent(min(fraction["min"] for fraction in fractions)),
+                _percent(medians[len(medians) // 2]),
+                _percent(max(fraction["max"] for fraction in fractions)),
+                _percent(_mean(entries, lambda e: e["n_eff_mean"] / e["group_size"] if e["n_eff"] else None)),
+                _number(_mean(entries, lambda e: e["s_eff_mean"] if e["s_eff"] else None)),
+                _number(_mean(entries, lambda e: e["s_eff_bound_mean"] if e["s_eff_bound"] else None)),
+                _number(_mean(entries, lambda e: e["kept_mass"])),
+            ]
+        )
+    targets = report["targets"]
+    whole = (
+        f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets "
+        f"({targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks), "
+        f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters"
+    )
+    return f"{table(rows)}\n{whole}"
+
+
+def perplexity_table(evaluation: dict[str, Any]) -> str:
+    """Dense and pruned side by side."""
+    dense, pruned = evaluation["dense"], evaluation["pruned"]
+    name = f"perplexity ({evaluation['suite']}, {pruned['tokens']:,} tokens in blocks of {pruned['block_length']})"
+    change = pruned["perplexity"] / dense["perplexity"] - 1
+    return table(
+        [
+            [name, "dense", "pruned", "change"],
+            ["", f"{dense['perplexity']:.3f}", f"{pruned['perplexity']:.3f}", f"{100 * change:+.2f} %"],
+        ]
+    )
+
+
+def size(count: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _mean(entries: list[dict[str, Any]], value: Any) -> float | None:
+    values = [value(entry) for entry in entries]
+    return None if any(v is None for v in values) else sum(values) / len(values)
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
