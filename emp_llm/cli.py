@@ -1,6 +1,7 @@
 """The shell's way in: a command is a typed function, and its options are generated from the signature."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -19,11 +20,17 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None, name: s
 
     Exit codes: 0 done; 2 wrong input, answered with a sentence; 130 interrupted. Anything else keeps its traceback.
     """
+    from transformers.utils import logging as transformers_logging
+
     from emp_llm.models.errors import UserError
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        transformers_logging.disable_progress_bar()
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(command)
     try:

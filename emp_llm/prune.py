@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 from typer import Option
 
 from emp_llm.cli import run
@@ -144,7 +144,7 @@ class _Plan:
                 100 * share,
             )
 
-    def _skeleton(self, source: Source, recipe: Recipe, trust_remote_code: bool) -> nn.Module | None:
+    def _skeleton(self, source: Source, recipe: Recipe, trust_remote_code: bool) -> PreTrainedModel | None:
         try:
             return build_skeleton(source.folder, trust_remote_code)
         except UserError as error:
@@ -167,7 +167,9 @@ class _Plan:
         roles = Counter(target.layer.role for target in self.chosen)
         shapes = {target.layer.role: f"{target.matrix.rows} x {target.matrix.columns}" for target in self.chosen}
         weights = {target.layer.role: target.matrix.stored.numel * roles[target.layer.role] for target in self.chosen}
-        print(table([["layers", "shape", "weights"]] + [[f"{r} x {n}", shapes[r], f"{weights[r]:,}"] for r, n in roles.items()]))
+        print(
+            table([["layers", "shape", "weights"]] + [[f"{r} x {n}", shapes[r], f"{weights[r]:,}"] for r, n in roles.items()])
+        )
         print(
             f"targets: {coverage.targets} of {coverage.matrices} matrices in blocks, {coverage.target_parameters:,} of "
             f"{coverage.parameters:,} parameters ({100 * coverage.target_parameters / coverage.parameters:.1f} %)"
@@ -188,19 +190,19 @@ class _Models:
         self._source = source
         self._options = (device_map, dtype, trust_remote_code)
         self.stages = stages
-        self._dense: nn.Module | None = None
+        self._dense: PreTrainedModel | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self._source.folder, self._options[2])
 
-    def dense(self) -> nn.Module:
+    def dense(self) -> PreTrainedModel:
         if self._dense is None:
             with self.stages("load"):
                 self._dense = self.load(self._source.folder)
         return self._dense
 
-    def load(self, folder: Path) -> nn.Module:
+    def load(self, folder: Path) -> PreTrainedModel:
         return load_model(folder, *self._options)
 
     def free(self) -> None:
@@ -219,7 +221,7 @@ class _Evaluation:
         self._tokens = suite.tokens(models.tokenizer)
         self.record: dict[str, Any] = suite.record()
 
-    def measure(self, name: str, model: nn.Module) -> None:
+    def measure(self, name: str, model: PreTrainedModel) -> None:
         with self._stages(f"evaluate {name}"):
             self.record[name] = asdict(self._suite.measure(model, self._tokens))
 

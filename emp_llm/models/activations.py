@@ -7,7 +7,7 @@ device where the input lies; nothing is copied to the CPU before the end.
 
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import input_device
@@ -50,7 +51,7 @@ class Activations:
         partial = path.with_name(f".{path.name}.partial")
         metadata = {"format": FORMAT, "inputs": json.dumps(self.input_of), "about": json.dumps(self.about)}
         try:
-            save_file({name: norm.contiguous() for name, norm in self.norms.items()}, partial, metadata)
+            partial.write_bytes(save({name: norm.contiguous() for name, norm in self.norms.items()}, metadata))
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -103,7 +104,7 @@ class _InputSums:
 
 
 @contextmanager
-def input_hooks(model: nn.Module, layers: Iterable[str]):  # type: ignore[no-untyped-def]
+def input_hooks(model: nn.Module, layers: Iterable[str]) -> Iterator[_InputSums]:
     """Hooks before the named layers; yields the `_InputSums` they fill."""
     memory = _InputSums()
     handles = []
@@ -120,7 +121,7 @@ def input_hooks(model: nn.Module, layers: Iterable[str]):  # type: ignore[no-unt
             handle.remove()
 
 
-def calibrate_model(model: nn.Module, layers: list[str], tokens: Tensor, batch_size: int = 4) -> Activations:
+def calibrate_model(model: PreTrainedModel, layers: list[str], tokens: Tensor, batch_size: int = 4) -> Activations:
     """Run the calibration tokens through a model and collect the norms of its layers' inputs.
 
     Args:
@@ -142,7 +143,7 @@ def calibrate_model(model: nn.Module, layers: list[str], tokens: Tensor, batch_s
     device = input_device(model)
     with input_hooks(model, layers) as memory, torch.no_grad():
         bar = tqdm(total=tokens.numel(), desc="calibrate", unit="tok", unit_scale=True, disable=None)
-        for batch in tokens.split(batch_size):
+        for batch in torch.split(tokens, batch_size):
             body(input_ids=batch.to(device), use_cache=False)
             bar.update(batch.numel())
         bar.close()

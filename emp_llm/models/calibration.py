@@ -4,13 +4,13 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from emp_llm.models.activations import Activations, calibrate_model
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
 from emp_llm.models.errors import UserError
-from emp_llm.models.loading import max_context
 from emp_llm.models.provenance import versions
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Calibration:
         self._checkpoint = checkpoint
         self._record = {"text": corpus_record(corpus), "seed": seed if corpus.shuffle else None}
 
-    def run(self, model: nn.Module, layers: list[str], batch_size: int, about: dict[str, Any]) -> Activations:
+    def run(self, model: PreTrainedModel, layers: list[str], batch_size: int, about: dict[str, Any]) -> Activations:
         """Collect the norms of these layers' inputs; `about`: more for the record (model, revision)."""
         activations = calibrate_model(model, layers, self.tokens, batch_size)
         record = {

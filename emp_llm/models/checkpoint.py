@@ -84,10 +84,8 @@ class Matrix:
 
     def read(self, file: int, first: int, last: int) -> Tensor:
         """Rows first to last - 1, shape (last - first, columns), from an open file descriptor of the shard."""
-        block = torch.empty(
-            (self.columns, last - first) if self.transposed else (last - first, self.columns), dtype=self.dtype
-        )
-        raw = memoryview(block.view(torch.uint8).reshape(-1).numpy())
+        block = torch.empty((self.columns, last - first) if self.transposed else (last - first, self.columns), dtype=self.dtype)
+        raw = _bytes_of(block)
         for offset, begin, end in self._pieces(first, last):
             _read_exactly(file, raw[begin:end], offset, self.stored)
         return block.T if self.transposed else block
@@ -96,7 +94,7 @@ class Matrix:
         """Put rows, shape as read, back where rows first, first + 1, ... lie."""
         last = first + block.shape[0]
         laid = (block.T if self.transposed else block).contiguous()
-        raw = memoryview(laid.view(torch.uint8).reshape(-1).numpy())
+        raw = _bytes_of(laid)
         for offset, begin, end in self._pieces(first, last):
             write_exactly(file, raw[begin:end], offset)
 
@@ -244,6 +242,12 @@ def write_exactly(file: int, raw: memoryview, offset: int) -> None:
     while raw:
         written = os.pwrite(file, raw, offset)
         raw, offset = raw[written:], offset + written
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    view: Any = tensor.view(torch.uint8).reshape(-1).numpy()
+    return memoryview(view)
 
 
 def _read_exactly(file: int, raw: memoryview, offset: int, tensor: StoredTensor) -> None:

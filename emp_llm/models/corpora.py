@@ -73,10 +73,22 @@ def find_corpus(name: str, folder: str) -> Corpus:
         UserError: it is none of these; the nearest names are offered.
     """
     base, _, changes = name.partition(",")
-    corpus = _named_corpus(base, folder)
+    return with_changes(_named_corpus(base, folder), changes)
+
+
+def with_changes(corpus: Corpus, changes: str) -> Corpus:
+    """A corpus with fields changed as "field=value,field=value" says; UserError for an unknown field or a wrong value."""
     for change in filter(None, changes.split(",")):
-        key, equals, value = change.partition("=")
-        corpus = _set_field(corpus, key.strip(), value.strip() if equals else None, name)
+        key, equals, value = (part.strip() for part in change.partition("="))
+        known = {field.name: str(field.type) for field in fields(Corpus)}
+        if key not in known or not equals:
+            raise UserError(f"{change!r}: expected field=value with a field of {', '.join(known)}.")
+        if "int" in known[key] and not value.isdigit():
+            raise UserError(f"{change!r}: {key} must be a whole number.")
+        if "bool" in known[key] and value not in ("true", "false"):
+            raise UserError(f"{change!r}: {key} must be true or false.")
+        typed = int(value) if "int" in known[key] else value == "true" if "bool" in known[key] else value
+        corpus = replace(corpus, **{key: typed})  # type: ignore[arg-type]
     return corpus
 
 
@@ -94,7 +106,8 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     Raises:
         UserError: the text cannot be read, or is too short for samples x seqlen.
     """
-    wanted = None if corpus.samples is None or corpus.seqlen is None else corpus.samples * corpus.seqlen
+    samples, seqlen = corpus.samples, corpus.seqlen
+    wanted = None if samples is None or seqlen is None else samples * seqlen
     rows = _rows(corpus, seed)
     if corpus.join is not None:
         documents = [corpus.join.join(rows)]
@@ -105,14 +118,14 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     if ids is None:
         ids = _tokenise(documents, tokenizer, wanted)
         _to_cache(key, ids)
-    if wanted is None:
+    if samples is None or seqlen is None or wanted is None:
         return ids
     if ids.numel() < wanted:
         raise UserError(
-            f"{corpus.source}: {ids.numel()} tokens, too short for {corpus.samples} samples x {corpus.seqlen} tokens. "
+            f"{corpus.source}: {ids.numel()} tokens, too short for {samples} samples x {seqlen} tokens. "
             "Lower --samples or --seqlen, or give more text."
         )
-    return ids[:wanted].reshape(corpus.samples, corpus.seqlen)
+    return ids[:wanted].reshape(samples, seqlen)
 
 
 def _named_corpus(name: str, folder: str) -> Corpus:
@@ -156,19 +169,6 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
     if "file" not in values and "dataset" not in values:
         raise UserError(f"{path}: a corpus needs a dataset or a file.")
     return Corpus(**values)
-
-
-def _set_field(corpus: Corpus, key: str, value: str | None, name: str) -> Corpus:
-    known = {field.name: str(field.type) for field in fields(Corpus)}
-    if key not in known or value is None:
-        raise UserError(f"{name}: expected field=value with a field of {', '.join(known)}, got {key!r}.")
-    if "int" in known[key]:
-        if not value.isdigit():
-            raise UserError(f"{name}: {key} must be a whole number, got {value!r}.")
-        return replace(corpus, **{key: int(value)})
-    if "bool" in known[key]:
-        return replace(corpus, **{key: value.lower() in ("true", "1", "yes")})
-    return replace(corpus, **{key: value})
 
 
 def _rows(corpus: Corpus, seed: int) -> Iterator[str]:

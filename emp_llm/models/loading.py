@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from transformers import PreTrainedModel
 
 from emp_llm.models.errors import UserError
 
@@ -43,7 +43,7 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
     return {"": text}
 
 
-def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> nn.Module:
+def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal language model in evaluation mode, its weights from safetensors only.
 
     Args:
@@ -93,14 +93,14 @@ def max_context(model_config: Any) -> int | None:
     return None
 
 
-def input_device(model: nn.Module) -> torch.device:
+def input_device(model: PreTrainedModel) -> torch.device:
     """Where token ids have to be: the device of the input embedding, or, if it is offloaded, the one it runs on."""
     embedding = model.get_input_embeddings()
     hook = getattr(embedding, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     if device is not None:
         return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
-    return next(embedding.parameters()).device
+    return torch.device(next(embedding.parameters()).device)
 
 
 def _may_use_disk(placement: str | dict[str, Any]) -> bool:

@@ -44,9 +44,7 @@ class OutputFolder:
             raise UserError(f"output {self.path}: cannot be written there ({error.strerror}).") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def publish(self) -> None:

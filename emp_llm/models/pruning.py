@@ -120,13 +120,13 @@ class Pruner:
                     self.whole = (float(everything.moments.number()), mass)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(f"{folder.parent}: the disk is full. Free some space, or name an --output elsewhere.") from error
+                raise UserError(
+                    f"{folder.parent}: the disk is full. Free some space, or name an --output elsewhere."
+                ) from error
             raise
         return [outcomes[target.name] for target in self.targets]
 
-    def _prune(
-        self, target: Target, here: int, there: int, everything: GroupSelector | None, files: "_Files"
-    ) -> Outcome:
+    def _prune(self, target: Target, here: int, there: int, everything: GroupSelector | None, files: "_Files") -> Outcome:
         selector = everything
         if self.scheme.group == "matrix":
             selector = self._search([target], files)

@@ -85,7 +85,11 @@ class Recipe:
 
     def record(self) -> dict[str, Any]:
         """For a report: what was asked, defaults filled in."""
-        fixed = {} if self.adaptive else {"sparsity": self.sparsity, "pattern": self.pattern, "match": self.match and str(self.match)}
+        fixed = (
+            {}
+            if self.adaptive
+            else {"sparsity": self.sparsity, "pattern": self.pattern, "match": self.match and str(self.match)}
+        )
         if not self.adaptive and self.pattern is None and self.match is None and self.sparsity is None:
             fixed["sparsity"] = 0.5
         adaptive = {

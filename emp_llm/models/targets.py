@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from emp_llm.models.blocks import find_blocks
@@ -94,7 +95,7 @@ class Architecture:
         model: its skeleton, or the model itself; None: go by the names in the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: nn.Module | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel | None) -> None:
         self.checkpoint = checkpoint
         self.model = model
         if model is None:
@@ -173,7 +174,7 @@ class Architecture:
         return [t for t in self._block_matrices if t.name not in reached and re.search(r"experts?\.", t.name)]
 
 
-def build_skeleton(folder: Path, trust_remote_code: bool = False) -> nn.Module:
+def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of a folder's config.json on the meta device: all its modules, no weights.
 
     Raises:
@@ -190,7 +191,7 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> nn.Module:
         raise UserError(f"{folder}: transformers cannot build a causal language model from it ({error}).{hint}") from error
 
 
-def model_layers(model: nn.Module) -> list[Layer]:
+def model_layers(model: PreTrainedModel) -> list[Layer]:
     """Every linear layer (nn.Linear and its subclasses, GPT-2's Conv1D) and embedding of a model, in its order."""
     path, _ = find_blocks(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -208,8 +209,8 @@ def model_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def _kind_in_block(model: nn.Module, name: str, inside: str, module: nn.Module) -> Kind:
-    outputs, inputs = tuple(module.weight.shape)[:2] if not isinstance(module, Conv1D) else module.weight.shape[::-1]
+def _kind_in_block(model: PreTrainedModel, name: str, inside: str, module: nn.Linear | Conv1D) -> Kind:
+    outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
     if name.rpartition(".")[2] in _ROUTER_NAMES and outputs * 4 <= inputs:
         return "router"
     parts = inside.split(".")[1:]
@@ -236,7 +237,7 @@ def _layer_from_name(checkpoint: Checkpoint, name: str) -> Layer | None:
     return Layer(module, "attention" if _MIXES_TOKENS.search(module) else "mlp", int(number[1]))
 
 
-def _stored_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+def _stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
     """Name in the model -> name in the checkpoint, for weights that are stored one to one."""
     own = dict(model.named_parameters(remove_duplicate=False))
     prefix = getattr(model, "base_model_prefix", "")
@@ -257,7 +258,7 @@ def _stored_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     return names
 
 
-def _converted_names(model: nn.Module, keys: Iterable[str], own: dict[str, nn.Parameter]) -> dict[str, str]:
+def _converted_names(model: PreTrainedModel, keys: Iterable[str], own: dict[str, nn.Parameter]) -> dict[str, str]:
     """What transformers renames while loading (it stores GPT-NeoX's lm_head as embed_out), read from its own tables."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -144,5 +144,3 @@ def sparsity_of(budget: Budget) -> Fraction | None:
     if isinstance(budget, TotalBudget):
         return Fraction(budget.removed, budget.total)
     return None
-
-

@@ -99,10 +99,10 @@ def _pattern_mask(keys: Tensor, budget: PatternBudget) -> Tensor:
 class GroupSelector:
     """One group larger than a block of rows; the caller feeds the same blocks of scores in the same order each time.
 
-        for block in blocks: selector.add(block)
-        while selector.searching():
-            for block in blocks: selector.search(block)
-        for block in blocks: selector.select(block).mask
+    for block in blocks: selector.add(block)
+    while selector.searching():
+        for block in blocks: selector.search(block)
+    for block in blocks: selector.select(block).mask
     """
 
     def __init__(self, budget: Budget, offset: int = 0) -> None:

@@ -17,7 +17,17 @@ from huggingface_hub.errors import (
 from emp_llm.models.errors import UserError
 
 # What a checkpoint in transformers' format consists of; not the same weights again in other formats.
-_WANTED = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+_WANTED = [
+    "*.json",
+    "model*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
 _UNWANTED = ["original/*", "onnx/*", "consolidated*", "openvino/*", "gguf/*"]
 
 
@@ -51,7 +61,9 @@ def find_model(name: str, revision: str | None = None, trust_remote_code: bool =
     try:
         return _download(name, revision, trust_remote_code)
     except GatedRepoError as error:
-        raise UserError(f"{name}: access to it must be granted first. Ask on its Hub page, then log in: hf auth login") from error
+        raise UserError(
+            f"{name}: access to it must be granted first. Ask on its Hub page, then log in: hf auth login"
+        ) from error
     except RevisionNotFoundError as error:
         raise UserError(f"{name}: the Hub has no revision {revision!r} of it.") from error
     except RepositoryNotFoundError as error:

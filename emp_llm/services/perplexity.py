@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from emp_llm.models.corpora import Corpus, corpus_of, corpus_record, data_folder, read_toml, token_ids
+from emp_llm.models.corpora import Corpus, corpus_of, corpus_record, data_folder, read_toml, token_ids, with_changes
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import input_device, max_context
 
@@ -46,7 +47,7 @@ class Suite:
         """The suite's text as token ids, int64, shape (tokens,)."""
         return token_ids(replace(self.corpus, seqlen=None), tokenizer)
 
-    def measure(self, model: nn.Module, tokens: Tensor, batch_size: int | None = None) -> Perplexity:
+    def measure(self, model: PreTrainedModel, tokens: Tensor, batch_size: int | None = None) -> Perplexity:
         """The perplexity of a model on the suite's tokens, in blocks no longer than the model's context."""
         wanted = self.corpus.seqlen or DEFAULT_BLOCK
         return perplexity(model, tokens, min(wanted, max_context(model.config) or wanted), batch_size)
@@ -57,22 +58,24 @@ class Suite:
 
 
 def find_suite(name: str) -> Suite:
-    """A suite of `eval/` by its name, or a suite file of the user's own by its path.
+    """A suite of `eval/` by its name, or a suite file of the user's own by its path; then ",field=value" to
+    change fields of its text ("perplexity,seqlen=512").
 
     Raises:
         UserError: there is none, or it has no [perplexity] table.
     """
+    base, _, changes = name.partition(",")
     known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
-    path = known.get(name, Path(name))
+    path = known.get(base, Path(base))
     if path.suffix != ".toml":
-        raise UserError(f"evaluate {name!r} is not a suite ({', '.join(known)}) or a .toml file.")
+        raise UserError(f"evaluate {base!r} is not a suite ({', '.join(known)}) or a .toml file.")
     values = read_toml(path)
     if not isinstance(values.get("perplexity"), dict):
         raise UserError(f"{path}: a suite needs a [perplexity] table.")
-    return Suite(path.stem, corpus_of(values["perplexity"], path))
+    return Suite(name, with_changes(corpus_of(values["perplexity"], path), changes))
 
 
-def perplexity(model: nn.Module, tokens: Tensor, block_length: int, batch_size: int | None = None) -> Perplexity:
+def perplexity(model: PreTrainedModel, tokens: Tensor, block_length: int, batch_size: int | None = None) -> Perplexity:
     """exp of the mean next-token loss over consecutive blocks, the shorter last one included.
 
     Args:
@@ -93,12 +96,15 @@ def perplexity(model: nn.Module, tokens: Tensor, block_length: int, batch_size: 
         vocabulary = max(1, int(getattr(model.config, "vocab_size", 1) or 1))
         batch_size = max(1, min(16, _LOGITS_AT_A_TIME // (block_length * vocabulary)))
     full = tokens.numel() // block_length * block_length
-    batches = list(tokens[:full].reshape(-1, block_length).split(batch_size)) if full else []
+    batches = list(torch.split(tokens[:full].reshape(-1, block_length), batch_size)) if full else []
     if tokens.numel() - full > 1:
         batches.append(tokens[full:].reshape(1, -1))
     total, weight, blocks = 0.0, 0, 0
     start = time.perf_counter()
-    with torch.inference_mode(), tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None) as bar:
+    with (
+        torch.inference_mode(),
+        tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None) as bar,
+    ):
         for batch in batches:
             total += float(_mean_losses(model, batch).sum()) * batch.shape[1]
             weight += batch.numel()
@@ -110,7 +116,7 @@ def perplexity(model: nn.Module, tokens: Tensor, block_length: int, batch_size: 
     return Perplexity(math.exp(mean), weight, blocks, block_length, round(time.perf_counter() - start, 3))
 
 
-def _mean_losses(model: nn.Module, batch: Tensor, piece: int = 256) -> Tensor:
+def _mean_losses(model: PreTrainedModel, batch: Tensor, piece: int = 256) -> Tensor:
     """Mean next-token loss of each sequence, float64, shape (batch,); float32 logits of a few positions at a time."""
     logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)
@@ -120,4 +126,3 @@ def _mean_losses(model: nn.Module, batch: Tensor, piece: int = 256) -> Tensor:
         picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
         sums -= picked.double().sum((1, 2))
     return (sums / labels.shape[1]).cpu()
-

@@ -50,14 +50,10 @@ def pruning_table(report: dict[str, Any]) -> str:
 def perplexity_table(evaluation: dict[str, Any]) -> str:
     """Dense and pruned side by side."""
     dense, pruned = evaluation["dense"], evaluation["pruned"]
-    name = f"perplexity ({evaluation['suite']}, {pruned['tokens']:,} tokens in blocks of {pruned['block_length']})"
     change = pruned["perplexity"] / dense["perplexity"] - 1
-    return table(
-        [
-            [name, "dense", "pruned", "change"],
-            ["", f"{dense['perplexity']:.3f}", f"{pruned['perplexity']:.3f}", f"{100 * change:+.2f} %"],
-        ]
-    )
+    cells = [f"{dense['perplexity']:.3f}", f"{pruned['perplexity']:.3f}", f"{100 * change:+.2f} %"]
+    where = f"suite {evaluation['suite']}: {pruned['tokens']:,} tokens in blocks of {pruned['block_length']}"
+    return f"{table([['', 'dense', 'pruned', 'change'], ['perplexity', *cells]])}\n{where}"
 
 
 def size(count: float) -> str:

@@ -1,0 +1,49 @@
+"""Tiny random models of many families, with a tokenizer, made in milliseconds; shared by the tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+_GLU = _COMMON | {"intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 128}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _GLU),
+    "llama-tied": ("LlamaConfig", _GLU | {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", _GLU | {"sliding_window": 16}),
+    "qwen2": ("Qwen2Config", _GLU),
+    "qwen3": ("Qwen3Config", _GLU | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", _GLU | {"head_dim": 8, "sliding_window": 16}),
+    "gemma3": ("Gemma3TextConfig", _GLU | {"head_dim": 8, "sliding_window": 16}),
+    "phi3": ("Phi3Config", _GLU | {"pad_token_id": 0}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 128}),
+    "opt": ("OPTConfig", _COMMON | {"ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 32}),
+    "gpt_neox": ("GPTNeoXConfig", _COMMON | {"intermediate_size": 80, "max_position_embeddings": 128}),
+    "mixtral": ("MixtralConfig", _GLU | {"num_local_experts": 4}),
+}
+
+
+def make_model(
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, max_shard_size: str = "60KB"
+) -> Path:
+    """A random model of a family with a byte-level tokenizer, in several shards; returns its folder."""
+    name, values = FAMILIES[family]
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, name)(**(values | ids))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
