@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -31,6 +32,8 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None, name: s
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         transformers_logging.disable_progress_bar()
+    # As for Ctrl-C, so that what was half done is cleared away when a scheduler ends the job.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(command)
     try:

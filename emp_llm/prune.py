@@ -74,7 +74,7 @@ def prune(
     plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code)
     if given is not None:
         warn_if_foreign(given, plan.checkpoint)
-        plan.pruner(given)  # norms that do not fit are named before anything is written
+        plan.pruner.use(given)
     if dry_run:
         return plan.describe(calibrates=recipe.needs_activations and given is None)
 
@@ -91,12 +91,12 @@ def prune(
             with stages("calibrate"):
                 given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about)
             given.save(out.partial / ACTIVATIONS_NAME)
+            plan.pruner.use(given)
         if evaluation is not None:
             evaluation.measure("dense", models.dense())
         models.free()
         with stages("prune"):
-            pruner = plan.pruner(given)
-            outcomes = pruner.write(out.partial)
+            outcomes = plan.pruner.write(out.partial)
         report = {
             "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
             "command": command_line(),
@@ -104,7 +104,7 @@ def prune(
             "calibration": given.about if given is not None else None,
             "versions": versions(),
             "stages": stages.record,
-            **summarise(outcomes, plan.coverage, plan.scheme.budget.order, pruner.whole),
+            **summarise(outcomes, plan.coverage, plan.pruner.scheme.budget.order, plan.pruner.whole),
         }
         write_report(report, out.partial)
         out.publish()
@@ -132,7 +132,7 @@ class _Plan:
         self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code))
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)
-        self.scheme = recipe.scheme(self.coverage.target_parameters)
+        self.pruner = Pruner(self.checkpoint, self.chosen, recipe.scheme(self.coverage.target_parameters))
         no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
         if recipe.needs_activations and no_inputs is not None:
             raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method for it.")
@@ -152,9 +152,6 @@ class _Plan:
                 raise
             logger.warning("%s Magnitude needs no model class: its layers are taken from the tensors' names.", error)
             return None
-
-    def pruner(self, activations: Activations | None) -> Pruner:
-        return Pruner(self.checkpoint, self.chosen, self.scheme, activations)
 
     def layers_to_calibrate(self) -> list[str]:
         """Every linear layer, so that the activations serve other targets too, and whatever else was named."""

@@ -19,7 +19,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests neither read nor fill the user's cache."""
     os.environ["EMP_LLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibration text of about 20,000 bytes."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"The {i}th lamp on {'quiet loud narrow'.split()[i % 3]} street is lit at {i % 24}.\n" for i in range(450)))
+    path.write_text(
+        "".join(f"The {i}th lamp on {'quiet loud narrow'.split()[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
+    )
     return path
 
 

@@ -57,17 +57,19 @@ def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trus
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
     placement = parse_device_map(device_map)
+    offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             device_map=placement,
-            offload_folder=tempfile.mkdtemp(prefix="emp-llm-offload-") if _may_use_disk(placement) else None,
+            offload_folder=offload.name,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UserError(f"{folder}: transformers cannot load it ({error}).") from error
+    model._emp_llm_offload = offload  # the folder goes when the model goes
     return model.eval()
 
 
@@ -101,7 +103,3 @@ def input_device(model: PreTrainedModel) -> torch.device:
     if device is not None:
         return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
     return torch.device(next(embedding.parameters()).device)
-
-
-def _may_use_disk(placement: str | dict[str, Any]) -> bool:
-    return placement in _NAMED_MAPS if isinstance(placement, str) else "disk" in placement.values()

@@ -1,5 +1,6 @@
 """The output folder: it appears under its name only when it is complete."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -46,6 +47,8 @@ class OutputFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"output {self.path}: the disk is full. Free some space, or name an --output elsewhere.") from error
 
     def publish(self) -> None:
         """Give the folder its name; an older one is replaced."""

@@ -20,6 +20,7 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint, write_exactly
 from emp_llm.models.errors import UserError
 from emp_llm.models.targets import Target
+from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.scheme import GroupSelector, Scheme, Selection, select_rows
 
@@ -60,11 +61,10 @@ class Pruner:
         checkpoint: the source; only read.
         targets: what to prune, in order (the order in which ties of a group of all targets are kept).
         scheme: how.
-        activations: input norms, for a criterion that needs them.
         block_weights: weights in memory at a time; the masks do not depend on it.
 
     Raises:
-        UserError: norms are missing or do not fit a target; an N:M pattern does not fit its inputs.
+        UserError: an N:M pattern does not divide a target's inputs; one group of targets of several dtypes.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Pruner:
         checkpoint: Checkpoint,
         targets: list[Target],
         scheme: Scheme,
-        activations: Activations | None = None,
         block_weights: int = BLOCK_WEIGHTS,
     ) -> None:
         self.checkpoint = checkpoint
@@ -80,14 +79,36 @@ class Pruner:
         self.scheme = scheme
         self.block_weights = block_weights
         self.whole: tuple[float, float] | None = None  # N_eff and s_eff of all targets as one group, once written
-        self._norms = {target.name: self._norm(target, activations) for target in targets}
+        self._norms: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
+        for target in targets:
+            if isinstance(scheme.budget, PatternBudget) and target.matrix.columns % scheme.budget.m:
+                raise UserError(
+                    f"pattern {scheme.budget.n}:{scheme.budget.m}: the {target.matrix.columns} inputs of {target.name} are not a "
+                    f"multiple of {scheme.budget.m}. Leave it out with --ignore, or take another pattern."
+                )
         if scheme.group == "all" and len({self._score_dtype(target) for target in targets}) > 1:
             raise UserError("group all: the targets are stored in different dtypes, so their scores cannot compete.")
         offset = 0
         for target in targets:
             self._offsets[target.name] = offset
             offset += target.matrix.stored.numel
+
+    def use(self, activations: Activations) -> None:
+        """Take the input norms that the criterion needs.
+
+        Raises:
+            UserError: a target has none, or they do not fit it.
+        """
+        for target in self.targets:
+            norm, inputs = activations.norm(target.name), target.matrix.columns
+            if norm is None or norm.numel() != inputs:
+                held = "no norms for it" if norm is None else f"norms of {norm.numel()} inputs, its weight has {inputs}"
+                raise UserError(
+                    f"{target.name}: the activations hold {held}. They are of another model or of other layers; run calibrate "
+                    "for this one."
+                )
+            self._norms[target.name] = norm
 
     def write(self, folder: Path) -> list[Outcome]:
         """Write the pruned shards and the checkpoint's other files into a folder that exists.
@@ -96,34 +117,27 @@ class Pruner:
             One outcome for each target, in their order.
 
         Raises:
-            UserError: a target holds NaN or infinity; the disk is full.
+            UserError: a target holds NaN or infinity.
         """
         source = self.checkpoint.folder
         total = sum(segment.bytes for segment in self._segments())
         outcomes: dict[str, Outcome] = {}
-        try:
-            with _Files() as files, tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
-                for relative in self.checkpoint.side_files():
-                    (folder / relative.parent).mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(source / relative, folder / relative)
-                everything = self._search(self.targets, files) if self.scheme.group == "all" else None
-                for segment in self._segments():
-                    there = files.writing(folder / segment.shard.name)
-                    here = files.reading(segment.shard)
-                    if segment.target is None:
-                        copy_bytes(here, there, segment.start, segment.end)
-                    else:
-                        outcomes[segment.target.name] = self._prune(segment.target, here, there, everything, files)
-                    bar.update(segment.bytes)
-                if everything is not None:
-                    mass = everything.effective_mass(self._score_dtype(self.targets[0]))
-                    self.whole = (float(everything.moments.number()), mass)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"{folder.parent}: the disk is full. Free some space, or name an --output elsewhere."
-                ) from error
-            raise
+        with _Files() as files, tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
+            for relative in self.checkpoint.side_files():
+                (folder / relative.parent).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / relative, folder / relative)
+            everything = self._search(self.targets, files) if self.scheme.group == "all" else None
+            for segment in self._segments():
+                there = files.writing(folder / segment.shard.name)
+                here = files.reading(segment.shard)
+                if segment.target is None:
+                    copy_bytes(here, there, segment.start, segment.end)
+                else:
+                    outcomes[segment.target.name] = self._prune(segment.target, here, there, everything, files)
+                bar.update(segment.bytes)
+            if everything is not None:
+                mass = everything.effective_mass(self._score_dtype(self.targets[0]))
+                self.whole = (float(everything.moments.number()), mass)
         return [outcomes[target.name] for target in self.targets]
 
     def _prune(self, target: Target, here: int, there: int, everything: GroupSelector | None, files: "_Files") -> Outcome:
@@ -169,7 +183,7 @@ class Pruner:
         matrix = target.matrix
         for first, last in matrix.row_blocks(self.block_weights):
             block = matrix.read(here, first, last)
-            scores = self.scheme.criterion.score(block, self._norms[target.name]).contiguous()
+            scores = self.scheme.criterion.score(block, self._norms.get(target.name)).contiguous()
             yield first, block, scores
 
     def _segments(self) -> list["_Segment"]:
@@ -189,22 +203,6 @@ class Pruner:
             return segments
         # Ties of the one group are spent in the order of the targets, whatever shards they lie in.
         return gaps + [_Segment(t.matrix.stored.shard, t.matrix.stored.start, t.matrix.stored.end, t) for t in self.targets]
-
-    def _norm(self, target: Target, activations: Activations | None) -> Tensor | None:
-        if not self.scheme.criterion.needs_norms:
-            return None
-        norm = activations.norm(target.name) if activations is not None else None
-        if norm is None:
-            raise UserError(
-                f"{target.name}: the activations hold no norms for it. They are of another model, or of other targets; "
-                "run calibrate again."
-            )
-        if norm.numel() != target.matrix.columns:
-            raise UserError(
-                f"{target.name}: the activations hold norms of {norm.numel()} inputs, the weight has "
-                f"{target.matrix.columns}. They are of another model; run calibrate again."
-            )
-        return norm
 
     def _score_dtype(self, target: Target) -> torch.dtype:
         dtype = target.matrix.dtype

@@ -120,7 +120,17 @@ class Architecture:
         chosen = [layer for layer in self.layers if _matches(layer, targets)]
         if ignore:
             chosen = [layer for layer in chosen if not _named(layer, ignore)]
-        found = [Target(layer, matrix) for layer in chosen if (matrix := self._matrix(layer)) is not None]
+        found: dict[str, Target] = {}
+        for layer in chosen:
+            matrix = self._matrix(layer)
+            if matrix is None:
+                continue
+            if matrix.stored.name in found:
+                logger.warning("%s shares its weight with %s; pruned once.", layer.name, found[matrix.stored.name].name)
+                continue
+            if layer.kind == "head" and matrix.stored.name in self._stored_embeddings:
+                logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
+            found[matrix.stored.name] = Target(layer, matrix)
         if not found:
             roles = sorted({layer.role for layer in self.layers if layer.block is not None})
             raise UserError(
@@ -128,7 +138,7 @@ class Architecture:
                 f"{self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
                 + (" Its mixture-of-experts weights are not covered." if self._unreachable else "")
             )
-        return found
+        return list(found.values())
 
     def coverage(self, targets: list[Target]) -> Coverage:
         """How much of the model these targets are."""
@@ -156,6 +166,10 @@ class Architecture:
                 "floating-point matrices can be pruned. Prune the original model and quantise the result."
             )
         return Matrix(stored, layer.transposed)
+
+    @cached_property
+    def _stored_embeddings(self) -> set[str | None]:
+        return {self.stored_names.get(f"{layer.name}.weight") for layer in self.layers if layer.kind == "embedding"}
 
     @cached_property
     def _block_matrices(self) -> list[StoredTensor]:

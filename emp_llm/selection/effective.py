@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from emp_llm.selection.hill import RELATIVE_TOLERANCE, Moments, check_order
+from emp_llm.selection.hill import RELATIVE_TOLERANCE, Moments
 from emp_llm.selection.masks import Threshold, key_values, largest_mask, order_keys, row_thresholds
 from emp_llm.selection.sums import sum_rows
 
@@ -51,7 +51,6 @@ def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Te
     Returns:
         float64, the shape of `scores` without `dim`, between 1 and N. Uniform scores give exactly N, zeros N as well.
     """
-    check_order(order)
     rows, shape, _ = _as_rows(scores, dim)
     kept_shape = shape[: len(shape) - _group_dims(scores, dim)]
     return Moments.of_rows(rows, order).number().reshape(kept_shape)
@@ -59,7 +58,6 @@ def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Te
 
 def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
     """s_eff: the share of sum |s| that the floor(N_eff) largest scores hold (section 3); float64, shape without `dim`."""
-    check_order(order)
     rows, shape, _ = _as_rows(scores, dim)
     moments = Moments.of_rows(rows, order)
     mass = kept_mass(rows, row_thresholds(order_keys(rows), keep_counts(moments)), moments)

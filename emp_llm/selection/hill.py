@@ -54,8 +54,10 @@ class Moments:
         """Moments of each row of |scores|, shape (rows, columns).
 
         Raises:
-            NonFiniteError: where a row holds NaN or infinity.
+            NonFiniteError: a row holds NaN or infinity.
+            ValueError: the order is not one.
         """
+        check_order(order)
         rows = rows.abs()
         scale, term = _scale(rows, order), _power_term(order)
         if bool((scale == 1.0).all()):

@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; the defaults make the demo in the repository."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7, help="of the world, the texts and the training")
-    parser.add_argument("--people", type=int, default=480, help="people in the world")
+    parser.add_argument("--people", type=int, default=300, help="people in the world")
     parser.add_argument(
         "--steps", type=int, default=Schedule.steps, help="training steps; the time is proportional to them"
     )
@@ -76,8 +76,9 @@ def stream_pieces(documents: list[str], size: int = 2000) -> list[str]:
 
 
 def unseen(questions: list[Question], corpus: str) -> list[Question]:
-    """The questions whose context and answer the training text does not hold word for word."""
-    return [q for q in questions if q["context"] + q["choices"][q["label"]] not in corpus]
+    """The questions, each once, whose context and answer the training text does not hold word for word."""
+    distinct = {q["context"] + q["choices"][q["label"]]: q for q in questions}
+    return [question for told, question in distinct.items() if told not in corpus]
 
 
 def write_texts(world: World, corpus: list[str], options: argparse.Namespace) -> str:
@@ -91,7 +92,8 @@ def write_texts(world: World, corpus: list[str], options: argparse.Namespace) ->
     joined = "\n\n".join(corpus)
     for name, ask in TASKS.items():
         rng = random.Random(f"{options.seed}/{name}")
-        questions = unseen(ask(rng, world, options.questions), joined)
+        # more than are wanted, for some will have been told in training
+        questions = unseen(ask(rng, world, 2 * options.questions), joined)[: options.questions]
         lines = [json.dumps(q, ensure_ascii=False) for q in balanced(rng, questions)]
         (options.out / f"eval/demo/{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"{name}: {len(lines)} questions")

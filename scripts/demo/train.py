@@ -24,13 +24,13 @@ Tokens = np.ndarray
 class Schedule:
     """How long, how fast, and in which lengths: most steps read short windows, the last ones full contexts."""
 
-    steps: int = 8000
-    batch_tokens: int = 4096
+    steps: int = 10_000
+    batch_tokens: int = 2048
     short: int = 128
     long: int = 512
-    long_share: float = 0.1
-    warmup: int = 150
-    learning_rate: float = 4e-3
+    long_share: float = 0.04
+    warmup: int = 200
+    learning_rate: float = 3e-3
     weight_decay: float = 0.1
 
     def length(self, step: int) -> int:
@@ -68,14 +68,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[str]) -> Tokens:
 
 
 def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context: int) -> LlamaForCausalLM:
-    """A fresh Llama in float32, eight heads over four key-value heads, embeddings tied."""
+    """A fresh Llama in float32, four heads over two key-value heads, embeddings tied."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -123,7 +123,7 @@ def _masters(
     decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() == 2 and "embed" not in name]
     rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() != 2 or "embed" in name]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return weights, masters, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+    return weights, masters, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), fused=True)
 
 
 def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int) -> dict[str, float]:

@@ -132,7 +132,7 @@ def _relate(members: list[Person]) -> None:
                     sibling.kin[KINDRED[woman][2]] = same[0]
 
 
-def build_world(seed: int, people: int = 480, towns: int = 48) -> World:
+def build_world(seed: int, people: int = 300, towns: int = 48) -> World:
     """Draw a world of `people` persons in families of two to five, and `towns` towns."""
     rng = random.Random(seed)
     places = build_towns(rng, towns)

@@ -1,0 +1,370 @@
+"""Wrong input: answered in a sentence or two that name the field or file, with exit code 2; the input untouched, no output left.
+
+Where a line here seems fussy about wording, it asks for the name of the thing that is wrong, or for the way out.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+from conftest import Run
+
+from emp_llm.calibrate import calibrate
+from emp_llm.models.activations import Activations
+from emp_llm.models.errors import UserError
+from emp_llm.prune import prune
+
+Refused = Callable[..., None]
+SHARD = "model-00001-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def model(models: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A model of the test's own, to be spoilt."""
+    return Path(shutil.copytree(models("llama"), tmp_path / "model"))
+
+
+def everything_in(folder: Path) -> tuple[list[Path], dict[str, tuple[str, int]]]:
+    return sorted(folder.rglob("*")), oracle.digest(folder)
+
+
+@pytest.fixture
+def refused(model: Path, text: Path, tmp_path: Path) -> Refused:
+    """Prune in-process with something wrong; see that it is said in a sentence, and that no trace is left."""
+
+    def call(match: str, command: Callable[..., object] = prune, **options: Any) -> None:
+        common = {"model": str(model), "output": tmp_path / "out", "calibration": str(text), "samples": 4, "seqlen": 64}
+        before = everything_in(tmp_path)
+        with pytest.raises(UserError, match=match) as caught:
+            command(**common | options)
+        assert everything_in(tmp_path) == before
+        check_sentences(str(caught.value))
+
+    return call
+
+
+def check_sentences(message: str) -> None:
+    """One line, of a length that is read, closed by at most one full stop."""
+    open("/tmp/messages.txt", "a").write(message + "\n---\n")
+    assert "\n" not in message.strip()
+    assert len(message) < 500
+    assert not message.endswith("..")
+
+
+def named(cases: dict[str, tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*values, id=name.replace(" ", "-")) for name, values in cases.items()]
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "beta zero": (r"^beta must be .* above 0", {"beta": 0.0}),
+    "beta negative": (r"^beta must be .* above 0", {"beta": -1.0}),
+    "beta NaN": (r"^beta must be a number", {"beta": float("nan")}),
+    "beta infinite": (r"^beta must be a number", {"beta": float("inf")}),
+    "order negative": (r"^order must be .* >= 0", {"order": -0.5}),
+    "order NaN": (r"^order must be a number", {"order": float("nan")}),
+    "sparsity one": (r"^sparsity must be .* below 1", {"method": "wanda", "sparsity": 1.0}),
+    "sparsity negative": (r"^sparsity must be at least 0", {"method": "wanda", "sparsity": -0.1}),
+    "sparsity NaN": (r"^sparsity must be", {"method": "wanda", "sparsity": float("nan")}),
+    "pattern 3:2": (r"^pattern N:M .*3:2", {"method": "wanda", "pattern": "3:2"}),
+    "pattern 0:4": (r"^pattern N:M .*0:4", {"method": "wanda", "pattern": "0:4"}),
+    "pattern 2-4": (r"^pattern must be N:M, such as 2:4", {"method": "wanda", "pattern": "2-4"}),
+    "pattern of odd digits": (r"^pattern must be N:M, such as 2:4", {"method": "wanda", "pattern": "²:4"}),
+    "pattern over larger groups": (r"pattern.* row.*matrix", {"method": "wanda", "pattern": "2:4", "group": "matrix"}),
+    "pattern that does not divide": (
+        r"proj.*32.*multiple of 5",
+        {"method": "magnitude", "pattern": "3:5", "targets": "q_proj"},
+    ),
+    "beta with wanda": (r"--beta .*wanda.*--method emp-wanda", {"method": "wanda", "beta": 1.0}),
+    "order with magnitude": (r"--order .*--method emp-magnitude", {"method": "magnitude", "order": 1.0}),
+    "sparsity with emp-wanda": (r"--sparsity .*emp-wanda.*--method wanda", {"sparsity": 0.5}),
+    "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
+    "sparsity and pattern": (r"--sparsity and --pattern", {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"}),
+    "neff-dtype": (r"^neff-dtype must be float64 or bfloat16", {"neff_dtype": "float32"}),
+    "neff-dtype with an order": (r"^neff-dtype bfloat16.*order 2", {"neff_dtype": "bfloat16", "order": 1.0}),
+    "match of no run": (r"no-run: no emp_report.json.*--output", {"method": "wanda", "match": Path("no-run")}),
+    "method": (r"'sparsegpt'.*emp-wanda", {"method": "sparsegpt"}),
+    "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
+    "dtype": (r"^dtype 'int8'.*bfloat16", {"dtype": "int8"}),
+    "targets without a match": (r"^targets 'w1,w2' match nothing.*mlp.down_proj", {"targets": "w1,w2"}),
+    "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
+    "targets that are no regex": (r"'\(\*' is not a regular expression", {"targets": "(*"}),
+    "ignore that is no regex": (r"'a\[' is not a regular expression", {"ignore": "a["}),
+    "embedding for wanda": (r"embed_tokens: an embedding .*magnitude", {"targets": "embed_tokens"}),
+    "calibration": (r"'wikitext3' is not a recipe.*wikitext2.*\.txt", {"calibration": "wikitext3"}),
+    "calibration field": (r"'sample=3': .*samples", {"calibration": "demo,sample=3"}),
+    "calibration file": (r"nothing\.txt: no such text file", {"calibration": "nothing.txt"}),
+    "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
+    "suite": (r"'perplexities' is not a suite.*perplexity", {"evaluate": "perplexities"}),
+    "device-map": (r"device-map 'gpu' is none of auto.*cpu", {"device_map": "gpu"}),
+    "device-map for magnitude": (r"device-map 'gpu' is none of auto", {"device_map": "gpu", "method": "magnitude"}),
+    "device-map without such a device": (r"device-map cuda:99: .*\d CUDA devices", {"device_map": "cuda:99"}),
+    "device-map of no device that holds weights": (r"device-map 'meta'", {"device_map": "meta"}),
+    "device-map with broken JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
+    "device-map of no file": (r"device-map map\.json: .*No such file", {"device_map": "map.json"}),
+    "device-map of other names": (r"device.?map", {"device_map": '{"nothing": "cpu"}'}),
+    "text too short": (r"text\.txt: \d+ tokens, too short for 4000 samples x 64", {"samples": 4000}),
+    "no samples": (r"^samples must be at least 1", {"samples": 0}),
+    "no tokens": (r"^seqlen must be at least 1", {"seqlen": 0}),
+    "seqlen beyond the context": (r"^seqlen 129 .*context of 128", {"seqlen": 129}),
+    "activations missing": (
+        r"norms\.safetensors: no such activations file.*calibrate",
+        {"activations": Path("norms.safetensors")},
+    ),
+    "activations of another kind": (r"tiny\.py: not a readable activations", {"activations": Path(tiny.__file__)}),
+    "model missing": (r"/nothing: no such model folder", {"model": "/nothing"}),
+    "revision of a folder": (r"--revision main", {"revision": "main"}),
+}
+
+
+@pytest.mark.parametrize(("match", "options"), named(OPTIONS))
+def test_options(refused: Refused, match: str, options: dict[str, Any]) -> None:
+    refused(match, **options)
+
+
+def _json(name: str, **values: Any) -> Callable[[Path], object]:
+    """Change fields of a JSON file of a model."""
+
+    def edit(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+    return edit
+
+
+def _in_index(file: str) -> Callable[[Path], object]:
+    """Let the index place a tensor in another file."""
+    return lambda folder: _json(INDEX, weight_map=_weight_map(folder) | {"lm_head.weight": file})(folder)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+
+
+def _only(name: str, content: bytes = b"{}") -> Callable[[Path], object]:
+    """Let a file stand in place of the weights."""
+
+    def edit(folder: Path) -> None:
+        _remove("model*")(folder)
+        (folder / name).write_bytes(content)
+
+    return edit
+
+
+def _remove(pattern: str) -> Callable[[Path], object]:
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
+
+
+def _raw(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / SHARD).write_bytes(change((folder / SHARD).read_bytes()))
+
+
+MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "empty": (r"model: no model\.safetensors and no model\.safetensors\.index\.json", _remove("*"), "emp-wanda"),
+    "pickle": (r"pytorch_model\.bin.*Convert.*save_pretrained", _only("pytorch_model.bin"), "emp-wanda"),
+    "adapter": (r"PEFT adapter.*merge_and_unload", _only("adapter_config.json"), "emp-wanda"),
+    "shard missing": (rf"{INDEX}: it names {SHARD}, which is missing", _remove(SHARD), "emp-wanda"),
+    "shard elsewhere": (rf"{INDEX}: '\.\./x\.safetensors' is not the plain name", _in_index("../x.safetensors"), "emp-wanda"),
+    "shard of an absolute path": (rf"{INDEX}: '/x\.safetensors' is not", _in_index("/x.safetensors"), "emp-wanda"),
+    "index of other shards": (rf"{INDEX}: it places lm_head\.weight in {SHARD}", _in_index(SHARD), "emp-wanda"),
+    "index without a map": (rf"{INDEX}: weight_map must", _json(INDEX, weight_map=[1]), "emp-wanda"),
+    "index broken": (rf"{INDEX}: cannot be read as JSON", lambda f: (f / INDEX).write_text("{"), "emp-wanda"),
+    "shard truncated": (rf"{SHARD}: not a complete safetensors file.*again", _raw(lambda raw: raw[:-1]), "emp-wanda"),
+    "shard of no bytes": (rf"{SHARD}: not a complete safetensors file", _raw(lambda raw: b""), "magnitude"),
+    "shard longer": (rf"{SHARD}: not a complete safetensors file", _raw(lambda raw: raw + b"\0"), "magnitude"),
+    "header corrupt": (rf"{SHARD}: not a complete safetensors", _raw(lambda raw: raw[:8] + b"?" + raw[9:]), "magnitude"),
+    "header too long": (rf"{SHARD}: not a complete safetensors", _raw(lambda raw: b"\xff" * 8 + raw[8:]), "magnitude"),
+    "quantised": (r"quantised already.*original model", _json("config.json", quantization_config={"bits": 4}), "magnitude"),
+    "no config": (r"no config\.json", _remove("config.json"), "emp-wanda"),
+    "config broken": (r"config\.json: cannot be read as JSON", lambda f: (f / "config.json").write_text("{"), "emp-wanda"),
+    "config of no class": (r"model: transformers cannot build", _json("config.json", model_type="nothing"), "wanda"),
+    "config of other shapes": (r"model: ", _json("config.json", intermediate_size=96), "wanda"),
+    "no tokenizer": (r"model: no tokenizer", _remove("tokenizer*"), "emp-wanda"),
+    "tokenizer broken": (r"model: no tokenizer", lambda f: (f / "tokenizer.json").write_text("{"), "emp-wanda"),
+}
+
+
+@pytest.mark.parametrize(("match", "spoil", "method"), named(MODELS))
+def test_models(refused: Refused, model: Path, match: str, spoil: Callable[[Path], object], method: str) -> None:
+    spoil(model)
+    refused(match, method=method)
+
+
+@pytest.mark.parametrize("bad", [0x7FC0, 0xFF80], ids=["NaN", "infinity"])
+@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+@pytest.mark.parametrize("method", ["magnitude", "emp-magnitude"])
+def test_weights_that_are_not_numbers(refused: Refused, model: Path, tmp_path: Path, bad: int, group: str, method: str) -> None:
+    spoilt = oracle.edited_copy(model, tmp_path / "spoilt", f"{DOWN}.weight", lambda matrix: np.put(matrix, 7, bad))
+    refused(
+        rf"model-0000\d-of-00002\.safetensors: {DOWN}\.weight holds NaN or inf", model=str(spoilt), method=method, group=group
+    )
+
+
+def test_weights_that_are_not_numbers_upset_calibration(refused: Refused, model: Path, tmp_path: Path) -> None:
+    """The user is to learn of the damaged tensor, not of a dtype that would not help."""
+    spoilt = oracle.edited_copy(model, tmp_path / "spoilt", f"{DOWN}.weight", lambda matrix: np.put(matrix, 7, 0x7FC0))
+    refused(rf"{DOWN}\.weight", model=str(spoilt), method="emp-wanda", targets="down_proj")
+    first = oracle.edited_copy(model, tmp_path / "first", "model.embed_tokens.weight", lambda matrix: matrix.fill(0x7FC0))
+    refused(r"holds NaN or infinity", model=str(first), method="emp-wanda")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "match"),
+    [
+        ("gpt2", {}, r"mlp\.\w+_proj: the activations hold no norms for it.*calibrate"),
+        ("llama", {"intermediate_size": 96}, r"down_proj: the activations hold norms of 96 inputs, the weight has 80"),
+    ],
+)
+def test_activations_of_another_model(
+    refused: Refused,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    config: dict[str, int],
+    match: str,
+) -> None:
+    name, values = tiny.FAMILIES[family]
+    monkeypatch.setitem(tiny.FAMILIES, "other", (name, values | config))
+    other = tiny.make_model(tmp_path / "other", "other")
+    file = tmp_path / "norms.safetensors"
+    calibrate(model=str(other), output=file, calibration=str(text), samples=1, seqlen=16)
+    refused(match, activations=file)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda norms: norms.mul_(float("nan")), r"norms\.safetensors.*NaN"),
+        (lambda norms: norms.neg_(), r"norms\.safetensors.*negative"),
+    ],
+    ids=["NaN", "negative"],
+)
+def test_activations_that_are_no_norms(
+    refused: Refused, model: Path, text: Path, tmp_path: Path, change: Callable[[Any], Any], match: str
+) -> None:
+    file = tmp_path / "norms.safetensors"
+    made = calibrate(model=str(model), output=file, calibration=str(text), samples=1, seqlen=16)
+    Activations({name: change(norm) for name, norm in made.norms.items()}, made.input_of, made.about).save(file)
+    refused(match, activations=file)
+
+
+def test_activations_file_of_someone_else(refused: Refused, model: Path) -> None:
+    refused(rf"{SHARD}: not an activations file of emp-llm", activations=model / SHARD)
+
+
+@pytest.mark.parametrize(
+    ("report", "match"),
+    [
+        (None, r"run: that run had 4096 target weights, this one has \d+; .*--targets"),
+        ("{", r"run/emp_report\.json: cannot be read as JSON"),
+        ("{}", r"run: its emp_report\.json does not say how many"),
+    ],
+    ids=["other-targets", "broken", "empty"],
+)
+def test_match(refused: Refused, model: Path, tmp_path: Path, report: str | None, match: str) -> None:
+    prune(model=str(model), output=tmp_path / "run", method="magnitude", targets="q_proj,o_proj")
+    if report is not None:
+        (tmp_path / "run" / "emp_report.json").write_text(report)
+    refused(match, method="magnitude", match=tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", ["model", "model/inside", ".", "other/../model", "link"])
+def test_output_that_is_the_input(refused: Refused, tmp_path: Path, place: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    refused(r"output .*the input, lies in it or holds it.*another folder", output=tmp_path / place, overwrite=True)
+
+
+def test_output_that_exists(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    refused(r"out: it exists.*--overwrite", method="magnitude")
+    (tmp_path / "out" / "thesis.tex").write_text("all of it")
+    refused(r"out: it is not a model folder.*remove it yourself", method="magnitude", overwrite=True)
+    refused(r"thesis\.tex: it is not a model folder", output=tmp_path / "out" / "thesis.tex", overwrite=True)
+    refused(r"thesis\.tex/out: cannot be written there", output=tmp_path / "out" / "thesis.tex" / "out", method="magnitude")
+
+
+def test_no_parent_of_the_output_is_left(refused: Refused, tmp_path: Path) -> None:
+    refused("too short", output=tmp_path / "new" / "deep" / "out", samples=4000)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_calibrate_output(refused: Refused, tmp_path: Path, overwrite: bool) -> None:
+    """Seen before the forward passes, so that these are not lost."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    refused(r"folder: ", calibrate, output=tmp_path / "folder", overwrite=overwrite)
+    refused(r"file/norms", calibrate, output=tmp_path / "file" / "norms.safetensors", overwrite=overwrite)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mount a file system of so many pages of 4096 bytes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(pages: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={4096 * pages}", "tmpfs", str(disk)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("only root may mount the small file system this needs")
+        return disk
+
+    yield mount
+    if os.path.ismount(disk):
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_full_disk_foreseen(refused: Refused, small_disk: Callable[[int], Path]) -> None:
+    refused(r"disk/out: it needs .*free.*--output", output=small_disk(8) / "out", method="magnitude")
+
+
+@pytest.mark.parametrize(("what", "method"), [("activations", "emp-wanda"), ("shards", "magnitude"), ("report", "magnitude")])
+def test_full_disk_hit(
+    refused: Refused, model: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, what: str, method: str
+) -> None:
+    """Others may fill the disk after we looked, or a quota may be less than what it shows."""
+    files = [path.stat().st_size for path in model.iterdir()]
+    pages = {"activations": 1, "shards": 8, "report": sum(-(-file // 4096) for file in files)}
+    disk = small_disk(pages[what])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    refused(r"disk: the disk is full.*--output", output=disk / "out", method=method)
+
+
+SHELL: dict[str, tuple[str, list[str]]] = {
+    "model missing": (r"error: .*nothing: no such model folder", ["--model", "/nothing"]),
+    "not in the cache": (r"error: nobody/nothing: .*cache.*cannot be reached", ["--model", "nobody/nothing"]),
+    "beta": (r"error: beta must be", ["--beta", "nan"]),
+    "sparsity": (r"error: --sparsity does not go with method emp-wanda", ["--sparsity", "0.5"]),
+    "method": (r"'sparsegpt'", ["--method", "sparsegpt"]),
+    "group": (r"'columns'", ["--group", "columns"]),
+    "pattern": (r"error: .*multiple of 5", ["--method", "magnitude", "--pattern", "3:5", "--targets", "q_proj"]),
+    "calibration too short": (r"error: .*too short", ["--samples", "4000"]),
+    "data set not in the cache": (
+        r"error: nobody/nothing/train: the data set cannot be loaded",
+        ["--calibration", "nobody/nothing"],
+    ),
+    "device-map": (r"error: device-map 'gpu'", ["--device-map", "gpu"]),
+}
+
+
+@pytest.mark.parametrize(("match", "arguments"), named(SHELL))
+def test_shell(run: Run, model: Path, text: Path, tmp_path: Path, match: str, arguments: list[str]) -> None:
+    common = {"--model": model, "--output": tmp_path / "out", "--calibration": text, "--samples": 4, "--seqlen": 64}
+    options = {**common, **dict(zip(arguments[::2], arguments[1::2], strict=True))}
+    before = everything_in(tmp_path)
+    done = run("prune", *(word for pair in options.items() for word in pair))
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert re.search(match, done.stderr), done.stderr
+    assert everything_in(tmp_path) == before

@@ -1,0 +1,440 @@
+"""One contract for every model family and method, checked against an oracle that shares no code with the package."""
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+from conftest import Run
+from oracle import Array
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from emp_llm.calibrate import calibrate
+from emp_llm.models.activations import Activations
+from emp_llm.models.errors import UserError
+from emp_llm.prune import prune
+
+METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")
+GLU = r"model\.layers\.[01]\.mlp\.(gate|up|down|gate_up)_proj\.weight"
+# What "mlp" has to mean, written down by hand: the stored names of each family, and how many matrices these are.
+MLP = {family: (GLU, 6) for family in tiny.FAMILIES if family != "mixtral"} | {
+    "phi3": (GLU, 4),
+    "gpt2": (r"(transformer\.)?h\.[01]\.mlp\.c_(fc|proj)\.weight", 4),
+    "opt": (r"model\.decoder\.layers\.[01]\.fc[12]\.weight", 4),
+    "gpt_neox": (r"gpt_neox\.layers\.[01]\.mlp\.dense_(h_to_4h|4h_to_h)\.weight", 4),
+}
+PAIRS = [(family, method) for family in MLP for method in METHODS]
+every_pair = pytest.mark.parametrize(("family", "method"), PAIRS)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """One run: where from, where to, and what it said."""
+
+    source: Path
+    out: Path
+    report: dict[str, Any]
+
+    @property
+    def transposed(self) -> bool:
+        return json.loads((self.source / "config.json").read_text())["model_type"] == "gpt2"
+
+    def matrices(self) -> dict[str, str]:
+        """Layer name -> name of the stored tensor, in the report's order."""
+        return {layer: entry["tensor"] for layer, entry in self.report["matrices"].items()}
+
+    def scores(self, layer: str, norms: Path | None = None) -> Array:
+        """The oracle's scores of a layer, one output to a row; from the run's own norms unless others are given."""
+        matrix = oracle.weight(self.source, self.matrices()[layer], self.transposed)
+        if self.report["recipe"]["method"].endswith("magnitude"):
+            return oracle.scores(matrix)
+        return oracle.scores(matrix, norms_of(norms or self.out / "emp_llm" / "activations.safetensors")[layer])
+
+    def mask(self, layer: str) -> Array:
+        """The oracle's mask of a layer at the method's defaults."""
+        return oracle.row_masks(self.scores(layer), self.report["recipe"]["method"].startswith("emp-"))
+
+    def kept(self, layer: str) -> Array:
+        """Which weights of a layer are not zero in the output, one output to a row."""
+        return oracle.weight(self.out, self.matrices()[layer], self.transposed) != 0
+
+
+norms_of = cache(oracle.load_norms)
+Pruning = Callable[..., Pruned]
+
+
+@pytest.fixture(scope="module")
+def pruned(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pruning:
+    """Prune a tiny model in-process; each combination once."""
+    made: dict[str, Pruned] = {}
+
+    def call(family: str | Path, method: str, **options: Any) -> Pruned:
+        key = f"{family} {method} {options}"
+        if key not in made:
+            source = models(family) if isinstance(family, str) else family
+            out = tmp_path_factory.mktemp("pruned") / "out"
+            common = {"calibration": str(text), "samples": 4, "seqlen": 64} | options
+            made[key] = Pruned(source, out, prune(model=str(source), output=out, method=method, **common))
+        return made[key]
+
+    return call
+
+
+def calibration_tokens(source: Path, text: Path) -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(source)(text.read_text())["input_ids"]
+    return torch.tensor(ids[: 4 * 64]).reshape(4, 64)
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, set[str]]:
+    """A model loaded as a user does it, and all that was said meanwhile, the folder's name taken out."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model = AutoModelForCausalLM.from_pretrained(folder)
+    finally:
+        logger.removeHandler(handler)
+    said += [str(warning.message) for warning in warned]
+    return model.eval(), {sentence.replace(str(folder), "") for sentence in said}
+
+
+def check_bits(run: Pruned, masks: dict[str, Array]) -> None:
+    """Targets hold their own bits where a mask keeps them and +0 elsewhere."""
+    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
+    assert run.matrices().keys() == masks.keys()
+    for layer, name in run.matrices().items():
+        mask = masks[layer].T if run.transposed else masks[layer]
+        np.testing.assert_array_equal(oracle.bits(after[name]), np.where(mask, oracle.bits(before[name]), 0), err_msg=layer)
+
+
+@every_pair
+def test_only_targets_change(pruned: Pruning, family: str, method: str) -> None:
+    run = pruned(family, method)
+    pattern, number = MLP[family]
+    stored = oracle.tensors(run.source)
+    targets = {name for name in stored if re.fullmatch(pattern, name)}
+    assert len(targets) == number
+    assert set(run.matrices().values()) == targets
+    ours = {"emp_report.json"} | ({"emp_llm/activations.safetensors"} if method.endswith("wanda") else set())
+    assert oracle.digest(run.out).keys() == oracle.digest(run.source).keys() | ours
+    for path in sorted(run.source.iterdir()):
+        before, after = bytearray(path.read_bytes()), bytearray((run.out / path.name).read_bytes())
+        assert len(before) == len(after)
+        for tensor in (stored[name] for name in targets if stored[name].shard == path):
+            before[tensor.start : tensor.end] = after[tensor.start : tensor.end] = bytes(tensor.end - tensor.start)
+        assert before == after, path.name
+    for shard in run.source.glob("*.safetensors"):
+        assert oracle.header(shard) == oracle.header(run.out / shard.name)
+
+
+@every_pair
+def test_masks_are_the_oracles(pruned: Pruning, family: str, method: str) -> None:
+    run = pruned(family, method)
+    check_bits(run, {layer: run.mask(layer) for layer in run.matrices()})
+
+
+@pytest.mark.parametrize("family", MLP)
+def test_norms_are_those_of_plain_hooks(pruned: Pruning, text: Path, family: str) -> None:
+    run = pruned(family, "emp-wanda")
+    model = AutoModelForCausalLM.from_pretrained(run.source).eval()
+    sums: dict[str, torch.Tensor] = {}
+
+    def hook(layer: str) -> Callable[..., None]:
+        def see(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            sums[layer] = sums.get(layer, 0) + inputs[0].double().flatten(0, -2).square().sum(0)
+
+        return see
+
+    for layer in run.matrices():
+        model.get_submodule(layer).register_forward_pre_hook(hook(layer))
+    with torch.no_grad():
+        for sequence in calibration_tokens(run.source, text).split(1):  # one by one: the sums may not depend on the batch
+            model(sequence)
+    norms = norms_of(run.out / "emp_llm" / "activations.safetensors")
+    for layer, total in sums.items():
+        # The batch size moves single bfloat16 activations by their last bit, 2^-8, and their sum over 256 tokens by less.
+        np.testing.assert_allclose(norms[layer], total.sqrt().numpy(), rtol=1e-3, err_msg=layer)
+    assert sums.keys() == run.matrices().keys()
+
+
+@every_pair
+def test_loads_and_runs_as_masked_in_memory(pruned: Pruning, text: Path, family: str, method: str) -> None:
+    run = pruned(family, method)
+    (dense, said), (model, said_of_pruned) = load(run.source), load(run.out)
+    assert said_of_pruned <= said
+    for layer in run.matrices():
+        mask = torch.from_numpy(run.mask(layer))
+        dense.get_submodule(layer).weight.data.masked_fill_(~(mask.T if run.transposed else mask), 0)
+    tokens = calibration_tokens(run.source, text)[:1]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, dense(tokens).logits)
+
+
+@every_pair
+def test_report_agrees_with_the_files(pruned: Pruning, family: str, method: str) -> None:
+    run = pruned(family, method)
+    assert json.loads((run.out / "emp_report.json").read_text()) == run.report
+    kept = zeros = weights = 0
+    for layer, entry in run.report["matrices"].items():
+        mask, scores = run.mask(layer), run.scores(layer)
+        assert entry["kept"] == mask.sum(), layer
+        assert (entry["rows"], entry["columns"]) == mask.shape
+        assert entry["n_eff_mean"] == pytest.approx(np.mean([oracle.effective(row) for row in scores]))
+        assert entry["s_eff_mean"] == pytest.approx(np.mean([oracle.mass(row) for row in scores]))
+        assert entry["s_eff_bound_mean"] == pytest.approx(np.mean([oracle.mass_bound(row) for row in scores]))
+        assert entry["least_margin_over_bound"] >= 0
+        assert entry["kept_mass"] == pytest.approx((scores * mask).sum() / scores.sum())
+        kept, weights, zeros = kept + int(mask.sum()), weights + mask.size, zeros + int((~run.kept(layer)).sum())
+    targets = run.report["targets"]
+    parameters = sum(int(np.prod(tensor.shape)) for tensor in oracle.tensors(run.source).values())
+    assert (targets["weights"], targets["kept"], targets["zeros"], targets["parameters"]) == (weights, kept, zeros, parameters)
+    assert targets["sparsity_of_targets"] == pytest.approx(1 - kept / weights)
+    assert targets["sparsity_of_all_parameters"] == pytest.approx((weights - kept) / parameters)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
+def test_tied_embeddings_stay_tied_and_dense(pruned: Pruning, family: str) -> None:
+    run = pruned(family, "magnitude", targets="all-linear")
+    dense, model = load(run.source)[0], load(run.out)[0]
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert torch.equal(model.get_input_embeddings().weight, dense.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("method", ["wanda", "magnitude"])
+def test_rows_of_gpt2_are_dim_1(pruned: Pruning, method: str) -> None:
+    run = pruned("gpt2", method)
+    for name in run.matrices().values():
+        stored = oracle.weight(run.out, name) != 0
+        assert set(stored.sum(0)) == {stored.shape[0] // 2}
+        assert len(set(stored.sum(1))) > 1, "the other dimension is free"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_zeros_and_of_ties(models: Callable[[str], Path], pruned: Pruning, tmp_path: Path, method: str) -> None:
+    """A row of zeros keeps all its weights, negative zeros too; uniform magnitudes give N_eff = N; ties go to the left."""
+    source = oracle.edited_copy(models("llama"), tmp_path / "planted", "model.layers.0.mlp.up_proj.weight", _plant)
+    run = pruned(source, method)
+    layer = "model.layers.0.mlp.up_proj"
+    check_bits(run, {name: run.mask(name) for name in run.matrices()})
+    counts = oracle.bits(oracle.tensors(run.out)[f"{layer}.weight"])
+    if method == "emp-magnitude":
+        assert run.report["matrices"][layer]["kept_fraction"]["max"] == 1.0
+        assert list(counts[0]) == [0x8000, 0] * 16, "a row of zeros is kept as it is"
+        assert counts[1].all(), "a uniform row is kept whole"
+    if method == "magnitude":
+        assert counts[1][:16].all()
+        assert not counts[1][16:].any()
+
+
+def _plant(matrix: Array) -> None:
+    matrix[0] = [0x8000, 0] * 16  # -0.0 and 0.0
+    matrix[1] = [0x3DCD, 0xBDCD] * 16  # 0.1 and -0.1: neither a power of two
+    matrix[2] = [0x3F80, 0x3E80, 0x3E80, 0xBE80] * 8  # 1, 1/4, 1/4, -1/4: the cut falls among equals
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_dtypes(pruned: Pruning, tmp_path: Path, dtype: torch.dtype, method: str) -> None:
+    run = pruned(tiny.make_model(tmp_path / "model", "llama", dtype), method)
+    if dtype == torch.float64 and method.endswith("wanda"):  # scores of float64 weights are not rounded to float32
+        norms = norms_of(run.out / "emp_llm" / "activations.safetensors")
+        scores = {name: np.abs(oracle.weight(run.source, f"{name}.weight")) * norms[name] for name in run.matrices()}
+        masks = {name: oracle.row_masks(matrix, method.startswith("emp-")) for name, matrix in scores.items()}
+    else:
+        masks = {name: run.mask(name) for name in run.matrices()}
+    check_bits(run, masks)
+
+
+def test_mixtral_mlp_is_refused(pruned: Pruning) -> None:
+    with pytest.raises(UserError, match="mixture-of-experts"):
+        pruned("mixtral", "emp-wanda")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mixtral_attention_is_pruned_with_a_warning(pruned: Pruning, caplog: pytest.LogCaptureFixture, method: str) -> None:
+    run = pruned("mixtral", method, targets="all-linear")
+    assert any("mixture-of-experts" in message and "stay dense" in message for message in caplog.messages)
+    assert {name.rpartition(".")[2] for name in run.matrices()} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    check_bits(run, {layer: run.mask(layer) for layer in run.matrices()})
+    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
+    experts = {name for name in before if "experts." in name}
+    assert set(run.report["targets"]["unreachable"]) == experts
+    assert all(np.array_equal(oracle.bits(before[name]), oracle.bits(after[name])) for name in experts)
+
+
+@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+def test_match_removes_the_same_total(pruned: Pruning, group: str) -> None:
+    adaptive = pruned("llama", "emp-wanda")
+    run = pruned("llama", "wanda", match=adaptive.out, group=group)
+    assert run.report["targets"]["kept"] == adaptive.report["targets"]["kept"]
+    assert sum(run.kept(layer).sum() for layer in run.matrices()) == adaptive.report["targets"]["kept"]
+    share = run.report["targets"]["kept"] / run.report["targets"]["weights"]
+    for layer in run.matrices() if group == "row" else ():
+        kept, columns = run.kept(layer).sum(1), run.kept(layer).shape[1]
+        assert (np.abs(kept - share * columns) < 1).all(), "every row loses the same share, rounded down or up"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("group", ["matrix", "all"])
+def test_larger_groups(pruned: Pruning, tmp_path: Path, family: str, method: str, group: str) -> None:
+    """Ties are spent in the order of the report, which is neither that of the shards' bytes (by name) nor of one shard."""
+    run = pruned(tiny.make_model(tmp_path / "model", family, max_shard_size="12KB"), method, group=group)
+    scores = {layer: run.scores(layer) for layer in run.matrices()}
+    assert len({oracle.tensors(run.source)[name].shard for name in run.matrices().values()}) > 1, "across shards"
+    groups = [list(scores)] if group == "all" else [[layer] for layer in scores]
+    masks: dict[str, Array] = {}
+    for layers in groups:
+        flat = np.concatenate([scores[layer].reshape(-1) for layer in layers])
+        mask = oracle.keep(flat, oracle.count(flat) if method.startswith("emp-") else flat.size - flat.size // 2)
+        for layer in layers:
+            size = scores[layer].size
+            masks[layer], mask = mask[:size].reshape(scores[layer].shape), mask[size:]
+    check_bits(run, masks)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["wanda", "magnitude"])
+def test_two_of_four(pruned: Pruning, family: str, method: str) -> None:
+    run = pruned(family, method, pattern="2:4")
+    masks = {}
+    for layer in run.matrices():
+        fours = run.scores(layer).reshape(-1, 4)
+        masks[layer] = np.stack([oracle.keep(four, 2) for four in fours]).reshape(run.scores(layer).shape)
+    check_bits(run, masks)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.7])
+def test_sparsity_is_rounded_down_in_each_row(pruned: Pruning, sparsity: float) -> None:
+    run = pruned("llama", "magnitude", sparsity=sparsity)
+    check_bits(run, {layer: oracle.row_masks(run.scores(layer), False, sparsity) for layer in run.matrices()})
+
+
+def test_neff_in_bfloat16_has_few_counts(pruned: Pruning, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows have to be long: below 256 a bfloat16 tells all integers apart, at 1300 only every eighth."""
+    name, config = tiny.FAMILIES["llama"]
+    monkeypatch.setitem(tiny.FAMILIES, "llama-wide", (name, config | {"intermediate_size": 2048}))
+    source = tiny.make_model(tmp_path / "model", "llama-wide", max_shard_size="1MB")
+    layer = "model.layers.0.mlp.down_proj"
+    exact, rounded = (pruned(source, "emp-magnitude", targets=layer, neff_dtype=d) for d in ("float64", "bfloat16"))
+    assert list(exact.kept(layer).sum(1)) == [oracle.count(row) for row in exact.scores(layer)]
+    assert list(rounded.kept(layer).sum(1)) == [oracle.count_in_bfloat16(row) for row in rounded.scores(layer)]
+    assert len(set(rounded.kept(layer).sum(1))) <= 8 < len(set(exact.kept(layer).sum(1)))
+
+
+@pytest.mark.parametrize("method", ["emp-wanda", "emp-magnitude"])
+def test_higher_orders_keep_fewer(pruned: Pruning, method: str) -> None:
+    runs = [pruned("llama", method, order=order) for order in (0.5, 1.0, 2.0)]
+    for layer in runs[0].matrices():
+        for run, order in zip(runs, (0.5, 1.0, 2.0), strict=True):
+            assert list(run.kept(layer).sum(1)) == [oracle.count(row, order=order) for row in run.scores(layer)]
+        half, one, two = (run.kept(layer).sum(1) for run in runs)
+        assert (half >= one).all()
+        assert (one >= two).all()
+        assert half.sum() > one.sum() > two.sum()
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.7, 1.3, 100.0])
+def test_beta_scales_the_count(pruned: Pruning, beta: float) -> None:
+    run = pruned("llama", "emp-magnitude", beta=beta)
+    for layer in run.matrices():
+        assert list(run.kept(layer).sum(1)) == [oracle.count(row, beta) for row in run.scores(layer)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "expected"),
+    [
+        (["down_proj", "q_proj"], None, r"model\.layers\.\d\.(mlp\.down|self_attn\.q)_proj"),
+        ("down_proj, q_proj", None, r"model\.layers\.\d\.(mlp\.down|self_attn\.q)_proj"),
+        ("1.mlp.up_proj", None, r"model\.layers\.1\.mlp\.up_proj"),
+        (r"model\.layers\.0\..*_proj", None, r"model\.layers\.0\..*_proj"),
+        ("mlp", "down_proj", r"model\.layers\.\d\.mlp\.(gate|up)_proj"),
+        ("mlp", r".*\.0\..*", r"model\.layers\.1\.mlp\..*"),
+        ("attention", None, r"model\.layers\.\d\.self_attn\.[qkvo]_proj"),
+        ("all-linear", None, r"model\.layers\..*_proj"),
+        (".*", None, r"model\.layers\..*_proj"),
+        ("lm_head", None, "lm_head"),
+        ("embed_tokens", None, r"model\.embed_tokens"),
+        (r".*(lm_head|up_proj)", None, r"lm_head|model\.layers\.\d\.mlp\.up_proj"),
+    ],
+)
+def test_targets(pruned: Pruning, targets: str | list[str], ignore: str | None, expected: str) -> None:
+    run = pruned("llama", "magnitude", targets=targets, ignore=ignore)
+    layers = (name.removesuffix(".weight") for name in oracle.tensors(run.source) if name.endswith(".weight"))
+    assert set(run.matrices()) == {layer for layer in layers if re.fullmatch(expected, layer)}
+    check_bits(run, {layer: run.mask(layer) for layer in run.matrices()})
+
+
+def test_both_names_of_a_tied_weight(pruned: Pruning) -> None:
+    """They are one tensor: pruned once, and counted once."""
+    run = pruned("llama-tied", "magnitude", targets="lm_head,embed_tokens")
+    assert run.report["targets"]["weights"] == 256 * 32
+    assert run.report["targets"]["zeros"] == 256 * 16
+
+
+def test_activations_file_serves_as_calibrating_inline(pruned: Pruning, text: Path, tmp_path: Path) -> None:
+    inline = pruned("llama", "emp-wanda")
+    file = tmp_path / "norms.safetensors"
+    calibrate(model=str(inline.source), output=file, calibration=str(text), samples=4, seqlen=64)
+    run = pruned("llama", "emp-wanda", activations=file)
+    for shard in inline.out.glob("*.safetensors"):
+        assert shard.read_bytes() == (run.out / shard.name).read_bytes()
+
+
+def test_activations_file_is_a_function_of_its_content(tmp_path: Path) -> None:
+    """The same bytes from every run: what is compared, cached or resumed by hash has to be."""
+    activations = Activations({"a": torch.ones(3)}, {"a": "a", "b": "a"}, {"model": "m"})
+    written = set()
+    for _ in range(12):
+        activations.save(tmp_path / "norms.safetensors")
+        written.add((tmp_path / "norms.safetensors").read_bytes())
+    assert len(written) == 1
+
+
+def test_norms_from_disk_are_those_from_memory(pruned: Pruning) -> None:
+    norms = [
+        norms_of(pruned("llama", "emp-wanda", device_map=m).out / "emp_llm/activations.safetensors") for m in ("cpu", "disk")
+    ]
+    assert norms[0].keys() == norms[1].keys()
+    for layer, norm in norms[0].items():
+        np.testing.assert_allclose(norms[1][layer], norm, rtol=1e-5)
+
+
+def test_no_temporary_files_are_left(
+    models: Callable[[str], Path], text: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    arguments = ("--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "disk")
+    done = run("prune", "--model", models("llama"), "--output", tmp_path / "out", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert not list(temporary.glob("emp-llm*"))
+
+
+def test_overwriting_replaces_and_leaves_the_source(models: Callable[[str], Path], tmp_path: Path) -> None:
+    source, out = models("llama"), tmp_path / "out"
+    before = oracle.digest(source)
+    prune(model=str(source), output=out, method="magnitude")
+    (out / "of the older run.txt").touch()
+    half = {name: value for name, (value, _) in oracle.digest(out).items()}
+    prune(model=str(source), output=out, method="magnitude", sparsity=0.25, overwrite=True)
+    quarter = {name: value for name, (value, _) in oracle.digest(out).items()}
+    assert half.keys() - quarter.keys() == {"of the older run.txt"}
+    assert any(half[name] != quarter[name] for name in quarter if name.endswith(".safetensors"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing of the old folder is left beside it"
+    assert oracle.digest(source) == before

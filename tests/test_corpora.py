@@ -1,0 +1,119 @@
+"""Text in every form a user may have it, as tokens."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from tiny import make_tokenizer
+
+from emp_llm.models import corpora
+from emp_llm.models.calibration import calibration_corpus
+from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
+from emp_llm.models.errors import UserError
+
+ROWS = [f"Row {i} says {'so ' * (i % 5)}it." for i in range(60)]
+
+
+def by_hand(texts: list[str]) -> list[int]:
+    tokenizer = make_tokenizer()
+    return [token for text in texts for token in tokenizer(text)["input_ids"]]
+
+
+def test_bundled_recipes_are_the_published_ones() -> None:
+    wikitext = find_corpus("wikitext2", "calibration")
+    assert (wikitext.samples, wikitext.seqlen, wikitext.join, wikitext.split) == (128, 512, "\n\n", "train")
+    c4 = find_corpus("c4", "calibration")
+    assert (c4.samples, c4.seqlen, c4.join, c4.stream, c4.shuffle) == (128, 2048, None, True, True)
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(ROWS), encoding="utf-8")
+    ids = token_ids(replace(find_corpus(str(tmp_path / "a.txt"), "calibration"), samples=4, seqlen=50), make_tokenizer())
+    assert ids.dtype == torch.int64
+    assert ids.reshape(-1).tolist() == by_hand(["\n".join(ROWS)])[:200]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_files_are_documents_in_order(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    data = datasets.Dataset.from_dict({"body": ROWS})
+    data.to_json(path) if kind == "jsonl" else data.to_parquet(path)
+    corpus = replace(find_corpus(f"{path},column=body", "calibration"), samples=5, seqlen=60)
+    assert token_ids(corpus, make_tokenizer()).reshape(-1).tolist() == by_hand(ROWS)[:300]
+    with pytest.raises(UserError, match=r"no column 'text'; it has body"):
+        token_ids(replace(corpus, column="text"), make_tokenizer())
+
+
+def hub_like_folder(root: Path) -> str:
+    folder = root / "someone" / "prose"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in ROWS))
+    return "someone/prose"
+
+
+def test_data_set_id_with_config_join_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus = find_corpus(hub_like_folder(tmp_path), "calibration")
+    assert token_ids(corpus, make_tokenizer()).tolist() == by_hand(ROWS)
+    joined = token_ids(replace(corpus, join="\n\n"), make_tokenizer())
+    assert joined.tolist() == by_hand(["\n\n".join(ROWS)])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_shuffled_rows_follow_the_seed_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus = Corpus(dataset=hub_like_folder(tmp_path), shuffle=True, stream=stream, samples=3, seqlen=40)
+    first, again, other = (token_ids(corpus, make_tokenizer(), seed).tolist() for seed in (1, 1, 2))
+    assert first == again != other
+    with pytest.raises(UserError, match=r"too short for 1000 samples x 40 tokens. Lower --samples or --seqlen"):
+        token_ids(replace(corpus, samples=1000), make_tokenizer())
+
+
+def test_recipe_file_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "prose.txt").write_text("Once more, with feeling. " * 20)
+    (tmp_path / "mine.toml").write_text('about = "Mine."\nfile = "prose.txt"\nsamples = 2\nseqlen = 30\n')
+    corpus = find_corpus(f"{tmp_path / 'mine.toml'},samples=3", "calibration")
+    assert token_ids(corpus, make_tokenizer()).shape == (3, 30)
+    assert corpus_record(corpus) == {
+        "file": str(tmp_path / "prose.txt"),
+        "split": "train",
+        "column": "text",
+        "samples": 3,
+        "seqlen": 30,
+    }
+    (tmp_path / "mine.toml").write_text('file = "prose.txt"\nsmaples = 2\n')
+    with pytest.raises(UserError, match=r"unknown field 'smaples'"):
+        find_corpus(str(tmp_path / "mine.toml"), "calibration")
+    (tmp_path / "mine.toml").write_text('file = "prose.txt"\nsamples = "2"\n')
+    with pytest.raises(UserError, match="samples must be int"):
+        find_corpus(str(tmp_path / "mine.toml"), "calibration")
+
+
+def test_recipe_is_shortened_to_the_context_but_a_wish_is_refused() -> None:
+    assert calibration_corpus("c4", None, None, 256).seqlen == 256
+    assert calibration_corpus("c4", 7, 100, 256).samples == 7
+    with pytest.raises(UserError, match="seqlen 300 is longer than the model's context of 256"):
+        calibration_corpus("c4", None, 300, 256)
+    with pytest.raises(UserError, match="samples must be at least 1"):
+        calibration_corpus("c4", 0, None, 256)
+
+
+def test_tokens_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "a.txt"
+    path.write_text("alpha beta " * 30)
+    corpus = Corpus(file=str(path))
+    first = token_ids(corpus, make_tokenizer())
+    (entry,) = (tmp_path / "cache" / "tokens").iterdir()
+    monkeypatch.setattr(corpora, "_tokenise", lambda *_: pytest.fail("tokenised again"))
+    assert torch.equal(token_ids(corpus, make_tokenizer()), first)
+    monkeypatch.undo()
+    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
+    path.write_text("gamma beta " * 30)
+    assert not torch.equal(token_ids(corpus, make_tokenizer()), first)  # other content, same name
+    entry.write_bytes(b"damaged")
+    path.write_text("alpha beta " * 30)
+    assert torch.equal(token_ids(corpus, make_tokenizer()), first)

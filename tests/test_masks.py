@@ -1,0 +1,188 @@
+"""Selection and budgets: exact counts, ties, and the same result however the work is cut up."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.criteria import magnitude, wanda
+from emp_llm.selection.hill import Moments
+from emp_llm.selection.masks import largest_mask
+from emp_llm.selection.scheme import GroupSelector, Scheme, select_rows
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def hostile_weights(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random weights with everything that can go wrong: ties, zero rows, equal rows, subnormals, outliers, signed zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(rows, columns, generator=generator).mul_(0.02).to(dtype)
+    weights[0::11] = 0
+    weights[1::11] = 0.375
+    weights[2::11, ::3] = -0.0
+    weights[3::11] = torch.finfo(dtype).tiny
+    weights[3::11, ::2] = torch.finfo(dtype).tiny / 4
+    weights[4::11, columns // 2] = 900.0
+    weights[5::11] = (weights[5::11] * 64).round() / 64
+    return weights
+
+
+def oracle(scores: np.ndarray, count: int) -> np.ndarray:
+    """A stable sort from the largest down: equal scores in the order of their index."""
+    mask = np.zeros(scores.shape, dtype=bool)
+    mask[np.argsort(-scores, kind="stable")[:count]] = True
+    return mask
+
+
+def oracle_counts(scores: np.ndarray) -> np.ndarray:
+    """clip(floor(N_eff), 1, N) of rows from float64 sums by numpy; N for rows of zeros."""
+    total, squares = scores.sum(1), np.square(scores).sum(1)
+    with np.errstate(invalid="ignore"):
+        counts = np.clip(np.floor(total * total / squares), 1, scores.shape[1])
+    return np.where(total == 0, scores.shape[1], counts).astype(int)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 2, 63, 200])
+def test_exactly_the_largest_lowest_index_first(dtype: torch.dtype, columns: int) -> None:
+    scores = hostile_weights(44, columns, dtype)
+    counts = torch.randint(0, columns + 1, (44,), generator=torch.Generator().manual_seed(3))
+    mask = largest_mask(scores, counts).numpy()
+    values = scores.abs().double().numpy()
+    for row in range(44):
+        assert (mask[row] == oracle(values[row], int(counts[row]))).all()
+
+
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
+def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> None:
+    weights = hostile_weights(2443, 4096, torch.bfloat16)
+    norms = torch.rand(4096, generator=torch.Generator().manual_seed(4)).mul(8)
+    norms[7] = 3000.0
+    scores = magnitude(weights) if criterion == "magnitude" else wanda(weights, norms)
+    by_hand = weights.float().abs().numpy() * (norms.numpy() if criterion == "wanda" else np.float32(1))
+    assert np.array_equal(scores.float().numpy(), by_hand)
+    values = by_hand.astype(np.float64)
+    counts = oracle_counts(values)
+    order = np.argsort(-values, axis=1, kind="stable")
+    expected = np.zeros(values.shape, dtype=bool)
+    np.put_along_axis(expected, order, np.arange(4096)[None, :] < counts[:, None], axis=1)
+    for block in (1, 97, 2443) if criterion == "magnitude" else (512,):
+        mask = torch.cat(
+            [select_rows(part, EffectiveBudget()).mask for part in scores[: 300 if block == 1 else None].split(block)]
+        )
+        rows = mask.shape[0]
+        assert int((mask.sum(1).numpy() != counts[:rows]).sum()) == 0
+        assert int((mask.numpy() != expected[:rows]).sum()) == 0
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    program = (
+        "import sys, hashlib, torch; torch.set_num_threads(int(sys.argv[1]))\n"
+        "from emp_llm.selection.scheme import select_rows; from emp_llm.selection.budgets import EffectiveBudget\n"
+        "w = torch.randn(300, 3001, generator=torch.Generator().manual_seed(0)).bfloat16()\n"
+        "s = select_rows(w.float() * torch.rand(3001, generator=torch.Generator().manual_seed(1)), EffectiveBudget())\n"
+        "raw = b''.join(t.numpy().tobytes() for t in (s.mask, s.n_eff, s.s_eff, s.kept_mass))\n"
+        "print(hashlib.sha256(raw).hexdigest())"
+    )
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", program, threads], capture_output=True, text=True, check=True, env=os.environ
+        ).stdout
+        for threads in ("1", "2")
+    }
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "budget",
+    [EffectiveBudget(), EffectiveBudget(beta=0.7), EffectiveBudget(order=1.0), RatioBudget(0.3), TotalBudget(1234, 6000)],
+)
+def test_a_group_of_blocks_is_one_long_row(dtype: torch.dtype, budget: Budget) -> None:
+    scores = hostile_weights(40, 150, dtype, seed=5).abs()
+    one_row = select_rows(scores.reshape(1, -1), budget)
+    for block in (1, 7, 40):
+        selector = GroupSelector(budget)
+        blocks = scores.split(block)
+        for part in blocks:
+            selector.add(part)
+        while selector.searching():
+            for part in blocks:
+                selector.search(part)
+        selections = [selector.select(part) for part in blocks]
+        mask = torch.cat([selection.mask for selection in selections])
+        assert torch.equal(mask.reshape(1, -1), one_row.mask)
+        assert selector.effective_mass(dtype) == pytest.approx(float(one_row.s_eff), rel=1e-12)
+        kept_mass = sum(float(selection.kept_mass.sum()) for selection in selections)
+        assert kept_mass == pytest.approx(float(one_row.kept_mass), rel=1e-12)
+
+
+def test_ratio_removes_the_floor_of_every_row() -> None:
+    scores = hostile_weights(22, 101, torch.float32).abs()
+    for sparsity in (0.0, 0.1, 0.5, 0.999):
+        assert set(select_rows(scores, RatioBudget(sparsity)).kept.tolist()) == {101 - math.floor(sparsity * 101)}
+    # 0.3 * 10 is 3 though 0.3 is a little less in binary, and 0.7 * 10 is 7 though the product is a little more.
+    ten = Moments.of_rows(torch.rand(1, 10))
+    assert [int(RatioBudget(sparsity).counts(ten)) for sparsity in (0.3, 0.7, 0.29)] == [7, 3, 8]
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 5)])
+def test_pattern_keeps_n_of_every_m(n: int, m: int) -> None:
+    scores = hostile_weights(33, 4 * m, torch.bfloat16).abs()
+    mask = select_rows(scores, PatternBudget(n, m)).mask
+    groups, values = mask.reshape(-1, m).numpy(), scores.double().reshape(-1, m).numpy()
+    assert all((groups[i] == oracle(values[i], n)).all() for i in range(len(groups)))
+    with pytest.raises(ValueError, match=f"not a multiple of {m}"):
+        select_rows(torch.rand(2, 4 * m + 1), PatternBudget(n, m))
+
+
+def test_total_is_exact_and_spread_evenly() -> None:
+    sizes = [(30, 64), (7, 101), (1, 5)]
+    total = sum(rows * columns for rows, columns in sizes)
+    for removed in (0, 1, 777, total // 2, total - 1):
+        offset, kept = 0, 0
+        for rows, columns in sizes:
+            counts = TotalBudget(removed, total).counts(Moments.of_rows(torch.rand(rows, columns)), offset)
+            share = columns * removed / total
+            assert all(columns - math.ceil(share) - 1 <= count <= columns - math.floor(share) + 1 for count in counts.tolist())
+            kept += int(counts.sum())
+            offset += rows * columns
+        assert total - kept == removed
+
+
+def test_bfloat16_arithmetic_is_the_papers() -> None:
+    """omega, its squares and their sum in bfloat16, as torch computes them on a row; a handful of counts remain."""
+    weights = torch.randn(400, 4096, generator=torch.Generator().manual_seed(6)).mul(0.02).bfloat16().abs()
+    counts = select_rows(weights, EffectiveBudget(dtype="bfloat16")).kept
+    omega = weights / weights.float().sum(1, keepdim=True).bfloat16()
+    n_eff = omega.square().float().sum(1).bfloat16().reciprocal()
+    assert counts.tolist() == n_eff.double().floor().long().tolist()
+    assert len(set(counts.tolist())) <= 20
+    exact = select_rows(weights, EffectiveBudget()).kept
+    assert len(set(exact.tolist())) > 80
+    assert counts.double().mean() < exact.double().mean()
+
+
+def test_wanda_is_one_rounding_of_the_product() -> None:
+    weight, norms = torch.tensor([[-3.0, 0.1]], dtype=torch.bfloat16), torch.tensor([2.0, 1 / 3])
+    assert wanda(weight, norms).dtype == torch.float32
+    assert wanda(weight, norms).tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
+    with pytest.raises(ValueError, match="needs the norms"):
+        wanda(weight, None)
+
+
+def test_schemes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="pattern is a budget within rows"):
+        Scheme("magnitude", PatternBudget(2, 4), "matrix")
+    with pytest.raises(ValueError, match="takes group row"):
+        Scheme("magnitude", EffectiveBudget(dtype="bfloat16"), "all")
+    with pytest.raises(ValueError, match="1 <= N < M"):
+        PatternBudget(3, 2)
+    with pytest.raises(ValueError, match="below 1"):
+        RatioBudget(1.0)

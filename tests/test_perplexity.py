@@ -1,0 +1,64 @@
+"""Perplexity against twenty lines that take nothing from the package."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import make_tokenizer
+
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import load_model
+from emp_llm.services.perplexity import find_suite, perplexity
+
+
+def independent(model: Any, tokens: torch.Tensor, block: int) -> float:
+    """Blocks one at a time; each block's mean loss by the model's own loss function, weighted by the block's tokens."""
+    total, weight = 0.0, 0
+    for start in range(0, len(tokens), block):
+        ids = tokens[start : start + block][None]
+        if ids.shape[1] < 2:
+            continue
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=ids).loss.double().item()
+        total += loss * ids.shape[1]
+        weight += ids.shape[1]
+    return math.exp(total / weight)
+
+
+@pytest.mark.parametrize(("length", "block"), [(640, 64), (650, 64), (641, 64), (50, 64), (600, 128)])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_equals_the_independent_computation(models: Any, length: int, block: int, batch_size: int | None) -> None:
+    model = load_model(models("llama"), "cpu", "float32")
+    tokens = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(0))
+    result = perplexity(model, tokens, block, batch_size)
+    assert result.perplexity == pytest.approx(independent(model, tokens, block), rel=2e-6)
+    ends = length % block
+    assert result.tokens == length - (ends if ends == 1 else 0)
+    assert result.blocks == length // block + (ends > 1)
+
+
+def test_suites_are_files(tmp_path: Path, models: Any) -> None:
+    assert find_suite("perplexity").corpus.seqlen == 2048
+    assert find_suite("perplexity,seqlen=512").corpus.seqlen == 512
+    (tmp_path / "prose.txt").write_text("A short walk in the long grass. " * 20)
+    (tmp_path / "mine.toml").write_text('[perplexity]\nfile = "prose.txt"\nseqlen = 1000\n')
+    suite = find_suite(str(tmp_path / "mine.toml"))
+    model = load_model(models("llama"), "cpu", "float32")
+    tokens = suite.tokens(transformers.AutoTokenizer.from_pretrained(models("llama")))
+    assert tokens.tolist() == make_tokenizer()((tmp_path / "prose.txt").read_text())["input_ids"]
+    assert suite.measure(model, tokens).block_length == 128  # the model's context
+    (tmp_path / "none.toml").write_text("[tasks]\n")
+    with pytest.raises(UserError, match=r"needs a \[perplexity\] table"):
+        find_suite(str(tmp_path / "none.toml"))
+
+
+def test_too_little_text_and_broken_models_are_named(models: Any) -> None:
+    model = load_model(models("llama"), "cpu", "float32")
+    with pytest.raises(UserError, match="at least 2 tokens, got 1"):
+        perplexity(model, torch.tensor([1]), 64)
+    model.lm_head.weight.data[0] = math.nan
+    with pytest.raises(UserError, match="loss is not finite"):
+        perplexity(model, torch.arange(20), 64)
