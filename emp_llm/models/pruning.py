@@ -83,9 +83,10 @@ class Pruner:
         self._offsets: dict[str, int] = {}
         for target in targets:
             if isinstance(scheme.budget, PatternBudget) and target.matrix.columns % scheme.budget.m:
+                n, m = scheme.budget.n, scheme.budget.m
                 raise UserError(
-                    f"pattern {scheme.budget.n}:{scheme.budget.m}: the {target.matrix.columns} inputs of {target.name} are not a "
-                    f"multiple of {scheme.budget.m}. Leave it out with --ignore, or take another pattern."
+                    f"pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of {m}. Leave it "
+                    "out with --ignore, or take another pattern."
                 )
         if scheme.group == "all" and len({self._score_dtype(target) for target in targets}) > 1:
             raise UserError("group all: the targets are stored in different dtypes, so their scores cannot compete.")

@@ -115,5 +115,5 @@ class RadixSelect:
     def threshold(self) -> Threshold:
         """The cut, as tensors of shape (1, 1), once no round is left."""
         key = torch.tensor([[self._prefix]], dtype=self._dtype)
-        above = torch.tensor([[self._above]])
+        above = torch.tensor([[self._above]], dtype=torch.int64)
         return Threshold(key, above, self._count - above)

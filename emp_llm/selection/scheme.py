@@ -4,7 +4,7 @@ Rows are decided block by block. A matrix, or all targets together, are one grou
 fed the scores in rounds (sums first, then the bits of the cut) and then gives the masks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -161,7 +161,7 @@ class GroupSelector:
         keys = order_keys(scores)
         cut = self._cut(self.count, scores.device)
         left = int(cut.ties) - self._kept_ties
-        mask = keep_mask(keys.reshape(1, -1), Threshold(cut.key, cut.above, torch.tensor([[left]]))).reshape(keys.shape)
+        mask = keep_mask(keys.reshape(1, -1), replace(cut, ties=torch.full_like(cut.ties, left))).reshape(keys.shape)
         self._kept_ties += int((mask & (keys == cut.key)).sum())
         at_nu = key_values(self._cut(self.nu, scores.device).key, scores.dtype)
         (above_nu,) = sum_rows(scores, lambda s: torch.where(s > at_nu, s, 0.0))
@@ -178,4 +178,4 @@ class GroupSelector:
 
     def _cut(self, count: int, device: torch.device) -> Threshold:
         cut = self._selects[count].threshold()
-        return Threshold(cut.key.to(device), cut.above, cut.ties)
+        return Threshold(cut.key.to(device), cut.above.to(device), cut.ties.to(device))

@@ -1,5 +1,6 @@
 """The Hugging Face Hub: from a model's name to a folder with its files."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from huggingface_hub.errors import (
 )
 
 from emp_llm.models.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # What a checkpoint in transformers' format consists of; not the same weights again in other formats.
 _WANTED = [
@@ -81,10 +84,11 @@ def _download(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
     if not constants.HF_HUB_OFFLINE:
         try:
             files = HfApi().list_repo_files(name, revision=revision)
-        except (OSError, ValueError) as error:
-            if isinstance(error, (HfHubHTTPError, HFValidationError)):
-                raise
-            files = []  # no network: what is in the cache has to do
+        except (HfHubHTTPError, HFValidationError):
+            raise
+        except Exception as error:  # whatever the HTTP library raises without a network: what is in the cache has to do
+            logger.info("%s: the Hub cannot be reached (%s); looking in the cache.", name, type(error).__name__)
+            files = []
         if files and not any(file.endswith(".safetensors") for file in files):
             raise UserError(
                 f"{name}: no safetensors in this repository, and pickles are not loaded here. Use its automatic safetensors "

@@ -1,0 +1,93 @@
+"""All methods on real small models: sparsity and perplexity, each EMP run beside its criterion at the same sparsity.
+
+    python scripts/study_small_models.py --shared DIR > scripts/results/small_models.md
+
+DIR holds `models/stories260K`, `models/wiki-llama-5m`, `text/tinystories_{train,valid}.txt` and `datasets/` laid out by Hub
+id. Every model is calibrated on the train split and judged on the test split of the same text, at the paper's settings
+(128 x 512 calibration tokens; blocks of 2048 or the model's context); wiki-llama-5m also in blocks of 512, its training
+length.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from emp_llm.calibrate import calibrate
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.provenance import versions
+from emp_llm.models.recipe import Method
+from emp_llm.prune import prune
+from emp_llm.services.perplexity import Suite, find_suite
+
+METHODS: tuple[Method, ...] = ("emp-wanda", "wanda", "emp-magnitude", "magnitude")
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, required=True)
+    shared: Path = parser.parse_args().shared.resolve()
+    logging.disable(logging.WARNING)
+    os.chdir(shared / "datasets")  # where load_dataset finds the data sets by their Hub ids
+    print("# All methods on real small models\n")
+    print("`python scripts/study_small_models.py --shared DIR > scripts/results/small_models.md`\n")
+    print(", ".join(f"{name} {version}" for name, version in versions().items()) + "; CPU, the models' own dtypes.")
+    print(
+        "Sparsity is of the MLP linear layers. `wanda = emp-wanda` is Wanda with as many weights removed in total as emp-wanda"
+    )
+    print("removed (`--match`), the same share of every row.\n")
+    with tempfile.TemporaryDirectory() as scratch:
+        stories = _stories_suite(shared, Path(scratch))
+        for model, texts in (
+            ("stories260K", {"TinyStories": [stories], "WikiText-2": ["perplexity"]}),
+            ("wiki-llama-5m", {"WikiText-2": ["perplexity", "perplexity,seqlen=512"], "TinyStories": [stories]}),
+        ):
+            for text, suites in texts.items():
+                corpus = "wikitext2" if text == "WikiText-2" else str(shared / "text" / "tinystories_train.txt")
+                for line in _study(shared / "models" / model, text, corpus, suites, Path(scratch)):
+                    print(line, flush=True)
+
+
+def _study(model: Path, text: str, corpus: str, suite_names: list[str], scratch: Path) -> Iterator[str]:
+    suites = [find_suite(name) for name in suite_names]
+    dense = _perplexities(model, suites)
+    yield f"## {model.name} on {text}\n"
+    yield "| method | sparsity % | " + " | ".join(f"perplexity, blocks of {block}" for _, block in dense) + " |"
+    yield "|---|---|" + "---|" * len(suites)
+    yield f"| dense | 0.00 | {' | '.join(f'{value:.3f}' for value, _ in dense)} |"
+    activations = scratch / f"{model.name}-{text}.safetensors"
+    calibrate(str(model), activations, corpus)
+    for method in METHODS:
+        for match in (None, scratch / f"emp-{method}") if not method.startswith("emp-") else (None,):
+            output = scratch / (method if match is None else f"{method}-matched")
+            report = prune(str(model), output, method, match=match, activations=activations, overwrite=True)
+            values = [
+                f"{value:.3f} ({100 * (value / base - 1):+.1f} %)"
+                for (value, _), (base, _) in zip(_perplexities(output, suites), dense, strict=True)
+            ]
+            name = method if match is None else f"{method} = emp-{method}"
+            yield f"| {name} | {100 * report['targets']['sparsity_of_targets']:.2f} | {' | '.join(values)} |"
+    yield ""
+
+
+def _perplexities(folder: Path, suites: list[Suite]) -> list[tuple[float, int]]:
+    """(perplexity, block length) of a model on each suite."""
+    model, tokenizer = load_model(folder, "cpu"), load_tokenizer(folder)
+    results = [suite.measure(model, suite.tokens(tokenizer)) for suite in suites]
+    del model
+    gc.collect()
+    return [(result.perplexity, result.block_length) for result in results]
+
+
+def _stories_suite(shared: Path, scratch: Path) -> str:
+    path = scratch / "tinystories.toml"
+    path.write_text(f'[perplexity]\nfile = "{shared / "text" / "tinystories_valid.txt"}"\nseqlen = 2048\n')
+    return str(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Models by their Hub id, through the unmodified client, from a loopback server and from the cache."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hub_server import COMMIT, hub_server
+
+TOKEN = "hf_notarealtokennotarealtoken"
+
+
+def prune(endpoint: str, home: Path, *arguments: object, **more: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "emp_llm.prune", "--method", "magnitude", *map(str, arguments)]
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN} | more
+    environment.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in more else None
+    done = subprocess.run(line, cwd=home.parent, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert TOKEN not in done.stdout + done.stderr
+    return done
+
+
+def test_download_prune_and_prune_again_offline(models: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(models("llama"), tmp_path / "repository")
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.pth").write_bytes(b"pickle")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    home = tmp_path / "home"
+    with hub_server({"someone/tiny": folder}) as (endpoint, asked):
+        done = prune(endpoint, home, "--model", "someone/tiny")
+        assert done.returncode == 0, done.stderr
+        wrong = prune(endpoint, home, "--model", "someone/tiny", "--revision", "v9", "--output", "b")
+        assert (wrong.returncode, "no revision 'v9'" in wrong.stderr) == (2, True), wrong.stderr
+    assert not any(path.endswith((".bin", ".pth")) for path in asked)
+    output = tmp_path / "tiny-magnitude"  # named after the repository, in the current folder
+    report = (output / "emp_report.json").read_text()
+    assert COMMIT in report
+    assert TOKEN not in report
+    again = prune("http://127.0.0.1:9", home, "--model", "someone/tiny", "--output", "again", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    for shard in output.glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
+
+
+REFUSALS = """
+import sys
+from emp_llm.models.errors import UserError
+from emp_llm.services.hub import find_model
+for name in sys.argv[1:]:
+    try:
+        find_model(name)
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path: Path) -> None:
+    pickles = tmp_path / "pickles"
+    pickles.mkdir()
+    (pickles / "config.json").write_text("{}")
+    (pickles / "pytorch_model.bin").write_bytes(b"pickle")
+
+    def refusals(endpoint: str, *names: str) -> list[str]:
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+        environment.pop("HF_HUB_OFFLINE", None)
+        line = [sys.executable, "-c", REFUSALS, *names]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert TOKEN not in done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    with hub_server({"someone/pickles": pickles}, gated=("someone/gated",)) as (endpoint, _):
+        nothing, gated, pickled = refusals(endpoint, "someone/nothing", "someone/gated", "someone/pickles")
+    assert nothing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+    assert gated.startswith("someone/gated: access to it must be granted first.")
+    assert "pickles are not loaded here" in pickled
+    assert "convert it once" in pickled
+    (unreachable,) = refusals("http://127.0.0.1:9", "someone/other")
+    assert "not in the Hub cache, and the Hub cannot be reached" in unreachable
