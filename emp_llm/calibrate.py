@@ -11,7 +11,7 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
-from emp_llm.models.loading import load_model, load_tokenizer, max_context
+from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.services.hub import find_model
 
@@ -37,8 +37,11 @@ def calibrate(
 
     One pass through the dense model; the file serves any number of prune runs (--activations).
     """
+    check_options(device_map, dtype)
+    if output.is_dir() or next(folder for folder in output.absolute().parents if folder.exists()).is_file():
+        raise UserError(f"--output {output}: a file cannot be written there; name a file in a folder.")
     if output.exists() and not overwrite:
-        raise UserError(f"output {output}: it exists; name another file, or add --overwrite.")
+        raise UserError(f"--output {output}: it exists; name another file, or add --overwrite.")
     source = find_model(model, revision, trust_remote_code)
     checkpoint = Checkpoint(source.folder)
     architecture = Architecture(checkpoint, build_skeleton(source.folder, trust_remote_code))

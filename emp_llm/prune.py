@@ -18,7 +18,7 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
-from emp_llm.models.loading import load_model, load_tokenizer, max_context
+from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.pruning import Pruner
@@ -68,13 +68,18 @@ def prune(
     """
     recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
     recipe.check()
+    check_options(device_map, dtype)
     suite = find_suite(evaluate) if evaluate is not None else None
+    if activations is not None and not recipe.needs_activations:
+        logger.info("--activations is not needed by method %s, and not read.", method)
+    elif activations is not None and (samples, seqlen) != (None, None):
+        logger.info("--samples and --seqlen are of no effect: the norms of --activations are used.")
     given = Activations.load(activations) if activations is not None and recipe.needs_activations else None
     source = find_model(model, revision, trust_remote_code)
     plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code)
     if given is not None:
         warn_if_foreign(given, plan.checkpoint)
-        plan.pruner.use(given)
+        plan.pruner.use(given, str(activations))
     if dry_run:
         return plan.describe(calibrates=recipe.needs_activations and given is None)
 

@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import UserError, reason
 from emp_llm.models.loading import input_device
 
 FORMAT = "emp-llm activations 1"
+METADATA_KEY = "emp_llm"
+
+
+_HOW = "emp-llm calibrate --model MODEL --output FILE"
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Activations:
         """Write the file under its name only when it is complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        metadata = {"format": FORMAT, "inputs": json.dumps(self.input_of), "about": json.dumps(self.about)}
+        # One metadata key: safetensors writes several in no fixed order, and the same norms shall be the same file.
+        metadata = {METADATA_KEY: json.dumps({"format": FORMAT, "inputs": self.input_of, "about": self.about})}
         try:
             partial.write_bytes(save({name: norm.contiguous() for name, norm in self.norms.items()}, metadata))
             partial.replace(path)
@@ -60,18 +65,22 @@ class Activations:
     def load(cls, path: Path) -> "Activations":
         """Read the file; UserError where it is missing or not such a file."""
         if not path.is_file():
-            raise UserError(f"{path}: no such activations file. Make one with: emp-llm calibrate --model ... --output {path}")
+            raise UserError(f"{path}: no such activations file. Make one with: {_HOW}")
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
+                metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
                 if metadata.get("format") != FORMAT:
-                    raise UserError(f"{path}: not an activations file of emp-llm (format {metadata.get('format')!r}).")
+                    raise UserError(f"{path}: not an activations file of emp-llm. Make one with: {_HOW}")
                 norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return cls(norms, json.loads(metadata["inputs"]), json.loads(metadata["about"]))
-        except (SafetensorError, KeyError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{path}: not a readable activations file ({error}).") from error
+                activations = cls(norms, metadata["inputs"], metadata["about"])
+        except UserError:
+            raise
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise UserError(f"{path}: not a readable activations file ({reason(error)}). Make one with: {_HOW}") from error
+        for name, norm in norms.items():
+            if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
+                raise UserError(f"{path}: the norms of {name} are not finite numbers of at least 0; it is damaged. {_HOW}")
+        return activations
 
 
 class _InputSums:
@@ -150,5 +159,7 @@ def calibrate_model(model: PreTrainedModel, layers: list[str], tokens: Tensor, b
     norms = {name: total.sqrt().float().cpu() for name, total in memory.sums.items()}
     for name, norm in norms.items():
         if not bool(torch.isfinite(norm).all()):
-            raise UserError(f"{name}: its input activations hold NaN or infinity; try --dtype float32 or bfloat16.")
+            raise UserError(
+                f"{name}: its input activations hold NaN or infinity: try --dtype float32, or the weights are damaged."
+            )
     return Activations(norms, memory.input_of)

@@ -24,12 +24,12 @@ def calibration_corpus(name: str, samples: int | None, seqlen: int | None, conte
     """
     for flag, value in (("samples", samples), ("seqlen", seqlen)):
         if value is not None and value < 1:
-            raise UserError(f"{flag} must be at least 1, got {value}.")
+            raise UserError(f"--{flag} must be at least 1, got {value}.")
     corpus = find_corpus(name, "calibration")
     length = seqlen or corpus.seqlen or 512
     if context is not None and length > context:
         if seqlen is not None:
-            raise UserError(f"seqlen {seqlen} is longer than the model's context of {context} tokens.")
+            raise UserError(f"--seqlen {seqlen} is longer than the model's context of {context} tokens.")
         logger.info("seqlen %d of recipe %s is shortened to the model's context of %d tokens.", length, name, context)
         length = context
     return replace(corpus, samples=samples or corpus.samples or 128, seqlen=length)

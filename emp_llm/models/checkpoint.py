@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import UserError, reason
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -133,7 +133,9 @@ class Checkpoint:
                 self.tensors[tensor.name] = tensor
         for name, file in self._weight_map.items():
             if name not in self.tensors or self.tensors[name].shard.name != file:
-                raise UserError(f"{folder / INDEX_NAME}: it places {name} in {file}, which does not hold it.")
+                raise UserError(
+                    f"{folder / INDEX_NAME}: it places {name} in {file}, which does not hold it. Index and shards are not of one model; download them again."
+                )
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class Checkpoint:
             return {}
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise UserError(f"{path}: weight_map must map tensor names to file names.")
+            raise UserError(f"{path}: its weight_map must map tensor names to file names. Download it again.")
         return weight_map
 
     def _shard_names(self) -> list[str]:
@@ -197,7 +199,9 @@ class Checkpoint:
         names = sorted(set(self._weight_map.values()))
         for name in names:
             if Path(name).name != name:
-                raise UserError(f"{self.folder / INDEX_NAME}: {name!r} is not the plain name of a file in this folder.")
+                raise UserError(
+                    f"{self.folder / INDEX_NAME}: {name!r} is not the plain name of a file in this folder. Do not trust it."
+                )
             if not (self.folder / name).is_file():
                 raise UserError(f"{self.folder / INDEX_NAME}: it names {name}, which is missing. Download the model again.")
         return names
@@ -216,7 +220,7 @@ def read_header(shard: Path) -> list[StoredTensor]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{shard}: not a complete safetensors file ({error}). Download or convert it again.") from error
+        raise UserError(f"{shard}: not a complete safetensors file ({reason(error)}). Download or convert it again.") from error
     base = 8 + length
     tensors = [
         StoredTensor(name, shard, entry["dtype"], tuple(entry["shape"]), *(base + o for o in entry["data_offsets"]))
@@ -231,7 +235,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error}).") from error
+        raise UserError(f"{path}: cannot be read as JSON ({reason(error)}). Download it again.") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object.")
     return value
@@ -267,4 +271,4 @@ def _why_no_safetensors(folder: Path) -> str:
             f"{folder}: weights only as {others[0]}, and pickles are not loaded here. Convert them once: "
             "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise."
         )
-    return f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME} in it."
+    return f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME} in it. Give the folder that save_pretrained wrote."

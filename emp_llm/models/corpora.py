@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import UserError, reason
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
         key, equals, value = (part.strip() for part in change.partition("="))
         known = {field.name: str(field.type) for field in fields(Corpus)}
         if key not in known or not equals:
-            raise UserError(f"{change!r}: expected field=value with a field of {', '.join(known)}.")
+            raise UserError(f"{change!r} behind the comma: expected field=value with a field of {', '.join(known)}.")
         if "int" in known[key] and not value.isdigit():
             raise UserError(f"{change!r}: {key} must be a whole number.")
         if "bool" in known[key] and value not in ("true", "false"):
@@ -141,7 +141,7 @@ def _named_corpus(name: str, folder: str) -> Corpus:
     if name.count("/") == 1 and not name.startswith((".", "/")):
         return Corpus(dataset=name)
     raise UserError(
-        f"{name!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, or a Hub data "
+        f"--{folder.replace('eval', 'evaluate')} {name!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, or a Hub data "
         "set id (owner/name)."
     )
 
@@ -151,7 +151,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as TOML ({error}).") from error
+        raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
     values.pop("about", None)
     return values
 
@@ -175,7 +175,7 @@ def _rows(corpus: Corpus, seed: int) -> Iterator[str]:
     if corpus.file:
         path = Path(corpus.file)
         if not path.is_file():
-            raise UserError(f"{path}: no such text file.")
+            raise UserError(f"--calibration or --evaluate text {path}: no such file.")
         if path.suffix == ".txt":
             yield path.read_text(encoding="utf-8", errors="replace")
             return

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import UserError, reason
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -27,20 +27,38 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
         try:
             value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"device-map {text}: not a JSON object ({error}).") from error
+            raise UserError(f"--device-map {text}: cannot be read as a JSON object ({reason(error)}).") from error
         if not isinstance(value, dict):
-            raise UserError(f"device-map {text}: expected a JSON object of module names and devices.")
+            raise UserError(f"--device-map {text}: expected a JSON object of module names and devices.")
+        for device in value.values():
+            if device != "disk":
+                _check_device(f"cuda:{device}" if isinstance(device, int) else str(device))
         return value
     if text == "disk":
         return {"": "disk"}
+    _check_device(text)
+    return {"": text}
+
+
+def _check_device(name: str) -> None:
     try:
-        device = torch.device(text)
+        device = torch.device(name)
     except RuntimeError as error:
         known = ", ".join((*_NAMED_MAPS, "cpu", "cuda:N", "disk"))
-        raise UserError(f"device-map {text!r} is none of {known}, or a JSON object.") from error
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"device-map {text}: this machine shows {torch.cuda.device_count()} CUDA devices.")
-    return {"": text}
+        raise UserError(f"--device-map {name!r} is none of {known}, or a JSON object.") from error
+    if device.type == "cpu":
+        return
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is None or here.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
+        count = torch.accelerator.device_count() if here is not None else 0
+        raise UserError(f"--device-map {name}: this machine has {count} accelerators{f' ({here.type})' if here else ''}.")
+
+
+def check_options(device_map: str, dtype: str) -> None:
+    """Raise UserError for a device map or dtype that no model could be loaded with here."""
+    parse_device_map(device_map)
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
 
 
 def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
@@ -54,8 +72,7 @@ def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trus
     Raises:
         UserError: transformers cannot load it.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    check_options(device_map, dtype)
     placement = parse_device_map(device_map)
     offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
     try:
@@ -67,8 +84,10 @@ def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trus
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
         )
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UserError(f"{folder}: transformers cannot load it ({error}).") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+        raise UserError(f"{folder}: transformers cannot load it ({reason(error)}).") from error
     model._emp_llm_offload = offload  # the folder goes when the model goes
     return model.eval()
 
@@ -82,7 +101,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
-        raise UserError(f"{folder}: no tokenizer that transformers can load ({error}).") from error
+        raise UserError(
+            f"{folder}: no tokenizer that transformers can load ({reason(error)}). Copy the model's tokenizer files into the folder."
+        ) from error
 
 
 def max_context(model_config: Any) -> int | None:

@@ -1,5 +1,6 @@
 """The output folder: it appears under its name only when it is complete."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -28,27 +29,39 @@ class OutputFolder:
     def __init__(self, path: Path, source: Checkpoint, overwrite: bool = False) -> None:
         self.path = Path(os.path.abspath(path))
         self.partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+        self._made: list[Path] = []
         real, origin = self.path.resolve(), source.folder.resolve()
         if real == origin or real in origin.parents or origin in real.parents:
-            raise UserError(f"output {path}: it is the input, lies in it or holds it; name another folder.")
+            raise UserError(f"--output {path}: it is the input, lies in it or holds it; name another folder.")
         if os.path.lexists(self.path):
             if not overwrite:
-                raise UserError(f"output {path}: it exists; name another folder, or add --overwrite.")
+                raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
             if not _replaceable(self.path):
-                raise UserError(f"output {path}: it is not a model folder, so --overwrite leaves it alone; remove it yourself.")
+                raise UserError(
+                    f"--output {path}: it is not a model folder, so --overwrite leaves it alone; remove it yourself."
+                )
         self._check_space(needed_bytes(source))
 
     def __enter__(self) -> "OutputFolder":
         try:
-            self.partial.mkdir(parents=True)
+            for folder in reversed([folder for folder in self.path.parents if not folder.exists()]):
+                folder.mkdir()
+                self._made.append(folder)
+            self.partial.mkdir()
         except OSError as error:
-            raise UserError(f"output {self.path}: cannot be written there ({error.strerror}).") from error
+            raise UserError(f"--output {self.path}: cannot be written there ({error.strerror}).") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
+        if not self.path.exists():
+            for folder in reversed(self._made):
+                with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+                    folder.rmdir()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"output {self.path}: the disk is full. Free some space, or name an --output elsewhere.") from error
+            raise UserError(
+                f"--output {self.path}: the disk is full. Free some space, or name an --output elsewhere."
+            ) from error
 
     def publish(self) -> None:
         """Give the folder its name; an older one is replaced."""
@@ -65,7 +78,7 @@ class OutputFolder:
         free = shutil.disk_usage(parent).free
         if free < needed:
             raise UserError(
-                f"output {self.path}: it needs {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free. Free some "
+                f"--output {self.path}: it needs {needed:,} bytes and the disk has {free:,} free. Free some "
                 "space, or name an --output elsewhere."
             )
 

@@ -95,8 +95,8 @@ class Pruner:
             self._offsets[target.name] = offset
             offset += target.matrix.stored.numel
 
-    def use(self, activations: Activations) -> None:
-        """Take the input norms that the criterion needs.
+    def use(self, activations: Activations, name: str = "the activations") -> None:
+        """Take the input norms that the criterion needs; `name` stands for them in errors.
 
         Raises:
             UserError: a target has none, or they do not fit it.
@@ -104,10 +104,10 @@ class Pruner:
         for target in self.targets:
             norm, inputs = activations.norm(target.name), target.matrix.columns
             if norm is None or norm.numel() != inputs:
-                held = "no norms for it" if norm is None else f"norms of {norm.numel()} inputs, its weight has {inputs}"
+                held = "no norms" if norm is None else f"norms of {norm.numel()} inputs, its weight has {inputs}"
                 raise UserError(
-                    f"{target.name}: the activations hold {held}. They are of another model or of other layers; run calibrate "
-                    "for this one."
+                    f"{name}: for {target.name} they hold {held}. They are of another model or of other layers; run "
+                    "calibrate for this one."
                 )
             self._norms[target.name] = norm
 

@@ -1,8 +1,9 @@
 """The recipe: everything that defines a pruning run, checked before anything is read."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from emp_llm.models.checkpoint import read_json
 from emp_llm.models.errors import UserError
@@ -57,16 +58,13 @@ class Recipe:
             UserError: an option is out of range, or not of this method.
         """
         self.check()
-        try:
-            return Scheme(self.criterion_name, self._budget(total), self.group)
-        except ValueError as error:
-            raise UserError(f"{error}.") from error
+        return self._scheme(total)
 
     def check(self) -> None:
         """Raise UserError for whatever can be seen to be wrong without the model."""
         if self.criterion_name not in CRITERIA:
             names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA)
-            raise UserError(f"method {self.method!r} is none of {names}.")
+            raise UserError(f"--method {self.method!r} is none of {names}.")
         for_other = ("sparsity", "pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype")
         for name in for_other:
             if getattr(self, name) is not None:
@@ -77,11 +75,20 @@ class Recipe:
         given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give one of them.")
+        if self.group not in get_args(Group):
+            raise UserError(f"--group {self.group!r} is none of {', '.join(get_args(Group))}.")
         if self.match is None:
-            try:
-                Scheme(self.criterion_name, self._budget(1), self.group)
-            except ValueError as error:
-                raise UserError(f"{error}.") from error
+            self._scheme(total=1)
+        else:
+            read_report(self.match)
+
+    def _scheme(self, total: int) -> Scheme:
+        try:
+            return Scheme(self.criterion_name, self._budget(total), self.group)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"--{error}.") from error
 
     def record(self) -> dict[str, Any]:
         """For a report: what was asked, defaults filled in."""
@@ -127,10 +134,10 @@ class Recipe:
 
 def parse_pattern(text: str) -> tuple[int, int]:
     """ "2:4" as (2, 4); ValueError where it is not two whole numbers."""
-    n, colon, m = text.partition(":")
-    if not (colon and n.isdigit() and m.isdigit()):
+    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if numbers is None:
         raise ValueError(f"pattern must be N:M, such as 2:4, got {text!r}")
-    return int(n), int(m)
+    return int(numbers[1]), int(numbers[2])
 
 
 def read_report(run: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from emp_llm.models.blocks import find_blocks
 from emp_llm.models.checkpoint import TORCH_DTYPES, Checkpoint, Matrix, StoredTensor
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import UserError, reason
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Architecture:
         if not found:
             roles = sorted({layer.role for layer in self.layers if layer.block is not None})
             raise UserError(
-                f"targets {targets!r}{f' without {ignore!r}' if ignore else ''} match nothing in "
+                f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''} match nothing in "
                 f"{self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
                 + (" Its mixture-of-experts weights are not covered." if self._unreachable else "")
             )
@@ -164,6 +164,12 @@ class Architecture:
             raise UserError(
                 f"{stored.shard}: {stored_name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
                 "floating-point matrices can be pruned. Prune the original model and quantise the result."
+            )
+        shape = tuple(self.model.get_parameter(f"{layer.name}.weight").shape) if self.model is not None else stored.shape
+        if shape != stored.shape:
+            raise UserError(
+                f"{self.checkpoint.folder}: config.json makes {layer.name} {list(shape)}, the checkpoint stores "
+                f"{list(stored.shape)}; they are not of one model."
             )
         return Matrix(stored, layer.transposed)
 
@@ -195,14 +201,14 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
         UserError: no config.json, or no causal language model class that transformers knows for it.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json, so its architecture is unknown.")
+        raise UserError(f"{folder}: no config.json, so its architecture is unknown. Copy it from the original model.")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
         hint = "" if trust_remote_code else " If its code is in the repository and you trust it, add --trust-remote-code."
-        raise UserError(f"{folder}: transformers cannot build a causal language model from it ({error}).{hint}") from error
+        raise UserError(f"{folder}: transformers knows no causal language model for it ({reason(error)}).{hint}") from error
 
 
 def model_layers(model: PreTrainedModel) -> list[Layer]:
@@ -296,7 +302,8 @@ def _matches(layer: Layer, targets: str | list[str]) -> bool:
     if not _named(layer, targets):
         return False
     written = targets if isinstance(targets, str) else ",".join(targets)
-    return layer.kind not in ("head", "embedding", "router") or layer.leaf in written
+    in_so_many_words = re.search(rf"(?<!\w){re.escape(layer.leaf)}(?!\w)", written) is not None
+    return layer.kind not in ("head", "embedding", "router") or in_so_many_words
 
 
 def _named(layer: Layer, names: str | list[str]) -> bool:
@@ -305,6 +312,6 @@ def _named(layer: Layer, names: str | list[str]) -> bool:
         try:
             return re.fullmatch(names, layer.name) is not None
         except re.error as error:
-            raise UserError(f"{names!r} is not a regular expression ({error}).") from error
+            raise UserError(f"--targets or --ignore {names!r} is not a regular expression ({error}).") from error
     suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)

@@ -63,7 +63,7 @@ class EffectiveBudget:
         if self.dtype == "float64":
             return keep_counts(moments, self.beta)
         if rows is None:
-            raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for rows; it takes group row")
+            raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for rows; it goes with group row")
         return _bfloat16_counts(rows, moments, self.beta)
 
 

@@ -30,9 +30,11 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, PatternBudget) and self.group != "row":
-            raise ValueError(f"an N:M pattern is a budget within rows; it takes group row, got {self.group}")
+            raise ValueError(f"pattern N:M is a budget within rows; it goes with group row, not {self.group}")
         if getattr(self.budget, "dtype", "float64") != "float64" and self.group != "row":
-            raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows; it takes group row, got {self.group}")
+            raise ValueError(
+                f"neff-dtype bfloat16 is the paper's arithmetic for rows; it goes with group row, not {self.group}"
+            )
 
     @property
     def criterion(self) -> Criterion:

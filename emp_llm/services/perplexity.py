@@ -68,7 +68,7 @@ def find_suite(name: str) -> Suite:
     known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
     path = known.get(base, Path(base))
     if path.suffix != ".toml":
-        raise UserError(f"evaluate {base!r} is not a suite ({', '.join(known)}) or a .toml file.")
+        raise UserError(f"--evaluate {base!r} is not a suite ({', '.join(known)}) or a .toml file.")
     values = read_toml(path)
     if not isinstance(values.get("perplexity"), dict):
         raise UserError(f"{path}: a suite needs a [perplexity] table.")

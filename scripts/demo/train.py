@@ -24,12 +24,14 @@ Tokens = np.ndarray
 class Schedule:
     """How long, how fast, and in which lengths: most steps read short windows, the last ones full contexts."""
 
-    steps: int = 10_000
+    steps: int = 6200
     batch_tokens: int = 2048
     short: int = 128
     long: int = 512
-    long_share: float = 0.04
+    long_share: float = 0.05
     warmup: int = 200
+    horizon: int = 10_000
+    cooldown: int = 1700
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
 
@@ -38,10 +40,11 @@ class Schedule:
         return self.long if step >= self.steps * (1 - self.long_share) else self.short
 
     def rate(self, step: int) -> float:
-        """Warm-up, then a cosine to nothing."""
+        """Warm-up, then a cosine towards `horizon`, cut short by a linear cool-down over the last steps."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup)))
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.horizon - self.warmup)))
+        return self.learning_rate * cosine * min(1.0, (self.steps - step) / self.cooldown)
 
 
 def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:

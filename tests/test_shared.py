@@ -1,0 +1,66 @@
+"""Real models and real text, where they are at hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Run
+
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.prune import prune
+from emp_llm.services.perplexity import find_suite, perplexity
+
+
+@pytest.fixture(scope="module")
+def stories_suite(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("suite") / "tinystories.toml"
+    path.write_text(f'[perplexity]\nfile = "{shared / "text" / "tinystories_valid.txt"}"\n')
+    return str(path)
+
+
+def test_four_methods_on_a_model_nobody_here_trained(shared: Path, stories_suite: str, tmp_path: Path) -> None:
+    source = shared / "models" / "stories260K"
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    text = str(shared / "text" / "tinystories_train.txt")
+    common: dict[str, Any] = {"calibration": text, "samples": 32, "seqlen": 256, "evaluate": stories_suite}
+    change, sparsity = {}, {}
+    for method in ("emp-wanda", "emp-magnitude", "wanda", "magnitude"):
+        report = prune(str(source), tmp_path / method, method, **common)  # type: ignore[arg-type]
+        evaluation = report["evaluation"]
+        assert evaluation["dense"]["block_length"] == 512
+        change[method] = evaluation["pruned"]["perplexity"] / evaluation["dense"]["perplexity"]
+        sparsity[method] = report["targets"]["sparsity_of_targets"]
+    assert sparsity["wanda"] == sparsity["magnitude"] == 0.5
+    assert 0.3 < sparsity["emp-magnitude"] < sparsity["emp-wanda"] < 0.5
+    assert 1 < change["emp-wanda"] < change["wanda"] < change["magnitude"]
+    matched = prune(str(source), tmp_path / "matched", "wanda", match=tmp_path / "emp-wanda", **common)
+    assert matched["targets"]["kept"] == prune_kept(tmp_path / "emp-wanda")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def prune_kept(run_folder: Path) -> int:
+    """How many target weights are left, counted in the file."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(run_folder, dtype="auto")
+    weights = [p for name, p in model.named_parameters() if ".mlp." in name and name.endswith("weight")]
+    return sum(int(torch.count_nonzero(weight)) for weight in weights)
+
+
+def test_wikitext_by_its_hub_id_through_the_command(shared: Path, run: Run, tmp_path: Path) -> None:
+    model = shared / "models" / "wiki-llama-5m"
+    arguments = ("--model", model, "--output", tmp_path / "out", "--samples", 16, "--method", "emp-wanda")
+    done = run("prune", *arguments, cwd=shared / "datasets")
+    assert done.returncode == 0, done.stderr
+    assert "18 of 42 matrices in blocks" in done.stdout
+    for shard in model.glob("*.safetensors"):
+        assert (tmp_path / "out" / shard.name).stat().st_size == shard.stat().st_size
+
+
+def test_known_perplexity_of_a_real_model(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shared / "datasets")
+    folder = shared / "models" / "wiki-llama-5m"
+    tokens = find_suite("perplexity").tokens(load_tokenizer(folder))
+    assert tokens.numel() == 385_695
+    part = perplexity(load_model(folder, "cpu"), tokens[: 512 * 60], 512)
+    assert part.perplexity == pytest.approx(58, abs=8)  # the first of 753 blocks; the whole test split gives about 58
