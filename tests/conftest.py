@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibration text of about 20,000 bytes."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(
-        "".join(f"The {i}th lamp on {'quiet loud narrow'.split()[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
+        "".join(f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
     )
     return path
 

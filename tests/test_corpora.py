@@ -23,15 +23,15 @@ def by_hand(texts: list[str]) -> list[int]:
 
 
 def test_bundled_recipes_are_the_published_ones() -> None:
-    wikitext = find_corpus("wikitext2", "calibration")
+    wikitext = find_corpus("wikitext2")
     assert (wikitext.samples, wikitext.seqlen, wikitext.join, wikitext.split) == (128, 512, "\n\n", "train")
-    c4 = find_corpus("c4", "calibration")
+    c4 = find_corpus("c4")
     assert (c4.samples, c4.seqlen, c4.join, c4.stream, c4.shuffle) == (128, 2048, None, True, True)
 
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(ROWS), encoding="utf-8")
-    ids = token_ids(replace(find_corpus(str(tmp_path / "a.txt"), "calibration"), samples=4, seqlen=50), make_tokenizer())
+    ids = token_ids(replace(find_corpus(str(tmp_path / "a.txt")), samples=4, seqlen=50), make_tokenizer())
     assert ids.dtype == torch.int64
     assert ids.reshape(-1).tolist() == by_hand(["\n".join(ROWS)])[:200]
 
@@ -41,7 +41,7 @@ def test_rows_of_files_are_documents_in_order(tmp_path: Path, kind: str) -> None
     path = tmp_path / f"rows.{kind}"
     data = datasets.Dataset.from_dict({"body": ROWS})
     data.to_json(path) if kind == "jsonl" else data.to_parquet(path)
-    corpus = replace(find_corpus(f"{path},column=body", "calibration"), samples=5, seqlen=60)
+    corpus = replace(find_corpus(f"{path},column=body"), samples=5, seqlen=60)
     assert token_ids(corpus, make_tokenizer()).reshape(-1).tolist() == by_hand(ROWS)[:300]
     with pytest.raises(UserError, match=r"no column 'text'; it has body"):
         token_ids(replace(corpus, column="text"), make_tokenizer())
@@ -56,7 +56,7 @@ def hub_like_folder(root: Path) -> str:
 
 def test_data_set_id_with_config_join_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    corpus = find_corpus(hub_like_folder(tmp_path), "calibration")
+    corpus = find_corpus(hub_like_folder(tmp_path))
     assert token_ids(corpus, make_tokenizer()).tolist() == by_hand(ROWS)
     joined = token_ids(replace(corpus, join="\n\n"), make_tokenizer())
     assert joined.tolist() == by_hand(["\n\n".join(ROWS)])
@@ -75,7 +75,7 @@ def test_shuffled_rows_follow_the_seed_and_end(tmp_path: Path, monkeypatch: pyte
 def test_recipe_file_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text("Once more, with feeling. " * 20)
     (tmp_path / "mine.toml").write_text('about = "Mine."\nfile = "prose.txt"\nsamples = 2\nseqlen = 30\n')
-    corpus = find_corpus(f"{tmp_path / 'mine.toml'},samples=3", "calibration")
+    corpus = find_corpus(f"{tmp_path / 'mine.toml'},samples=3")
     assert token_ids(corpus, make_tokenizer()).shape == (3, 30)
     assert corpus_record(corpus) == {
         "file": str(tmp_path / "prose.txt"),
@@ -86,10 +86,10 @@ def test_recipe_file_of_the_users_own(tmp_path: Path) -> None:
     }
     (tmp_path / "mine.toml").write_text('file = "prose.txt"\nsmaples = 2\n')
     with pytest.raises(UserError, match=r"unknown field 'smaples'"):
-        find_corpus(str(tmp_path / "mine.toml"), "calibration")
+        find_corpus(str(tmp_path / "mine.toml"))
     (tmp_path / "mine.toml").write_text('file = "prose.txt"\nsamples = "2"\n')
     with pytest.raises(UserError, match="samples must be int"):
-        find_corpus(str(tmp_path / "mine.toml"), "calibration")
+        find_corpus(str(tmp_path / "mine.toml"))
 
 
 def test_recipe_is_shortened_to_the_context_but_a_wish_is_refused() -> None:

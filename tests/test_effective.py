@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_any_beta_keeps_between_one_and_all(scores: Tensor, beta: float) -> None
 def test_numbers_fall_with_the_order_and_stay_between_one_and_n(scores: Tensor) -> None:
     numbers = [float(effective_number(scores, order=q)) for q in (0, 0.5, 1, 1.5, 2, 3, 8, math.inf)]
     assert all(1 <= number <= scores.numel() for number in numbers)
-    assert all(high >= low * (1 - 1e-9) for high, low in zip(numbers, numbers[1:], strict=False))
+    assert all(high >= low * (1 - 1e-9) for high, low in pairwise(numbers))
     if bool(scores.any()):
         assert numbers[0] == int(torch.count_nonzero(scores))
 

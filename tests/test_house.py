@@ -118,7 +118,7 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path, models: o
     program = (
         "from emp_llm.models.corpora import data_folder, find_corpus; import emp_llm\n"
         "assert 'site' in emp_llm.__file__, emp_llm.__file__\n"
-        "print(data_folder('eval').parent == data_folder('calibration').parent, find_corpus('demo', 'calibration').samples)"
+        "print(data_folder('eval').parent == data_folder('calibration').parent, find_corpus('demo').samples)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": str(site)}
     done = subprocess.run(

@@ -25,7 +25,7 @@ def calibration_corpus(name: str, samples: int | None, seqlen: int | None, conte
     for flag, value in (("samples", samples), ("seqlen", seqlen)):
         if value is not None and value < 1:
             raise UserError(f"--{flag} must be at least 1, got {value}.")
-    corpus = find_corpus(name, "calibration")
+    corpus = find_corpus(name)
     length = seqlen or corpus.seqlen or 512
     if context is not None and length > context:
         if seqlen is not None:

@@ -134,7 +134,8 @@ class Checkpoint:
         for name, file in self._weight_map.items():
             if name not in self.tensors or self.tensors[name].shard.name != file:
                 raise UserError(
-                    f"{folder / INDEX_NAME}: it places {name} in {file}, which does not hold it. Index and shards are not of one model; download them again."
+                    f"{folder / INDEX_NAME}: it places {name} in {file}, which does not hold it. Index and shards are not of "
+                    "one model; download them again."
                 )
 
     @cached_property

@@ -61,19 +61,18 @@ class Corpus:
         return "/".join(part for part in (self.dataset, self.config, self.split) if part)
 
 
-def find_corpus(name: str, folder: str) -> Corpus:
+def find_corpus(name: str) -> Corpus:
     """The corpus that a `--calibration` names.
 
     Args:
         name: a recipe of the folder, a path of a recipe or text file, or a Hub data set id; then ",field=value" to change
             fields of the recipe.
-        folder: "calibration" or "eval", where recipes lie.
 
     Raises:
         UserError: it is none of these; the nearest names are offered.
     """
     base, _, changes = name.partition(",")
-    return with_changes(_named_corpus(base, folder), changes)
+    return with_changes(_named_corpus(base), changes)
 
 
 def with_changes(corpus: Corpus, changes: str) -> Corpus:
@@ -128,8 +127,8 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     return ids[:wanted].reshape(samples, seqlen)
 
 
-def _named_corpus(name: str, folder: str) -> Corpus:
-    recipes = {path.stem: path for path in sorted(data_folder(folder).glob("*.toml"))}
+def _named_corpus(name: str) -> Corpus:
+    recipes = {path.stem: path for path in sorted(data_folder("calibration").glob("*.toml"))}
     if name in recipes:
         path = recipes[name]
         return corpus_of(read_toml(path), path)
@@ -141,8 +140,8 @@ def _named_corpus(name: str, folder: str) -> Corpus:
     if name.count("/") == 1 and not name.startswith((".", "/")):
         return Corpus(dataset=name)
     raise UserError(
-        f"--{folder.replace('eval', 'evaluate')} {name!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, or a Hub data "
-        "set id (owner/name)."
+        f"--calibration {name!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, or "
+        "a Hub data set id (owner/name)."
     )
 
 

@@ -102,7 +102,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         raise UserError(
-            f"{folder}: no tokenizer that transformers can load ({reason(error)}). Copy the model's tokenizer files into the folder."
+            f"{folder}: no tokenizer that transformers can load ({reason(error)}). Copy the model's tokenizer files into the "
+            "folder."
         ) from error
 
 

@@ -171,9 +171,7 @@ def animals(rng: random.Random, world: World) -> str:
     """What animals, trades and foods are like."""
     lines = []
     for _ in range(rng.randint(3, 6)):
-        (small, low), (big, high) = sorted(
-            enumerate(rng.sample(words.SPECIES, 2)), key=lambda p: words.SPECIES.index(p[1])
-        )
+        low, high = sorted(rng.sample(words.SPECIES, 2), key=words.SPECIES.index)  # the table runs from small to big
         name, eats, bed, sound, colour = low
         job, food = rng.choice(words.JOBS), rng.choice(words.FOODS)
         lines.append(
