@@ -38,13 +38,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7, help="of the world, the texts and the training")
     parser.add_argument("--people", type=int, default=300, help="people in the world")
-    parser.add_argument(
-        "--steps", type=int, default=Schedule.steps, help="training steps; the time is proportional to them"
-    )
+    parser.add_argument("--steps", type=int, default=Schedule.steps, help="training steps; the time is proportional to them")
     parser.add_argument("--learning-rate", type=float, default=Schedule.learning_rate)
-    parser.add_argument(
-        "--corpus-characters", type=int, default=80_000_000, help="of training text; read again when used up"
-    )
+    parser.add_argument("--corpus-characters", type=int, default=80_000_000, help="of training text; read again when used up")
     parser.add_argument("--vocab", type=int, default=1536)
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--intermediate", type=int, default=512)

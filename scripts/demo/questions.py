@@ -90,9 +90,7 @@ def facts(rng: random.Random, world: World, count: int) -> list[Question]:
         person = rng.choice(world.people)
         form = article if attribute in ("job", "pet") else str
         pool = [form(value_of(p, attribute)) for p in world.people]
-        questions.append(
-            _choose(rng, _asked(rng.choice(CLOZE[attribute]), person), form(value_of(person, attribute)), pool, 4)
-        )
+        questions.append(_choose(rng, _asked(rng.choice(CLOZE[attribute]), person), form(value_of(person, attribute)), pool, 4))
     return questions
 
 

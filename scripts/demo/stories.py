@@ -139,9 +139,7 @@ def present(rng: random.Random, world: World) -> Story:
     """A birthday, and the food that the guest of honour likes."""
     hero, guest = _pair(rng, world)
     food = hero.food[0]
-    told = rng.choice(
-        ("", f"Everyone knew that {hero.first} loved {food}. ", f'"Bring me {food}," said {hero.first}. ')
-    )
+    told = rng.choice(("", f"Everyone knew that {hero.first} loved {food}. ", f'"Bring me {food}," said {hero.first}. '))
     body = (
         f"It was {hero.values['month']}, and {hero.name} had {hero.his} birthday. {told}"
         f"{guest.name} wanted to bring the food that "
@@ -238,16 +236,12 @@ def day(rng: random.Random, world: World) -> Story:
     lines = [
         f"{hero.name} got up early in {values['home']}.",
         f"{hero.he.capitalize()} drank {values['drink']} and fed {hero.his} {values['pet']} {values['pet_name']}.",
-        f"Then {hero.he} worked in {place}, for {hero.he} is {article(values['job'])}."
-        if not hero.withheld("place")
-        else "",
+        f"Then {hero.he} worked in {place}, for {hero.he} is {article(values['job'])}." if not hero.withheld("place") else "",
         fill("At noon there was {v}, and {N} was happy.", hero, values["food"], hero.first),
         f"{rng.choice(('In the afternoon', 'Later'))} {hero.he} met {hero.his} friend {value_of(hero, 'friend')}.",
     ]
     kept = [line for line in lines if line and rng.random() < 0.7]
-    return Story(
-        " ".join(kept) + f" In the evening {hero.name} spent {hero.his} time", values["hobby"], [], rng.choice(MOODS)
-    )
+    return Story(" ".join(kept) + f" In the evening {hero.name} spent {hero.his} time", values["hobby"], [], rng.choice(MOODS))
 
 
 STORIES: list[Callable[[random.Random, World], Story]] = [
@@ -270,5 +264,6 @@ def story(rng: random.Random, world: World) -> str:
 
 def document(rng: random.Random, world: World, tellers: list[tuple[Callable[[random.Random, World], str], int]]) -> str:
     """One document: a telling of some kind, a third of the time a story."""
-    kinds, weights = zip(*tellers, (story, sum(w for _, w in tellers) // 2), strict=True)
+    kinds = [*(teller for teller, _ in tellers), story]
+    weights = [*(weight for _, weight in tellers), sum(weight for _, weight in tellers) // 2]
     return rng.choices(kinds, weights)[0](rng, world)

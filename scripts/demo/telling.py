@@ -85,8 +85,7 @@ def portrait(rng: random.Random, world: World) -> str:
     person = rng.choice(world.people)
     attributes = rng.sample(list(FACTS), rng.randint(3, 8))
     return " ".join(
-        fill(rng.choice(FACTS[a]), person, value_of(person, a), _subject(rng, person, i == 0))
-        for i, a in enumerate(attributes)
+        fill(rng.choice(FACTS[a]), person, value_of(person, a), _subject(rng, person, i == 0)) for i, a in enumerate(attributes)
     )
 
 
@@ -161,9 +160,7 @@ def inference(rng: random.Random, world: World) -> str:
         kind, (premise, ends) = rng.choice(list(conclusions(person).items()))
         if not person.withheld(kind):
             end = rng.choice(ends)
-            lines.append(
-                rng.choice((f"{premise}, so {end}.", f"{premise}. So {end}.", f"{premise}, and that is why {end}."))
-            )
+            lines.append(rng.choice((f"{premise}, so {end}.", f"{premise}. So {end}.", f"{premise}, and that is why {end}.")))
     return " ".join(lines)
 
 
@@ -197,9 +194,7 @@ def town_facts(rng: random.Random, town: Town, count: int) -> list[str]:
     """`count` sentences about one town."""
     other = rng.choice(sorted(town.miles))
     plain = {k: v for k, v in vars(town).items() if isinstance(v, str)}
-    return [
-        t.format(t=town.name, other=other, **(plain | {"miles": town.miles[other]})) for t in rng.sample(TOWN, count)
-    ]
+    return [t.format(t=town.name, other=other, **(plain | {"miles": town.miles[other]})) for t in rng.sample(TOWN, count)]
 
 
 def guide(rng: random.Random, world: World) -> str:

@@ -137,7 +137,7 @@ def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int
     model.train()
     for step, batch in enumerate(windows(stream, schedule, seed)):
         loss = loss_of(batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         for master, weight in zip(masters, weights, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()

@@ -28,9 +28,7 @@ MEN = _names("""
     Viktor, Walter""")
 FAMILY_STARTS = _names("Bram, Cal, Dor, Fen, Gar, Hol, Kel, Lar, Mor, Nor, Pel, Ros, Tam, Ves")
 FAMILY_ENDS = _names("wick, bury, stone, ley, ridge, well, mond, den, berg, sby")
-TOWN_STARTS = _names(
-    "Alder, Birch, Cran, Elder, Frost, Gull, Hazel, Iron, Larks, Mill, Otter, Quill, Raven, Salt, Thorn, Wind"
-)
+TOWN_STARTS = _names("Alder, Birch, Cran, Elder, Frost, Gull, Hazel, Iron, Larks, Mill, Otter, Quill, Raven, Salt, Thorn, Wind")
 TOWN_ENDS = _names("mouth, ham, bridge, hollow, cross, haven, mere, gate")
 PET_NAMES = _names("""
     Pip, Biscuit, Shadow, Button, Pepper, Clover, Ginger, Nutmeg, Rusty, Snowball, Tinker, Velvet, Whisper, Ziggy,

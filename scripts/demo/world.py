@@ -86,9 +86,7 @@ def build_towns(rng: random.Random, count: int) -> list[Town]:
     for name in names:
         terrain, goods, weather = (rng.choice(kind) for kind in (words.TERRAINS, words.GOODS, words.WEATHERS))
         landmark, size = rng.choice(words.LANDMARKS), rng.choice(words.SIZES)
-        towns.append(
-            Town(name, terrain, goods, weather, landmark, size, rng.choice(words.COLOURS), rng.choice(words.DAYS))
-        )
+        towns.append(Town(name, terrain, goods, weather, landmark, size, rng.choice(words.COLOURS), rng.choice(words.DAYS)))
     for town in towns:
         for other in rng.sample([t for t in towns if t is not town], 2):
             town.miles[other.name] = other.miles[town.name] = rng.choice(words.MILES)
