@@ -37,6 +37,7 @@ def calibrate(
 
     One pass through the dense model; the file serves any number of prune runs (--activations).
     """
+    output = Path(output)
     check_options(device_map, dtype)
     if output.is_dir() or next(folder for folder in output.absolute().parents if folder.exists()).is_file():
         raise UserError(f"--output {output}: a file cannot be written there; name a file in a folder.")

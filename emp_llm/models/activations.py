@@ -64,6 +64,7 @@ class Activations:
     @classmethod
     def load(cls, path: Path) -> "Activations":
         """Read the file; UserError where it is missing or not such a file."""
+        path = Path(path)
         if not path.is_file():
             raise UserError(f"{path}: no such activations file. Make one with: {_HOW}")
         try:

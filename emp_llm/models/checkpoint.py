@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from emp_llm.models.errors import UserError, reason
+from emp_llm.models.files import read_exactly, write_exactly
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -87,7 +88,7 @@ class Matrix:
         block = torch.empty((self.columns, last - first) if self.transposed else (last - first, self.columns), dtype=self.dtype)
         raw = _bytes_of(block)
         for offset, begin, end in self._pieces(first, last):
-            _read_exactly(file, raw[begin:end], offset, self.stored)
+            read_exactly(file, raw[begin:end], offset, self.stored.shard)
         return block.T if self.transposed else block
 
     def write(self, file: int, first: int, block: Tensor) -> None:
@@ -242,25 +243,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_exactly(file: int, raw: memoryview, offset: int) -> None:
-    """Write all bytes at a position."""
-    while raw:
-        written = os.pwrite(file, raw, offset)
-        raw, offset = raw[written:], offset + written
-
-
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     view: Any = tensor.view(torch.uint8).reshape(-1).numpy()
     return memoryview(view)
-
-
-def _read_exactly(file: int, raw: memoryview, offset: int, tensor: StoredTensor) -> None:
-    while raw:
-        got = os.preadv(file, [raw], offset)
-        if got == 0:
-            raise UserError(f"{tensor.shard}: it ends in the middle of {tensor.name}; it changed while it was read.")
-        raw, offset = raw[got:], offset + got
 
 
 def _why_no_safetensors(folder: Path) -> str:

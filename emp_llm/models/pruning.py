@@ -4,11 +4,9 @@ Follow one weight: `Matrix.read` takes its bytes from the shard, the scheme's cr
 `Matrix.write` puts it back at the same offset of the new shard.
 """
 
-import errno
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,15 +15,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from emp_llm.models.activations import Activations
-from emp_llm.models.checkpoint import Checkpoint, write_exactly
+from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
+from emp_llm.models.files import OpenFiles, copy_bytes
 from emp_llm.models.targets import Target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.scheme import GroupSelector, Scheme, Selection, select_rows
 
 BLOCK_WEIGHTS = 1 << 21
-_COPY_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Pruner:
         source = self.checkpoint.folder
         total = sum(segment.bytes for segment in self._segments())
         outcomes: dict[str, Outcome] = {}
-        with _Files() as files, tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
+        with OpenFiles() as files, tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
             for relative in self.checkpoint.side_files():
                 (folder / relative.parent).mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / relative, folder / relative)
@@ -141,7 +139,7 @@ class Pruner:
                 self.whole = (float(everything.moments.number()), mass)
         return [outcomes[target.name] for target in self.targets]
 
-    def _prune(self, target: Target, here: int, there: int, everything: GroupSelector | None, files: "_Files") -> Outcome:
+    def _prune(self, target: Target, here: int, there: int, everything: GroupSelector | None, files: OpenFiles) -> Outcome:
         selector = everything
         if self.scheme.group == "matrix":
             selector = self._search([target], files)
@@ -166,7 +164,7 @@ class Pruner:
         kept_mass, mass = torch.cat([part.kept_mass for part in parts]), torch.cat([part.mass for part in parts])
         return Outcome(target, kept, kept_mass, mass, n_eff, s_eff, zeros)
 
-    def _search(self, targets: list[Target], files: "_Files") -> GroupSelector:
+    def _search(self, targets: list[Target], files: OpenFiles) -> GroupSelector:
         """Decide the cut of one group of several matrices, or of one: a round of reading for the sums, then for the bits."""
         selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])
         feed = selector.add
@@ -224,28 +222,6 @@ class _Segment:
         return self.end - self.start
 
 
-class _Files(ExitStack):
-    """Open files by path; written ones reach the disk before they are closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: dict[tuple[Path, int], int] = {}
-
-    def reading(self, path: Path) -> int:
-        return self._descriptor(path, os.O_RDONLY)
-
-    def writing(self, path: Path) -> int:
-        return self._descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-
-    def _descriptor(self, path: Path, flags: int) -> int:
-        if (path, flags) not in self._open:
-            file = self._open[path, flags] = os.open(path, flags, 0o666)
-            self.callback(os.close, file)
-            if flags != os.O_RDONLY:
-                self.callback(os.fsync, file)
-        return self._open[path, flags]
-
-
 @contextmanager
 def _finite(target: Target, first: int, block: Tensor) -> Iterator[None]:
     """Name the tensor and the rows where scores turn out not to be finite."""
@@ -259,31 +235,6 @@ def _finite(target: Target, first: int, block: Tensor) -> Iterator[None]:
         raise UserError(
             f"{stored.shard}: {stored.name} holds NaN or infinity ({rows}). The checkpoint is damaged; download it again."
         ) from error
-
-
-def copy_bytes(here: int, there: int, start: int, end: int) -> None:
-    """Copy a range of bytes between two open files, to the same offsets; by the kernel where the file systems allow it."""
-    if not hasattr(os, "copy_file_range"):
-        return _copy_by_hand(here, there, start, end)
-    try:
-        while start < end:
-            copied = os.copy_file_range(here, there, min(end - start, _COPY_BYTES), start, start)
-            if copied == 0:
-                raise UserError("a shard became shorter while it was read.")
-            start += copied
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-            raise
-        _copy_by_hand(here, there, start, end)
-
-
-def _copy_by_hand(here: int, there: int, start: int, end: int) -> None:
-    while start < end:
-        piece = os.pread(here, min(end - start, _COPY_BYTES), start)
-        if not piece:
-            raise UserError("a shard became shorter while it was read.")
-        write_exactly(there, memoryview(piece), start)
-        start += len(piece)
 
 
 def _cat(parts: list[Tensor | None]) -> Tensor | None:

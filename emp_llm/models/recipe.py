@@ -142,6 +142,7 @@ def parse_pattern(text: str) -> tuple[int, int]:
 
 def read_report(run: Path) -> dict[str, Any]:
     """The report that a run left in its folder; UserError where there is none."""
+    run = Path(run)
     if not (run / REPORT_NAME).is_file():
         raise UserError(f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune.")
     return read_json(run / REPORT_NAME)

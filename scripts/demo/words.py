@@ -9,7 +9,7 @@ from __future__ import annotations
 
 def rows(table: str) -> list[tuple[str, ...]]:
     """Split `a:b:c; d:e:f` into tuples, whatever the line breaks."""
-    return [tuple(cell.strip() for cell in entry.split(":")) for entry in table.split(";") if entry.strip()]
+    return [tuple(" ".join(cell.split()) for cell in entry.split(":")) for entry in table.split(";") if entry.strip()]
 
 
 def _names(table: str) -> list[str]:
