@@ -1,6 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-MODEL := scripts/demo/model
+PRUNE = $(BIN)/python -m emp_llm.prune --model scripts/demo/model --evaluate demo --overwrite
 
 .PHONY: demo test setup clean
 
@@ -11,12 +11,14 @@ setup: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The main job on the model the repository carries; then the baseline it should be judged against.
+# The main job on the model the repository carries, then what it should be judged against: Wanda with as many weights
+# removed, EMP by magnitude alone, and plain magnitude pruning at 50 %.
 demo: setup
-	$(BIN)/python -m emp_llm.prune --model $(MODEL) --calibration demo --evaluate demo \
-		--method emp-wanda --output demo-run/emp-wanda --overwrite
-	$(BIN)/python -m emp_llm.prune --model $(MODEL) --evaluate demo \
-		--method magnitude --sparsity 0.5 --output demo-run/magnitude --overwrite
+	$(PRUNE) --calibration demo --output demo-run/emp-wanda
+	$(PRUNE) --method wanda --match demo-run/emp-wanda --output demo-run/wanda \
+		--activations demo-run/emp-wanda/emp_llm/activations.safetensors
+	$(PRUNE) --method emp-magnitude --output demo-run/emp-magnitude
+	$(PRUNE) --method magnitude --sparsity 0.5 --output demo-run/magnitude
 
 test: setup
 	$(BIN)/ruff check .

@@ -72,7 +72,7 @@ def weight(folder: Path, name: str, transposed: bool = False) -> Array:
 def load_norms(path: Path) -> dict[str, Array]:
     """The norms in an activations file, float32, by the name of the layer."""
     stored = tensors_of_file(path)
-    input_of = json.loads(json.loads(header(path)[8:])["__metadata__"]["inputs"])
+    input_of = json.loads(json.loads(header(path)[8:])["__metadata__"]["emp_llm"])["inputs"]
     return {layer: stored[key] for layer, key in input_of.items()}
 
 

@@ -178,9 +178,9 @@ def test_wanda_is_one_rounding_of_the_product() -> None:
 
 
 def test_schemes_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="pattern is a budget within rows"):
+    with pytest.raises(ValueError, match="N:M is a budget within rows"):
         Scheme("magnitude", PatternBudget(2, 4), "matrix")
-    with pytest.raises(ValueError, match="takes group row"):
+    with pytest.raises(ValueError, match="goes with group row"):
         Scheme("magnitude", EffectiveBudget(dtype="bfloat16"), "all")
     with pytest.raises(ValueError, match="1 <= N < M"):
         PatternBudget(3, 2)

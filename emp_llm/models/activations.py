@@ -80,7 +80,7 @@ class Activations:
             raise UserError(f"{path}: not a readable activations file ({reason(error)}). Make one with: {_HOW}") from error
         for name, norm in norms.items():
             if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
-                raise UserError(f"{path}: the norms of {name} are not finite numbers of at least 0; it is damaged. {_HOW}")
+                raise UserError(f"{path}: the norms of {name} are negative, NaN or infinite. Make it anew with: {_HOW}")
         return activations
 
 

@@ -5,7 +5,7 @@
 draws a small world of people and towns (`world.py`), tells it in English (`telling.py`, `stories.py`), trains a
 tokenizer and a small Llama on the telling (`train.py`), and writes the model to `scripts/demo/model/`, a
 calibration text to `calibration/demo.txt`, a held-out text to `eval/demo/heldout.txt` and multiple-choice questions
-(`questions.py`) to `eval/demo/*.jsonl`. About 40 minutes on two CPU cores with bfloat16 instructions; `--texts-only`
+(`questions.py`) to `eval/demo/*.jsonl`. About 20 minutes on two CPU cores with bfloat16 instructions; `--texts-only`
 rewrites the texts and questions in a minute and leaves the model as it is.
 
 World, texts, tokenizer and questions are the same for the same seed; the weights too, on the same machine with the
@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; the defaults make the demo in the repository."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7, help="of the world, the texts and the training")
-    parser.add_argument("--people", type=int, default=300, help="people in the world")
+    parser.add_argument("--people", type=int, default=480, help="people in the world")
     parser.add_argument("--steps", type=int, default=Schedule.steps, help="training steps; the time is proportional to them")
     parser.add_argument("--learning-rate", type=float, default=Schedule.learning_rate)
     parser.add_argument("--corpus-characters", type=int, default=80_000_000, help="of training text; read again when used up")

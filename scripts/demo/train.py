@@ -24,7 +24,7 @@ Tokens = np.ndarray
 class Schedule:
     """How long, how fast, and in which lengths: most steps read short windows, the last ones full contexts."""
 
-    steps: int = 6200
+    steps: int = 9500
     batch_tokens: int = 2048
     short: int = 128
     long: int = 512
