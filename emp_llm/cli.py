@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -16,8 +17,15 @@ COMMANDS = {
 }
 
 
-def run(command: Callable[..., Any], arguments: list[str] | None = None, name: str | None = None) -> None:
-    """Run a command function with the shell's arguments, and exit.
+def run(
+    command: Callable[..., Any],
+    show: Callable[[Any], None] | None = None,
+    arguments: list[str] | None = None,
+    name: str | None = None,
+) -> None:
+    """Run a command function with the shell's arguments, show its result, and exit.
+
+    The function itself prints nothing, so that from Python it is an ordinary function.
 
     Exit codes: 0 done; 2 wrong input, answered with a sentence; 130 interrupted. Anything else keeps its traceback.
     """
@@ -35,22 +43,30 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None, name: s
     # As for Ctrl-C, so that what was half done is cleared away when a scheduler ends the job.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
-    try:
-        app(args=arguments, prog_name=name or f"python -m {command.__module__}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; no output was left behind.", file=sys.stderr)
-        sys.exit(130)
+
+    @wraps(command)
+    def shown(**options: Any) -> None:
+        try:
+            result = command(**options)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print("interrupted; no output was left behind.", file=sys.stderr)
+            sys.exit(130)
+        if show is not None:
+            show(result)
+
+    app.command()(shown)
+    app(args=arguments, prog_name=name or f"python -m emp_llm.{command.__name__}")
 
 
 def main() -> None:
     """The console script: `emp-llm COMMAND ...` is `python -m emp_llm.COMMAND ...`."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
-        run(getattr(import_module(f"emp_llm.{name}"), name), sys.argv[2:], f"emp-llm {name}")
+        module = import_module(f"emp_llm.{name}")
+        run(getattr(module, name), getattr(module, "show", None), sys.argv[2:], f"emp-llm {name}")
     if name == "--version":
         from emp_llm import __version__
 

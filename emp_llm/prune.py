@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-from collections import Counter
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.selection.scheme import Group
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.perplexity import Suite, find_suite
-from emp_llm.services.terminal import perplexity_table, pruning_table, size, table
+from emp_llm.services.terminal import show_pruning as show
 
 logger = logging.getLogger(__name__)
 ACTIVATIONS_NAME = Path("emp_llm") / "activations.safetensors"
@@ -64,7 +63,7 @@ def prune(
 ) -> dict[str, Any]:
     """Prune a causal language model after training and write the pruned checkpoint.
 
-    Returns the report that is also written as emp_report.json.
+    Returns the report that is also written as emp_report.json; for a dry run, what would be pruned and what it needs.
     """
     recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
     recipe.check()
@@ -113,14 +112,12 @@ def prune(
         }
         write_report(report, out.partial)
         out.publish()
-    print(pruning_table(report))
     for sentence in report["warnings"]:
         logger.warning("warning: %s", sentence)
     if evaluation is not None:
         evaluation.measure("pruned", models.load(plan.output.path))
         report["evaluation"] = evaluation.record
         write_report(report, plan.output.path)
-        print(perplexity_table(report["evaluation"]))
     times = ", ".join(f"{stage} {entry['seconds']:.1f} s" for stage, entry in stages.record.items())
     logger.info("written to %s (%s)", plan.output.path, times)
     return report
@@ -164,25 +161,22 @@ class _Plan:
         return list(dict.fromkeys(target.name for target in everything))
 
     def describe(self, calibrates: bool) -> dict[str, Any]:
-        """Print what would be pruned and what it needs."""
-        coverage = self.coverage
-        roles = Counter(target.layer.role for target in self.chosen)
-        shapes = {target.layer.role: f"{target.matrix.rows} x {target.matrix.columns}" for target in self.chosen}
-        weights = {target.layer.role: target.matrix.stored.numel * roles[target.layer.role] for target in self.chosen}
-        print(
-            table([["layers", "shape", "weights"]] + [[f"{r} x {n}", shapes[r], f"{weights[r]:,}"] for r, n in roles.items()])
-        )
-        print(
-            f"targets: {coverage.targets} of {coverage.matrices} matrices in blocks, {coverage.target_parameters:,} of "
-            f"{coverage.parameters:,} parameters ({100 * coverage.target_parameters / coverage.parameters:.1f} %)"
-        )
-        model_bytes = sum(shard.stat().st_size for shard in self.checkpoint.shards)
-        print(f"disk: {size(needed_bytes(self.checkpoint))} at {self.output.path}")
-        if calibrates:
-            print(f"memory: {size(model_bytes)} for the model while it calibrates (less with --device-map disk), 1 GB to prune")
-        else:
-            print("memory: 1 GB")
-        return {"coverage": asdict(coverage), "disk_bytes": needed_bytes(self.checkpoint), "targets": list(roles)}
+        """What would be pruned and what it needs, as data."""
+        layers: dict[str, dict[str, Any]] = {}
+        for target in self.chosen:
+            shape = [target.matrix.rows, target.matrix.columns]
+            role = layers.setdefault(target.layer.role, {"count": 0, "shape": shape, "weights": 0})
+            role["count"] += 1
+            role["weights"] += target.matrix.stored.numel
+        weights_on_disk = sum(shard.stat().st_size for shard in self.checkpoint.shards)
+        return {
+            "dry_run": True,
+            "layers": layers,
+            "coverage": asdict(self.coverage),
+            "output": str(self.output.path),
+            "disk_bytes": needed_bytes(self.checkpoint),
+            "model_bytes_to_calibrate": weights_on_disk if calibrates else None,
+        }
 
 
 class _Models:
@@ -236,4 +230,4 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(prune)
+    run(prune, show)

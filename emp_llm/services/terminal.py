@@ -15,6 +15,37 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def show_pruning(report: dict[str, Any]) -> None:
+    """Print what a pruning run did, or what a dry run would do."""
+    if report.get("dry_run"):
+        print(plan_table(report))
+        return
+    print(pruning_table(report))
+    if "evaluation" in report:
+        print(perplexity_table(report["evaluation"]))
+
+
+def plan_table(plan: dict[str, Any]) -> str:
+    """The layers a run would prune, how much of the model they are, and what the run needs."""
+    rows = [["layers", "shape", "weights"]]
+    for role, entry in plan["layers"].items():
+        shape = " x ".join(str(length) for length in entry["shape"])
+        rows.append([f"{role} x {entry['count']}", shape, f"{entry['weights']:,}"])
+    coverage, memory = plan["coverage"], "1 GB"
+    if plan["model_bytes_to_calibrate"]:
+        memory += f", and {size(plan['model_bytes_to_calibrate'])} to calibrate (less with --device-map disk)"
+    share = 100 * coverage["target_parameters"] / coverage["parameters"]
+    return "\n".join(
+        [
+            table(rows),
+            f"targets: {coverage['targets']} of {coverage['matrices']} matrices in blocks, {coverage['target_parameters']:,} of "
+            f"{coverage['parameters']:,} parameters ({share:.1f} %)",
+            f"disk: {size(plan['disk_bytes'])} at {plan['output']}",
+            f"memory: {memory}",
+        ]
+    )
+
+
 def pruning_table(report: dict[str, Any]) -> str:
     """One line for each role (down_proj of all blocks), and the whole below."""
     by_role: dict[str, list[dict[str, Any]]] = defaultdict(list)
