@@ -38,8 +38,8 @@ def plan_table(plan: dict[str, Any]) -> str:
     return "\n".join(
         [
             table(rows),
-            f"targets: {coverage['targets']} of {coverage['matrices']} matrices in blocks, {coverage['target_parameters']:,} of "
-            f"{coverage['parameters']:,} parameters ({share:.1f} %)",
+            f"targets: {coverage['targets']} of {coverage['matrices']} matrices in blocks, "
+            f"{coverage['target_parameters']:,} of {coverage['parameters']:,} parameters ({share:.1f} %)",
             f"disk: {size(plan['disk_bytes'])} at {plan['output']}",
             f"memory: {memory}",
         ]
