@@ -13,6 +13,7 @@ import typer
 
 COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
+    "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "prune": "Prune a model and write the pruned checkpoint.",
 }
 
@@ -34,7 +35,7 @@ def run(
     from emp_llm.models.errors import UserError
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate"):
+    for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -52,7 +53,7 @@ def run(
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
-            print("interrupted; no output was left behind.", file=sys.stderr)
+            print("interrupted; nothing half done was left behind.", file=sys.stderr)
             sys.exit(130)
         if show is not None:
             show(result)
