@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from emp_llm.services.harness import Harness
+from emp_llm.services.harness import Harness, check_tokenizer
 from emp_llm.services.perplexity import block_length, perplexity, text_tokens
 from emp_llm.services.suites import Suite
 
@@ -24,13 +24,15 @@ class Evaluation:
         harness: with the suite's tasks, where one was made already.
 
     Raises:
-        UserError: a text, task or data set is missing, or lm-eval is.
+        UserError: a text, task or data set is missing, or lm-eval is, or the tokenizer cannot serve it.
     """
 
     def __init__(self, suite: Suite, tokenizer: Any, batch_size: int | str, harness: Harness | None = None) -> None:
         self.suite = suite
         self._tokenizer = tokenizer
         self._batch_size = batch_size
+        if suite.tasks:
+            check_tokenizer(tokenizer)
         self._tokens = text_tokens(suite.corpus, tokenizer) if suite.corpus is not None else None
         self._harness = harness or Harness(suite.tasks) if suite.tasks else None
 

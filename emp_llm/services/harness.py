@@ -32,6 +32,15 @@ def parse_batch_size(text: str) -> int | str:
     return int(text)
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise UserError for a tokenizer without a token that a text could begin with."""
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token, and lm-eval begins texts with "
+            "one of them. Name one in tokenizer_config.json."
+        )
+
+
 class Harness:
     """The tasks of a suite, with their data, ready to be asked of models.
 
