@@ -23,7 +23,7 @@ from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.scheme import GroupSelector, Scheme, select_rows
 
-BLOCK_WEIGHTS = 1 << 21
+BLOCK_WEIGHTS = 1 << 19
 _PER_ROW = ("kept", "kept_mass", "mass", "n_eff", "s_eff")
 
 
