@@ -7,7 +7,7 @@ Follow one weight: `Matrix.read` takes its bytes from the shard, the scheme's cr
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,9 +21,10 @@ from emp_llm.models.files import OpenFiles, copy_bytes
 from emp_llm.models.targets import Target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
-from emp_llm.selection.scheme import GroupSelector, Scheme, Selection, select_rows
+from emp_llm.selection.scheme import GroupSelector, Scheme, select_rows
 
-BLOCK_WEIGHTS = 1 << 21
+BLOCK_WEIGHTS = 1 << 19
+_PER_ROW = ("kept", "kept_mass", "mass", "n_eff", "s_eff")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Pruner:
         selector = everything
         if self.scheme.group == "matrix":
             selector = self._search([target], files)
-        parts: list[Selection] = []
+        # Filled in place: small tensors that outlive a block, made between its large ones, would keep the heap from shrinking.
+        columns = {name: torch.zeros(target.matrix.rows, dtype=torch.float64) for name in _PER_ROW}
         zeros = 0
         for first, block, scores in self._blocks(target, here):
             if selector is None:
@@ -155,14 +157,18 @@ class Pruner:
             block.masked_fill_(~part.mask, 0)
             zeros += block.numel() - int(torch.count_nonzero(block))
             target.matrix.write(there, first, block)
-            parts.append(replace(part, mask=part.mask[:0]))
-        n_eff, s_eff = _cat([part.n_eff for part in parts]), _cat([part.s_eff for part in parts])
+            for name, values in columns.items():
+                found = getattr(part, name)
+                if found is not None:
+                    values[first : first + block.shape[0]] = found
+        n_eff: Tensor | None = columns["n_eff"]
+        s_eff: Tensor | None = columns["s_eff"]
+        if selector is not None:
+            n_eff = s_eff = None
         if self.scheme.group == "matrix" and selector is not None:
             n_eff = selector.moments.number()
             s_eff = torch.tensor([selector.effective_mass(self._score_dtype(target))], dtype=torch.float64)
-        kept = torch.cat([part.kept for part in parts])
-        kept_mass, mass = torch.cat([part.kept_mass for part in parts]), torch.cat([part.mass for part in parts])
-        return Outcome(target, kept, kept_mass, mass, n_eff, s_eff, zeros)
+        return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
 
     def _search(self, targets: list[Target], files: OpenFiles) -> GroupSelector:
         """Decide the cut of one group of several matrices, or of one: a round of reading for the sums, then for the bits."""
@@ -235,8 +241,3 @@ def _finite(target: Target, first: int, block: Tensor) -> Iterator[None]:
         raise UserError(
             f"{stored.shard}: {stored.name} holds NaN or infinity ({rows}). The checkpoint is damaged; download it again."
         ) from error
-
-
-def _cat(parts: list[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None

@@ -6,7 +6,6 @@ weight stands among all targets, so that a total can be spread evenly.
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Protocol
 
 import torch
@@ -133,14 +132,3 @@ def _bfloat16_counts(rows: Tensor, moments: Moments, beta: float) -> Tensor:
     n_eff = sum_rows(squares, lambda s: s)[0].bfloat16().reciprocal().double()
     counts = torch.where(moments.total == 0, math.inf, torch.floor(beta * n_eff).clamp(min=1.0))
     return counts.minimum(moments.size.double()).long()
-
-
-def sparsity_of(budget: Budget) -> Fraction | None:
-    """The sparsity that a budget fixes beforehand; None where the scores decide."""
-    if isinstance(budget, RatioBudget):
-        return Fraction(budget.sparsity)
-    if isinstance(budget, PatternBudget):
-        return 1 - Fraction(budget.n, budget.m)
-    if isinstance(budget, TotalBudget):
-        return Fraction(budget.removed, budget.total)
-    return None
