@@ -41,8 +41,12 @@ def test_published_values_stand_beside_the_papers_models() -> None:
 
 
 def test_published_values_stand_nowhere_else() -> None:
-    assert "paper:" not in compare([record("somebody/else")])
-    assert "paper:" not in compare([record("out", "a-method-of-ones-own")])
+    assert "\npaper:" not in compare([record("somebody/else")])
+    assert "\npaper:" not in compare([record("out", "a-method-of-ones-own")])
+    for key, value in (("beta", 1.25), ("order", 1.0), ("targets", "all-linear"), ("group", "matrix")):
+        other = record("out", "emp-wanda")
+        other["pruned"][key] = value
+        assert "\npaper:" not in compare([other])
     for other in (record("meta-llama/Llama-2-7b-hf", text={"file": "x"}), record("meta-llama/Llama-2-7b-hf", block_length=512)):
         (line,) = (line for line in compare([other]).splitlines() if line.startswith("perplexity"))
         assert line.split()[-1] == "-"

@@ -18,6 +18,10 @@ Record = dict[str, Any]
 Format = Literal["terminal", "markdown", "csv"]
 
 _PUBLISHED_BLOCK = 2048
+_PUBLISHED_RECIPE = {
+    **{"beta": 1.0, "order": 2.0, "sparsity": 0.5, "pattern": None, "match": None},
+    **{"group": "row", "targets": "mlp", "ignore": None},
+}
 _PUBLISHED_TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
 
 
@@ -80,8 +84,10 @@ def values_of(record: Record) -> dict[str, Value]:
 
 
 def published_of(record: Record) -> dict[str, Any] | None:
-    """The paper's values for a record's model and method: its row of eval/published with "name" added, or None."""
+    """The paper's values for a record's model and recipe: its row of eval/published with "name" added, or None."""
     pruned = record.get("pruned")
+    if pruned and any(pruned.get(key, value) != value for key, value in _PUBLISHED_RECIPE.items()):
+        return None
     source, method = (pruned["of"], pruned["method"]) if pruned else (record["model"], "dense")
     for file in sorted((data_folder("eval") / "published").glob("*.json")):
         for name, methods in read_json(file)["results"].items():

@@ -55,7 +55,7 @@ def new_record(source: Source, suite: Suite, batch_size: int | str, dtype: str, 
 
 
 def pruned_by(folder: Path) -> dict[str, Any] | None:
-    """From the report that a pruning run left beside a checkpoint: of which model it is, by which method, how sparse."""
+    """From the report that a pruning run left beside a checkpoint: of which model it is, by which recipe, how sparse."""
     if not (folder / REPORT_NAME).is_file():
         return None
     report = read_json(folder / REPORT_NAME)
@@ -68,7 +68,7 @@ def pruned_by(folder: Path) -> dict[str, Any] | None:
 def pruned_record(report: dict[str, Any]) -> dict[str, Any]:
     """What a results file keeps of a pruning report."""
     sparsity = report["targets"]["sparsity_of_targets"]
-    return {"of": report["source"]["model"], "method": report["recipe"]["method"], "sparsity_of_targets": sparsity}
+    return {"of": report["source"]["model"], **report["recipe"], "sparsity_of_targets": sparsity}
 
 
 class ResultsFile:
