@@ -34,7 +34,9 @@ def run(
 
     from emp_llm.models.errors import UserError
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    rank = int(os.environ.get("RANK", "0"))  # of several processes, the first speaks; errors say whose they are
+    mark = f"rank {rank}: " if rank else ""
+    logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=f"{mark}%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
@@ -50,12 +52,12 @@ def run(
         try:
             result = command(**options)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"{mark}error: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
             print("interrupted; nothing half done was left behind.", file=sys.stderr)
             sys.exit(130)
-        if show is not None:
+        if show is not None and rank == 0:
             show(result)
 
     app.command()(shown)

@@ -46,7 +46,7 @@ def compare(records: list[Record], form: str = "terminal", labels: list[str] | N
         UserError: no such format.
     """
     check_format(form)
-    labels = labels or _labels([record["model"] for record in records])
+    labels = labels or _labels(records)
     measured = [values_of(record) for record in records]
     published = [published_of(record) for record in records]
     names = list(dict.fromkeys(name for values in measured for name in values))
@@ -86,6 +86,8 @@ def values_of(record: Record) -> dict[str, Value]:
 def published_of(record: Record) -> dict[str, Any] | None:
     """The paper's values for a record's model and recipe: its row of eval/published with "name" added, or None."""
     pruned = record.get("pruned")
+    if record.get("made_by", {}).get("quantization"):
+        return None
     if pruned and any(pruned.get(key, value) != value for key, value in _PUBLISHED_RECIPE.items()):
         return None
     source, method = (pruned["of"], pruned["method"]) if pruned else (record["model"], "dense")
@@ -233,6 +235,11 @@ def _repr(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
-def _labels(names: list[str]) -> list[str]:
-    short = [PurePath(name).name or name for name in names]
-    return short if len(set(short)) == len(short) else names
+def _labels(records: list[Record]) -> list[str]:
+    """The models' names, short where that tells them apart, and how they were quantised."""
+    names = [record["model"] for record in records]
+    quantized = [record.get("made_by", {}).get("quantization") for record in records]
+    suffixes = [f" {how['bits']}" if how else "" for how in quantized]
+    short = [f"{PurePath(name).name or name}{suffix}" for name, suffix in zip(names, suffixes, strict=True)]
+    long = [f"{name}{suffix}" for name, suffix in zip(names, suffixes, strict=True)]
+    return short if len(set(short)) == len(short) else long

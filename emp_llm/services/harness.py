@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.loading import input_device
+from emp_llm.models.ranks import ranks
 from emp_llm.services.suites import Task
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,15 @@ class Harness:
                 nearest = get_close_matches(name, self._manager.all_tasks, 3)
                 hint = f" The nearest names: {', '.join(nearest)}." if nearest else ""
                 raise UserError(f"there is no task {name!r} in lm-eval{_beside(folders)}.{hint}")
-        self._loaded = {name: self._load(name) for name in self._tasks}
+        self._loaded: dict[str, dict[str, Any]] = {}
+        lost = []
+        for name in self._tasks:
+            try:
+                self._loaded[name] = self._load(name)
+            except UserError as error:
+                lost.append(str(error))
+        if lost:
+            raise UserError(" ".join([*lost, *_how_to_prepare()]))
 
     def _load(self, name: str) -> dict[str, Any]:
         try:
@@ -85,6 +94,10 @@ class Harness:
                 raise UserError(f"task {name}: it runs code that the model writes; run it with lm_eval in a sandbox.")
         return loaded
 
+    def examples(self) -> dict[str, int]:
+        """How many examples each task (of a group, each member) asks."""
+        return {name: len(task.eval_docs) for loaded in self._loaded.values() for name, task in loaded["tasks"].items()}
+
     def model(self, model: PreTrainedModel, tokenizer: Any, batch_size: int | str) -> Any:
         """lm-eval's own model around a loaded one; `simple_evaluate` ignores a batch size given beside it."""
         from lm_eval.models.huggingface import HFLM
@@ -92,10 +105,16 @@ class Harness:
         with _quiet():
             wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         wrapped._device = input_device(model)  # of an offloaded model, `model.device` is no place to put tokens
+        if ranks().count > 1:
+            # lm-eval divides questions over ranks by these three, but sets them only where it loads a model itself, on GPUs.
+            from accelerate import Accelerator
+
+            wrapped.accelerator = Accelerator()
+            wrapped._rank, wrapped._world_size = ranks().index, ranks().count
         return wrapped
 
     def run(self, name: str, wrapped: Any) -> dict[str, Any]:
-        """One task of the suite: what lm-eval reports of it, by its own names.
+        """One task of the suite: what lm-eval reports of it, by its own names; under several ranks, each answers its share.
 
         Args:
             name: of the task.
@@ -121,8 +140,21 @@ class Harness:
                 log_samples=False,
                 task_manager=self._manager,
             )
-        kept = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
-        return kept | {"groups": sorted(found.get("groups", {}))}
+        report: dict[str, Any] = ranks().share(found and _kept(found))  # only the first rank has found anything
+        return report
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
+    return kept | {"groups": sorted(found.get("groups", {}))}
+
+
+def _how_to_prepare() -> list[str]:
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:
+        return []
+    return ["HF_HUB_OFFLINE is set: fetch them on a node with a network, with --prepare."]
 
 
 def _beside(folders: list[str]) -> str:

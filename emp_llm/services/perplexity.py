@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from emp_llm.models.corpora import Corpus, token_ids
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import input_device, max_context
+from emp_llm.models.ranks import ranks
 
 DEFAULT_BLOCK = 2048
 _LOGITS_AT_A_TIME = 1 << 28
@@ -53,6 +54,8 @@ def perplexity(
 ) -> Perplexity:
     """exp of the mean next-token loss over consecutive blocks, the shorter last one included.
 
+    Under several ranks each measures its share of the batches, and all return the same, to the last bit that of one rank.
+
     Args:
         model: a causal language model in evaluation mode.
         tokens: int64, shape (tokens,).
@@ -78,16 +81,22 @@ def perplexity(
     if tokens.numel() - full > 1:
         batches.append(tokens[full:].reshape(1, -1))
     total, weight, blocks = 0.0, 0, 0
+    rank, count = ranks().index, ranks().count
+    losses: dict[int, float] = {}
     start = time.perf_counter()
     with (
         torch.inference_mode(),
-        tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None) as bar,
+        tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None if rank == 0 else True) as bar,
     ):
-        for batch in batches:
-            total += float(_mean_losses(model, batch).sum()) * batch.shape[1]
-            weight += batch.numel()
-            blocks += batch.shape[0]
-            bar.update(batch.numel())
+        for number in range(rank, len(batches), count):
+            losses[number] = float(_mean_losses(model, batches[number]).sum())
+            bar.update(sum(batch.numel() for batch in batches[number : number + count]))
+    for share in ranks().gather(losses):
+        losses |= share
+    for number, batch in enumerate(batches):
+        total += losses[number] * batch.shape[1]
+        weight += batch.numel()
+        blocks += batch.shape[0]
     mean = total / weight
     if not math.isfinite(mean):
         raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")

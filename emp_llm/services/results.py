@@ -10,7 +10,9 @@ import torch
 
 from emp_llm.models.checkpoint import Checkpoint, read_json
 from emp_llm.models.errors import UserError
+from emp_llm.models.loading import Quantization, quantization_record
 from emp_llm.models.provenance import command_line, versions
+from emp_llm.models.ranks import ranks
 from emp_llm.models.recipe import REPORT_NAME
 from emp_llm.services.hub import Source
 from emp_llm.services.suites import Suite
@@ -29,7 +31,14 @@ _READ_BY_MODELS = (
 )
 
 
-def new_record(source: Source, suite: Suite, batch_size: int | str, dtype: str, device_map: str) -> Record:
+def new_record(
+    source: Source,
+    suite: Suite,
+    batch_size: int | str,
+    dtype: str,
+    device_map: str,
+    quantization: Quantization | None = None,
+) -> Record:
     """A record with nothing measured yet.
 
     Returns:
@@ -46,7 +55,9 @@ def new_record(source: Source, suite: Suite, batch_size: int | str, dtype: str, 
         **{key: value for key, value in suite.record().items() if key != "suite"},
         "batch_size": batch_size,
         "dtype": dtype,
+        "quantization": quantization_record(quantization),
         "device_map": device_map,
+        "ranks": ranks().count,
         "device": device,
         "versions": versions(),
     }
@@ -72,7 +83,7 @@ def pruned_record(report: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResultsFile:
-    """A results file, written whole or not at all.
+    """A results file, written whole or not at all; under several ranks by the first, and what it holds is the same to all.
 
     Args:
         path: where it lies, or will.
@@ -89,21 +100,24 @@ class ResultsFile:
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if self.path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
-        if not self.path.exists() or overwrite:
-            return
+        if self.path.exists() and not overwrite:
+            self._take_over(record)
+        self.record = ranks().share(record)
+
+    def _take_over(self, record: Record) -> None:
         older = read_results(self.path, "--output")
         # as JSON has it: a tuple that went through a file is a list
         made_by = json.loads(json.dumps(record["made_by"]))
         field = difference(older["made_by"], made_by)
         if field is not None:
-            raise UserError(
-                f"--output {path}: it holds other results ({field}). Name another file, or add --overwrite to replace them."
-            )
-        self.record.update({key: older[key] for key in ("command", "perplexity", "tasks") if key in older})
+            raise UserError(f"--output {self.path}: it holds other results ({field}). Name another file, or add --overwrite.")
+        record.update({key: older[key] for key in ("command", "perplexity", "tasks") if key in older})
 
     def save(self, complete: bool = False) -> None:
         """Write the record."""
         self.record["complete"] = complete
+        if not ranks().main:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         try:
