@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "prune": "Prune a model and write the pruned checkpoint.",
 }
+_NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
 
 def run(
@@ -37,8 +38,9 @@ def run(
     rank = int(os.environ.get("RANK", "0"))  # of several processes, the first speaks; errors say whose they are
     mark = f"rank {rank}: " if rank else ""
     logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=f"{mark}%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl"):
+    for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("datasets").propagate = False  # it has a handler of its own
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -32,7 +32,13 @@ finally:
 
 def launched(cwd: Path, *line: object) -> "subprocess.CompletedProcess[str]":
     done = subprocess.run(
-        [sys.executable, "-m", *map(str, line)], cwd=cwd, env=os.environ, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-m", *map(str, line)],
+        cwd=cwd,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -70,7 +76,17 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 
 
 def test_every_rank_holds_the_whole_model(tmp_path: Path) -> None:
-    line = ["torch.distributed.run", "--nproc-per-node", 2, "-m", "emp_llm.evaluate", "--model", DEMO, "--device-map", "balanced"]
+    line = [
+        "torch.distributed.run",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "emp_llm.evaluate",
+        "--model",
+        DEMO,
+        "--device-map",
+        "balanced",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", *map(str, line)], cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False
     )
