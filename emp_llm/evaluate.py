@@ -73,7 +73,7 @@ def evaluate(
 
     judged = job(source, "", quantization)
     known = [_other(path, "--beside", judged.record) for path in beside or []]
-    first = [_other(Path(baseline), "--baseline", judged.record)] if _is_results(baseline) else []
+    first = [_other(Path(baseline), "--baseline", judged.record)] if baseline and _is_results(baseline) else []
     jobs = [judged]
     if len(sources) > 1 and quantization is None:
         jobs = [job(sources[1], "-baseline", None), judged]
@@ -96,13 +96,13 @@ def show(record: dict[str, Any]) -> None:
         print(record["table"])
 
 
-def _is_results(baseline: str | None) -> bool:
-    return baseline is not None and Path(baseline).suffix == ".json"
+def _is_results(baseline: str) -> bool:
+    return Path(baseline).suffix == ".json"
 
 
 def _models(model: str | None, baseline: str | None) -> list[str]:
     """The models among the two."""
-    return [name for name in (model, baseline) if name is not None and not (name == baseline and _is_results(baseline))]
+    return [name for name in (model, baseline) if name is not None and not _is_results(name)]
 
 
 def _prepare(suite: Suite) -> list[str]:
