@@ -13,8 +13,10 @@ import typer
 
 COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
+    "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "prune": "Prune a model and write the pruned checkpoint.",
 }
+_NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
 
 def run(
@@ -33,9 +35,12 @@ def run(
 
     from emp_llm.models.errors import UserError
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "datasets", "accelerate"):
+    rank = int(os.environ.get("RANK", "0"))  # of several processes, the first speaks; errors say whose they are
+    mark = f"rank {rank}: " if rank else ""
+    logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=f"{mark}%(message)s", stream=sys.stderr)
+    for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("datasets").propagate = False  # it has a handler of its own
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -49,12 +54,12 @@ def run(
         try:
             result = command(**options)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"{mark}error: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
-            print("interrupted; no output was left behind.", file=sys.stderr)
+            print("interrupted; nothing half done was left behind.", file=sys.stderr)
             sys.exit(130)
-        if show is not None:
+        if show is not None and rank == 0:
             show(result)
 
     app.command()(shown)

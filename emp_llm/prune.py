@@ -26,11 +26,13 @@ from emp_llm.models.stages import Stages
 from emp_llm.models.summary import summarise
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.selection.scheme import Group
+from emp_llm.services.evaluation import Evaluation, Measures
 from emp_llm.services.hub import Source, find_model
-from emp_llm.services.perplexity import Suite, find_suite
+from emp_llm.services.suites import find_suite
 from emp_llm.services.terminal import show_pruning as show
 
 logger = logging.getLogger(__name__)
+_BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
 ACTIVATIONS_NAME = Path("emp_llm") / "activations.safetensors"
 
 
@@ -84,7 +86,8 @@ def prune(
 
     stages = Stages()
     models = _Models(source, device_map, dtype, trust_remote_code, stages)
-    evaluation = _Evaluation(suite, models) if suite is not None else None
+    evaluation = Evaluation(suite, models.tokenizer, _BATCH_SIZE) if suite is not None else None
+    measured: dict[str, Measures] = {}
     with plan.output as out:
         if recipe.needs_activations and given is None:
             context = max_context(plan.checkpoint.config)
@@ -97,7 +100,10 @@ def prune(
             given.save(out.partial / ACTIVATIONS_NAME)
             plan.pruner.use(given)
         if evaluation is not None:
-            evaluation.measure("dense", models.dense())
+            dense = models.dense()
+            with stages("evaluate dense"):
+                measured["dense"] = evaluation.measure(dense)
+            del dense
         models.free()
         with stages("prune"):
             outcomes = plan.pruner.write(out.partial)
@@ -115,8 +121,10 @@ def prune(
     for sentence in report["warnings"]:
         logger.warning("warning: %s", sentence)
     if evaluation is not None:
-        evaluation.measure("pruned", models.load(plan.output.path))
-        report["evaluation"] = evaluation.record
+        pruned = models.load(plan.output.path)
+        with stages("evaluate pruned"):
+            measured["pruned"] = evaluation.measure(pruned)
+        report["evaluation"] = evaluation.suite.record() | {"batch_size": _BATCH_SIZE} | measured
         write_report(report, plan.output.path)
     times = ", ".join(f"{stage} {entry['seconds']:.1f} s" for stage, entry in stages.record.items())
     logger.info("written to %s (%s)", plan.output.path, times)
@@ -206,20 +214,6 @@ class _Models:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-class _Evaluation:
-    """A suite measured on the dense and the pruned model of a run; its text is read before anything is pruned."""
-
-    def __init__(self, suite: Suite, models: _Models) -> None:
-        self._suite = suite
-        self._stages = models.stages
-        self._tokens = suite.tokens(models.tokenizer)
-        self.record: dict[str, Any] = suite.record()
-
-    def measure(self, name: str, model: PreTrainedModel) -> None:
-        with self._stages(f"evaluate {name}"):
-            self.record[name] = asdict(self._suite.measure(model, self._tokens))
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:

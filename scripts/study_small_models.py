@@ -15,13 +15,17 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from emp_llm.calibrate import calibrate
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.provenance import versions
 from emp_llm.models.recipe import Method
 from emp_llm.prune import prune
-from emp_llm.services.perplexity import Suite, find_suite
+from emp_llm.services.perplexity import Perplexity, block_length, perplexity, text_tokens
+from emp_llm.services.suites import Suite, find_suite
 
 METHODS: tuple[Method, ...] = ("emp-wanda", "wanda", "emp-magnitude", "magnitude")
 
@@ -77,10 +81,15 @@ def _study(model: Path, text: str, corpus: str, suite_names: list[str], scratch:
 def _perplexities(folder: Path, suites: list[Suite]) -> list[tuple[float, int]]:
     """(perplexity, block length) of a model on each suite."""
     model, tokenizer = load_model(folder, "cpu"), load_tokenizer(folder)
-    results = [suite.measure(model, suite.tokens(tokenizer)) for suite in suites]
+    results = [_perplexity(model, tokenizer, suite) for suite in suites]
     del model
     gc.collect()
     return [(result.perplexity, result.block_length) for result in results]
+
+
+def _perplexity(model: PreTrainedModel, tokenizer: Any, suite: Suite) -> Perplexity:
+    assert suite.corpus is not None
+    return perplexity(model, text_tokens(suite.corpus, tokenizer), block_length(suite.corpus, model.config))
 
 
 def _stories_suite(shared: Path, scratch: Path) -> str:

@@ -1,4 +1,4 @@
-"""A loopback server that speaks the part of the Hub's HTTP protocol that downloading a repository needs."""
+"""A loopback server that speaks the part of the Hub's HTTP protocol that downloading models and data sets needs."""
 
 import hashlib
 import json
@@ -14,7 +14,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @contextmanager
 def hub_server(repositories: dict[str, Path], gated: tuple[str, ...] = ()) -> Iterator[tuple[str, list[str]]]:
-    """Serve folders as model repositories; yields the endpoint and the list of paths that were asked for."""
+    """Serve folders as repositories, of models and of data sets alike; yields the endpoint and the
+    paths that were asked for."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -26,11 +27,21 @@ def hub_server(repositories: dict[str, Path], gated: tuple[str, ...] = ()) -> It
         def do_HEAD(self) -> None:
             self.do_GET()
 
+        def do_POST(self) -> None:
+            """paths-info: which of the named files there are."""
+            asked.append(path := unquote(self.path))
+            parts = path.strip("/").split("/")
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            folder = repositories.get("/".join(parts[2:4]), Path("/nowhere"))
+            self._json([_entry(folder, folder / name) for name in body["paths"] if (folder / name).exists()])
+
         def do_GET(self) -> None:
             path = unquote(self.path.partition("?")[0])
             asked.append(path)
             parts = path.strip("/").split("/")
-            if parts[:2] == ["api", "models"] and len(parts) >= 4:
+            if parts[0] == "datasets":  # files of data sets: the same addresses, one step deeper
+                parts = parts[1:]
+            if parts[:2] in (["api", "models"], ["api", "datasets"]) and len(parts) >= 4:
                 self._repository("/".join(parts[2:4]), parts[4:])
             elif len(parts) > 4 and parts[2] == "resolve":
                 self._file("/".join(parts[:2]), Path(*parts[4:]))
@@ -47,12 +58,17 @@ def hub_server(repositories: dict[str, Path], gated: tuple[str, ...] = ()) -> It
             files = sorted(path for path in repositories[name].rglob("*") if path.is_file())
             names = [str(path.relative_to(repositories[name])) for path in files]
             if rest[:1] == ["tree"]:
-                sizes = [path.stat().st_size for path in files]
-                entries = [{"type": "file", "path": n, "size": s, "oid": _sha(n)} for n, s in zip(names, sizes, strict=True)]
-                return self._answer(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
+                under = repositories[name].joinpath(*rest[2:])
+                if not under.is_dir():
+                    return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+                found = under.rglob("*") if "recursive=true" in self.path.lower() else under.iterdir()
+                return self._json([_entry(repositories[name], path) for path in sorted(found)])
             about = {"id": name, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0}
             about["siblings"] = [{"rfilename": n} for n in names]
-            return self._answer(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
+            return self._json(about)
+
+        def _json(self, value: object) -> None:
+            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
         def _file(self, name: str, relative: Path) -> None:
             path = repositories.get(name, Path("/nowhere")) / relative
@@ -77,6 +93,13 @@ def hub_server(repositories: dict[str, Path], gated: tuple[str, ...] = ()) -> It
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _entry(folder: Path, path: Path) -> dict[str, object]:
+    name = str(path.relative_to(folder))
+    if path.is_dir():
+        return {"type": "directory", "path": name, "oid": _sha(name)}
+    return {"type": "file", "path": name, "size": path.stat().st_size, "oid": _sha(name)}
 
 
 def _sha(text: str) -> str:

@@ -71,6 +71,7 @@ def test_commands_from_the_shell(run: Run) -> None:
     assert usage.returncode == 0
     assert "prune" in usage.stdout
     assert "calibrate" in usage.stdout
+    assert "evaluate" in usage.stdout
     wrong = run("__main__", "prnue")
     assert wrong.returncode == 2
     assert "'prnue' is not a command" in wrong.stderr
@@ -113,6 +114,7 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path, models: o
         archive.extractall(site)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     assert {"emp_llm/calibration/wikitext2.toml", "emp_llm/calibration/demo.txt", "emp_llm/eval/perplexity.toml"} <= names
+    assert {"emp_llm/eval/demo/demo_facts.yaml", "emp_llm/eval/demo/questions.py", "emp_llm/eval/published/llama.json"} <= names
     assert not any(name.startswith(("tests", "scripts")) for name in names)
     (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")  # a user's file of that name is none of our business
     program = (

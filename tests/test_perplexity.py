@@ -11,7 +11,8 @@ from tiny import make_tokenizer
 
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import load_model
-from emp_llm.services.perplexity import find_suite, perplexity
+from emp_llm.services.perplexity import block_length, perplexity, text_tokens
+from emp_llm.services.suites import find_suite
 
 
 def independent(model: Any, tokens: torch.Tensor, block: int) -> float:
@@ -40,19 +41,23 @@ def test_equals_the_independent_computation(models: Any, length: int, block: int
     assert result.blocks == length // block + (ends > 1)
 
 
-def test_suites_are_files(tmp_path: Path, models: Any) -> None:
-    assert find_suite("perplexity").corpus.seqlen == 2048
-    assert find_suite("perplexity,seqlen=512").corpus.seqlen == 512
+def test_limit_takes_the_first_blocks_and_says_so(models: Any) -> None:
+    model = load_model(models("llama"), "cpu", "float32")
+    tokens = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0))
+    part = perplexity(model, tokens, 64, limit=3)
+    assert part.partial
+    assert (part.perplexity, part.blocks) == (perplexity(model, tokens[:192], 64).perplexity, 3)
+    assert not perplexity(model, tokens, 64, limit=5).partial
+
+
+def test_text_of_a_suite(tmp_path: Path, models: Any) -> None:
     (tmp_path / "prose.txt").write_text("A short walk in the long grass. " * 20)
     (tmp_path / "mine.toml").write_text('[perplexity]\nfile = "prose.txt"\nseqlen = 1000\n')
-    suite = find_suite(str(tmp_path / "mine.toml"))
-    model = load_model(models("llama"), "cpu", "float32")
-    tokens = suite.tokens(transformers.AutoTokenizer.from_pretrained(models("llama")))
+    corpus = find_suite(str(tmp_path / "mine.toml")).corpus
+    assert corpus is not None
+    tokens = text_tokens(corpus, transformers.AutoTokenizer.from_pretrained(models("llama")))
     assert tokens.tolist() == make_tokenizer()((tmp_path / "prose.txt").read_text())["input_ids"]
-    assert suite.measure(model, tokens).block_length == 128  # the model's context
-    (tmp_path / "none.toml").write_text("[tasks]\n")
-    with pytest.raises(UserError, match=r"needs a \[perplexity\] table"):
-        find_suite(str(tmp_path / "none.toml"))
+    assert block_length(corpus, load_model(models("llama"), "cpu").config) == 128  # the model's context
 
 
 def test_too_little_text_and_broken_models_are_named(models: Any) -> None:

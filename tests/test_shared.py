@@ -11,7 +11,8 @@ from test_perplexity import independent
 
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.prune import prune
-from emp_llm.services.perplexity import find_suite, perplexity
+from emp_llm.services.perplexity import perplexity, text_tokens
+from emp_llm.services.suites import find_suite
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,9 @@ def test_four_methods_on_a_model_nobody_here_trained(shared: Path, stories_suite
     for method in ("emp-wanda", "emp-magnitude", "wanda", "magnitude"):
         report = prune(str(source), tmp_path / method, method, **common)  # type: ignore[arg-type]
         evaluation = report["evaluation"]
-        assert evaluation["dense"]["block_length"] == 512
-        change[method] = evaluation["pruned"]["perplexity"] / evaluation["dense"]["perplexity"]
+        dense, pruned = evaluation["dense"]["perplexity"], evaluation["pruned"]["perplexity"]
+        assert dense["block_length"] == 512
+        change[method] = pruned["perplexity"] / dense["perplexity"]
         sparsity[method] = report["targets"]["sparsity_of_targets"]
     assert sparsity["wanda"] == sparsity["magnitude"] == 0.5
     assert 0.3 < sparsity["emp-magnitude"] < sparsity["emp-wanda"] < 0.5
@@ -61,7 +63,9 @@ def test_wikitext_by_its_hub_id_through_the_command(shared: Path, run: Run, tmp_
 def test_perplexity_of_a_real_model_is_its_own_loss(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shared / "datasets")
     folder = shared / "models" / "wiki-llama-5m"
-    tokens = find_suite("perplexity").tokens(load_tokenizer(folder))
+    corpus = find_suite("perplexity").corpus
+    assert corpus is not None
+    tokens = text_tokens(corpus, load_tokenizer(folder))
     assert tokens.numel() == 385_695
     model = load_model(folder, "cpu")
     part = tokens[: 512 * 20 + 100]

@@ -107,7 +107,7 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     """
     samples, seqlen = corpus.samples, corpus.seqlen
     wanted = None if samples is None or seqlen is None else samples * seqlen
-    rows = _rows(corpus, seed)
+    rows = text_rows(corpus, seed)
     if corpus.join is not None:
         documents = [corpus.join.join(rows)]
     else:
@@ -170,7 +170,8 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
     return Corpus(**values)
 
 
-def _rows(corpus: Corpus, seed: int) -> Iterator[str]:
+def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str]:
+    """The rows of a corpus, in order; a .txt file is one. UserError where they cannot be read."""
     if corpus.file:
         path = Path(corpus.file)
         if not path.is_file():

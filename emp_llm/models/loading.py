@@ -1,16 +1,21 @@
 """Loading models and tokenizers the way transformers does it, with device maps and dtypes from the command line."""
 
 import json
+import logging
 import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from emp_llm.models.errors import UserError, reason
+from emp_llm.models.ranks import ranks
 
+Quantization = Literal["8bit", "4bit"]
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -19,8 +24,15 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
     """A `--device-map`: a strategy of accelerate, one device (cpu, cuda:1, disk), or a JSON object (or a file with one).
 
     Raises:
-        UserError: it is none of these.
+        UserError: it is none of these, or one of several ranks is to have more than one device.
     """
+    if ranks().count > 1:
+        if text not in ("auto", "cpu", "disk"):
+            raise UserError(
+                f"--device-map {text}: each of the {ranks().count} ranks holds the whole model on a device of its own; leave "
+                "the map out, or give cpu or disk."
+            )
+        text = str(ranks().device) if text == "auto" else text
     if text in _NAMED_MAPS:
         return text
     if text.lstrip().startswith("{") or text.endswith(".json"):
@@ -54,6 +66,34 @@ def _check_device(name: str) -> None:
         raise UserError(f"--device-map {name}: this machine has {count} accelerators{f' ({here.type})' if here else ''}.")
 
 
+def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
+    """What the two options ask for; UserError where both are given, or bitsandbytes is not installed."""
+    if load_in_8bit and load_in_4bit:
+        raise UserError("--load-in-8bit and --load-in-4bit exclude each other; give one of them.")
+    if not (load_in_8bit or load_in_4bit):
+        return None
+    if find_spec("bitsandbytes") is None:
+        raise UserError("--load-in-8bit and --load-in-4bit need bitsandbytes. Install it: pip install 'emp-llm[quantize]'")
+    return "8bit" if load_in_8bit else "4bit"
+
+
+def quantization_record(quantization: Quantization | None) -> dict[str, str] | None:
+    """What a report says of it: the format of the weights, and what made it."""
+    if quantization is None:
+        return None
+    form = {"8bit": "LLM.int8", "4bit": "NF4, computed in bfloat16"}[quantization]
+    return {"bits": quantization, "format": form, "bitsandbytes": version("bitsandbytes")}
+
+
+def _quantization_config(quantization: Quantization | None) -> transformers.BitsAndBytesConfig | None:
+    if quantization is None:
+        return None
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of every cast that LLM.int8 consists of
+    if quantization == "8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
 def check_options(device_map: str, dtype: str) -> None:
     """Raise UserError for a device map or dtype that no model could be loaded with here."""
     parse_device_map(device_map)
@@ -61,13 +101,20 @@ def check_options(device_map: str, dtype: str) -> None:
         raise UserError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
 
 
-def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    folder: Path,
+    device_map: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
     """A causal language model in evaluation mode, its weights from safetensors only.
 
     Args:
         folder: the model folder.
         device_map: as for `parse_device_map`.
         dtype: "auto" for the checkpoint's own, or a torch dtype's name.
+        quantization: of the linear layers but the head, while loading, by bitsandbytes.
 
     Raises:
         UserError: transformers cannot load it.
@@ -82,6 +129,7 @@ def load_model(folder: Path, device_map: str = "auto", dtype: str = "auto", trus
             device_map=placement,
             offload_folder=offload.name,
             use_safetensors=True,
+            quantization_config=_quantization_config(quantization),
             trust_remote_code=trust_remote_code,
         )
     except torch.OutOfMemoryError:

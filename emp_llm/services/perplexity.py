@@ -1,9 +1,8 @@
-"""Perplexity of a causal language model on a text, and the suites in `eval/` that name the text."""
+"""Perplexity of a causal language model on a text."""
 
 import math
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from emp_llm.models.corpora import Corpus, corpus_of, corpus_record, data_folder, read_toml, token_ids, with_changes
+from emp_llm.models.corpora import Corpus, token_ids
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import input_device, max_context
+from emp_llm.models.ranks import ranks
 
 DEFAULT_BLOCK = 2048
 _LOGITS_AT_A_TIME = 1 << 28
@@ -25,8 +25,9 @@ class Perplexity:
 
     Attributes:
         perplexity: exp of the mean of the blocks' mean next-token losses, each weighted by its number of tokens.
-        tokens, blocks, block_length: of the text; the last block may be shorter.
+        tokens, blocks, block_length: what was measured; the last block may be shorter.
         seconds: of the forward passes.
+        partial: `limit` left some of the text out.
     """
 
     perplexity: float
@@ -34,55 +35,33 @@ class Perplexity:
     blocks: int
     block_length: int
     seconds: float
+    partial: bool = False
 
 
-@dataclass(frozen=True)
-class Suite:
-    """What a model is judged by: the text of its perplexity; `corpus.seqlen` is the longest block."""
-
-    name: str
-    corpus: Corpus
-
-    def tokens(self, tokenizer: Any) -> Tensor:
-        """The suite's text as token ids, int64, shape (tokens,)."""
-        return token_ids(replace(self.corpus, seqlen=None), tokenizer)
-
-    def measure(self, model: PreTrainedModel, tokens: Tensor, batch_size: int | None = None) -> Perplexity:
-        """The perplexity of a model on the suite's tokens, in blocks no longer than the model's context."""
-        wanted = self.corpus.seqlen or DEFAULT_BLOCK
-        return perplexity(model, tokens, min(wanted, max_context(model.config) or wanted), batch_size)
-
-    def record(self) -> dict[str, Any]:
-        """For a report."""
-        return {"suite": self.name, "text": corpus_record(self.corpus)}
+def text_tokens(corpus: Corpus, tokenizer: Any) -> Tensor:
+    """The text of a suite as token ids, int64, shape (tokens,): all of it, whatever the length of a block."""
+    return token_ids(replace(corpus, samples=None, seqlen=None), tokenizer)
 
 
-def find_suite(name: str) -> Suite:
-    """A suite of `eval/` by its name, or a suite file of the user's own by its path; then ",field=value" to
-    change fields of its text ("perplexity,seqlen=512").
-
-    Raises:
-        UserError: there is none, or it has no [perplexity] table.
-    """
-    base, _, changes = name.partition(",")
-    known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
-    path = known.get(base, Path(base))
-    if path.suffix != ".toml":
-        raise UserError(f"--evaluate {base!r} is not a suite ({', '.join(known)}) or a .toml file.")
-    values = read_toml(path)
-    if not isinstance(values.get("perplexity"), dict):
-        raise UserError(f"{path}: a suite needs a [perplexity] table.")
-    return Suite(name, with_changes(corpus_of(values["perplexity"], path), changes))
+def block_length(corpus: Corpus, model_config: Any) -> int:
+    """Tokens to a block: `corpus.seqlen` (default 2048), but no more than the model's context."""
+    wanted = corpus.seqlen or DEFAULT_BLOCK
+    return min(wanted, max_context(model_config) or wanted)
 
 
-def perplexity(model: PreTrainedModel, tokens: Tensor, block_length: int, batch_size: int | None = None) -> Perplexity:
+def perplexity(
+    model: PreTrainedModel, tokens: Tensor, block_length: int, batch_size: int | None = None, limit: int | None = None
+) -> Perplexity:
     """exp of the mean next-token loss over consecutive blocks, the shorter last one included.
+
+    Under several ranks each measures its share of the batches, and all return the same, to the last bit that of one rank.
 
     Args:
         model: a causal language model in evaluation mode.
         tokens: int64, shape (tokens,).
         block_length: tokens to a block; no block sees another.
         batch_size: blocks to a forward pass; None: as many as keep the logits below 2^28 numbers, at most 16.
+        limit: measure the first so many blocks only.
 
     Returns:
         The perplexity; log-softmax in float32, sums in float64. A last block of one token predicts nothing and is left out.
@@ -90,6 +69,8 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, block_length: int, batch_
     Raises:
         UserError: fewer than two tokens, or a loss that is not finite.
     """
+    whole = tokens.numel()
+    tokens = tokens if limit is None else tokens[: limit * block_length]
     if tokens.numel() < 2:
         raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()}.")
     if batch_size is None:
@@ -100,20 +81,27 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, block_length: int, batch_
     if tokens.numel() - full > 1:
         batches.append(tokens[full:].reshape(1, -1))
     total, weight, blocks = 0.0, 0, 0
+    rank, count = ranks().index, ranks().count
+    losses: dict[int, float] = {}
     start = time.perf_counter()
     with (
         torch.inference_mode(),
-        tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None) as bar,
+        tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None if rank == 0 else True) as bar,
     ):
-        for batch in batches:
-            total += float(_mean_losses(model, batch).sum()) * batch.shape[1]
-            weight += batch.numel()
-            blocks += batch.shape[0]
-            bar.update(batch.numel())
+        for number in range(rank, len(batches), count):
+            losses[number] = float(_mean_losses(model, batches[number]).sum())
+            bar.update(sum(batch.numel() for batch in batches[number : number + count]))
+    for share in ranks().gather(losses):
+        losses |= share
+    for number, batch in enumerate(batches):
+        total += losses[number] * batch.shape[1]
+        weight += batch.numel()
+        blocks += batch.shape[0]
     mean = total / weight
     if not math.isfinite(mean):
         raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
-    return Perplexity(math.exp(mean), weight, blocks, block_length, round(time.perf_counter() - start, 3))
+    seconds = round(time.perf_counter() - start, 3)
+    return Perplexity(math.exp(mean), weight, blocks, block_length, seconds, partial=tokens.numel() < whole)
 
 
 def _mean_losses(model: PreTrainedModel, batch: Tensor, piece: int = 256) -> Tensor:

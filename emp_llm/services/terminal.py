@@ -3,16 +3,9 @@
 from collections import defaultdict
 from typing import Any
 
-
-def table(rows: list[list[str]]) -> str:
-    """Rows of cells, the first the heading, as text in aligned columns: words to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+from emp_llm.services.comparison import compare
+from emp_llm.services.results import pruned_record
+from emp_llm.services.tables import table
 
 
 def show_pruning(report: dict[str, Any]) -> None:
@@ -22,7 +15,7 @@ def show_pruning(report: dict[str, Any]) -> None:
         return
     print(pruning_table(report))
     if "evaluation" in report:
-        print(perplexity_table(report["evaluation"]))
+        print(evaluation_table(report))
 
 
 def plan_table(plan: dict[str, Any]) -> str:
@@ -78,12 +71,18 @@ def pruning_table(report: dict[str, Any]) -> str:
     return f"{table(rows)}\n{whole}"
 
 
-def perplexity_table(evaluation: dict[str, Any]) -> str:
-    """Dense and pruned side by side."""
+def evaluation_table(report: dict[str, Any]) -> str:
+    """Dense and pruned side by side; one line where the suite has a perplexity only."""
+    evaluation = report["evaluation"]
     dense, pruned = evaluation["dense"], evaluation["pruned"]
-    change = pruned["perplexity"] / dense["perplexity"] - 1
-    cells = [f"{dense['perplexity']:.3f}", f"{pruned['perplexity']:.3f}", f"{100 * change:+.2f} %"]
-    where = f"suite {evaluation['suite']}: {pruned['tokens']:,} tokens in blocks of {pruned['block_length']}"
+    if "tasks" in evaluation:
+        about = {"model": report["source"]["model"], "suite": evaluation["suite"], "made_by": evaluation}
+        records = [about | {"pruned": None} | dense, about | {"pruned": pruned_record(report)} | pruned]
+        return compare(records, labels=["dense", "pruned"])
+    before, after = dense["perplexity"], pruned["perplexity"]
+    change = after["perplexity"] / before["perplexity"] - 1
+    cells = [f"{before['perplexity']:.3f}", f"{after['perplexity']:.3f}", f"{100 * change:+.2f} %"]
+    where = f"suite {evaluation['suite']}: {after['tokens']:,} tokens in blocks of {after['block_length']}"
     return f"{table([['', 'dense', 'pruned', 'change'], ['perplexity', *cells]])}\n{where}"
 
 

@@ -1,0 +1,31 @@
+"""Rows of cells as text: aligned for a terminal, Markdown or CSV. The first row is the heading."""
+
+import csv
+from io import StringIO
+
+Rows = list[list[str]]
+
+
+def table(rows: Rows) -> str:
+    """Aligned columns: words to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Rows) -> str:
+    """A table as GitHub and the Hub render it."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
+    return "\n".join(lines)
+
+
+def csv_table(rows: Rows) -> str:
+    """Comma-separated values, cells quoted where they need it."""
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().rstrip("\n")

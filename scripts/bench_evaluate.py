@@ -1,0 +1,82 @@
+"""What `emp_llm.evaluate` costs over the lm_eval command line: the same tasks, model and batch size, in alternating pairs.
+
+    python scripts/bench_evaluate.py [--pairs 5] [--model DIR --tasks arc_easy,openbookqa --limit N]
+
+Whole processes, from start to results. Prints the median of the ratios of wall and of processor time, and checks that the
+numbers are equal. Without --model: the demo model and its tasks.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DEMO_TASKS = "demo_facts,demo_inference,demo_stories"
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=ROOT / "scripts" / "demo" / "model")
+    parser.add_argument("--tasks", default=DEMO_TASKS)
+    parser.add_argument("--limit", type=int)
+    arguments = parser.parse_args()
+    names = arguments.tasks.split(",")
+    walls, processors = [], []
+    for _ in range(arguments.pairs):
+        with tempfile.TemporaryDirectory() as scratch:
+            theirs = _timed(_lm_eval(arguments, Path(scratch)))
+            ours = _timed(_ours(arguments, names, Path(scratch)))
+            walls.append(ours[0] / theirs[0])
+            processors.append(ours[1] / theirs[1])
+            print(f"lm_eval {theirs[0]:.1f} s wall, {theirs[1]:.1f} s CPU; emp_llm.evaluate {ours[0]:.1f} s, {ours[1]:.1f} s")
+            _check(names, Path(scratch))
+    print(f"\n{', '.join(names)}: emp_llm.evaluate / lm_eval, median of {arguments.pairs} pairs:")
+    print(f"wall {statistics.median(walls):.3f}, processor {statistics.median(processors):.3f}; the numbers are equal")
+
+
+def _lm_eval(arguments: argparse.Namespace, scratch: Path) -> list[str]:
+    line = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={arguments.model}"]
+    line += ["--tasks", arguments.tasks, "--device", "cpu", "--batch_size", "8", "--output_path", str(scratch / "theirs.json")]
+    line += ["--include_path", str(ROOT / "eval" / "demo")]
+    return line + (["--limit", str(arguments.limit)] if arguments.limit else [])
+
+
+def _ours(arguments: argparse.Namespace, names: list[str], scratch: Path) -> list[str]:
+    suite = scratch / "suite.toml"
+    demo = f"folder = {json.dumps(str(ROOT / 'eval' / 'demo'))}\n" if set(names) <= set(DEMO_TASKS.split(",")) else ""
+    suite.write_text(f"[[tasks]]\nnames = {json.dumps(names)}\n{demo}")
+    line = [sys.executable, "-m", "emp_llm.evaluate", "--model", str(arguments.model), "--suite", str(suite)]
+    line += ["--device-map", "cpu", "--batch-size", "8", "--output", str(scratch / "ours.json")]
+    return line + (["--limit", str(arguments.limit)] if arguments.limit else [])
+
+
+def _timed(line: list[str]) -> tuple[float, float]:
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _check(names: list[str], scratch: Path) -> None:
+    (file,) = scratch.glob("theirs*.json")
+    theirs = json.loads(file.read_text())["results"]
+    ours = json.loads((scratch / "ours.json").read_text())["tasks"]
+    for name in names:
+        found = ours[name]["results"][name]
+        if any(found[key] != theirs[name][key] for key in found if key.startswith("acc")):
+            raise SystemExit(f"{name}: {found} is not {theirs[name]}")
+
+
+if __name__ == "__main__":
+    main()

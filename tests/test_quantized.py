@@ -1,0 +1,62 @@
+"""Quantised models: pruned, quantised, and both."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from emp_llm.evaluate import evaluate
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import Quantization, load_model
+from emp_llm.prune import prune
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized") / "pruned"
+    prune(str(DEMO), folder, "emp-magnitude")
+    return folder
+
+
+def test_pruned_quantized_and_both(pruned: Path, tmp_path: Path) -> None:
+    output = tmp_path / "both.json"
+    record = evaluate(str(pruned), "demo", baseline=str(DEMO), limit=8, load_in_4bit=True, output=output)
+    head = record["table"].splitlines()[0]
+    assert head.split("  ")[-1].strip() == "change"
+    assert [word for word in head.split() if word != "change"] == ["model", "pruned", "model", "4bit", "pruned", "4bit"]
+    suffixes = ("-baseline", "-unquantised", "-baseline-4bit", "")
+    files = [json.loads(output.with_name(f"both{suffix}.json").read_text()) for suffix in suffixes]
+    bits = [file["made_by"]["quantization"] and file["made_by"]["quantization"]["bits"] for file in files]
+    assert bits == [None, None, "4bit", "4bit"]
+    assert len({file["perplexity"]["perplexity"] for file in files}) == 4
+    dense = files[0]["perplexity"]["perplexity"]
+    for file in files[1:]:
+        assert dense < file["perplexity"]["perplexity"] < 1.1 * dense
+    again = evaluate(str(pruned), "demo", baseline=str(DEMO), limit=8, load_in_4bit=True, output=output)
+    assert again["table"] == record["table"]
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_quantizing_keeps_zeros(pruned: Path, bits: Quantization) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain, quantized = load_model(pruned, "cpu"), load_model(pruned, "cpu", quantization=bits)
+    for name, module in quantized.named_modules():
+        if name.endswith("down_proj"):
+            weight = module.weight
+            values = dequantize_4bit(weight.data, weight.quant_state) if bits == "4bit" else weight.data
+            zero = plain.get_submodule(name).weight == 0
+            assert 0.2 < zero.double().mean() < 0.6
+            assert torch.equal(values[zero], torch.zeros_like(values[zero]))
+    assert quantized.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="exclude each other"):
+        evaluate(str(DEMO), "demo", load_in_8bit=True, load_in_4bit=True)
+    monkeypatch.setattr("emp_llm.models.loading.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"need bitsandbytes. Install it: pip install 'emp-llm\[quantize\]'"):
+        evaluate(str(DEMO), "demo", load_in_8bit=True)

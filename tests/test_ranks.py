@@ -1,0 +1,94 @@
+"""Several processes: the same numbers as one, and the work really divided."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+
+# The evaluate command, saying at the end how many sequences this process passed through the model.
+COUNTING = """
+import os, sys
+import transformers
+from emp_llm.cli import run
+from emp_llm.evaluate import evaluate, show
+sequences, whole = 0, transformers.LlamaForCausalLM.forward
+def counting(self, *given, **named):
+    global sequences
+    sequences += (given[0] if given else named["input_ids"]).shape[0]
+    return whole(self, *given, **named)
+transformers.LlamaForCausalLM.forward = counting
+try:
+    run(evaluate, show, sys.argv[1:])
+finally:
+    print(f"COUNTED {sequences}.", file=sys.stderr)
+"""
+
+
+def launched(cwd: Path, *line: object) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, line)],
+        cwd=cwd,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_give_the_numbers_of_one(tmp_path: Path, count: int) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    arguments = ["counting.py", "--model", DEMO, "--suite", "demo", "--limit", 25]  # divides by neither 2 nor 3
+    whole = launched(tmp_path, "torch.distributed.run", "--nproc-per-node", 1, *arguments, "--output", "one.json")
+    shared = launched(tmp_path, "torch.distributed.run", "--nproc-per-node", count, *arguments, "--output", "all.json")
+    one, several = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "all.json"))
+    assert several["perplexity"]["perplexity"] == one["perplexity"]["perplexity"]
+    for name, task in one["tasks"].items():
+        found = several["tasks"][name]["results"][name]
+        assert found.keys() == task["results"][name].keys()
+        for key, value in task["results"][name].items():  # the answers come in another order, and floats are summed in it
+            assert found[key] == (pytest.approx(value, rel=1e-12) if "stderr" in key else value)
+        assert several["tasks"][name]["n-samples"] == task["n-samples"]
+    assert (one["made_by"]["ranks"], several["made_by"]["ranks"]) == (1, count)
+    (total,), shares = (sorted(map(int, re.findall(r"COUNTED (\d+)\.", done.stderr))) for done in (whole, shared))
+    assert len(shares) == count
+    assert shares[-1] < 1.5 * total / count
+    assert shared.stdout.count("mean acc of 3") == 1
+    assert shared.stdout == whole.stdout
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """As on GPUs; without any, the ranks meet on CPUs. (With --cpu, accelerate starts several processes by MPI only.)"""
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
+    arguments = ["emp_llm.evaluate", "--model", DEMO, "--suite", "demo", "--limit", 3, "--output", "results.json"]
+    launched(tmp_path, *launch, "--dynamo_backend", "no", "-m", *arguments)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert (record["made_by"]["ranks"], record["complete"]) == (2, True)
+
+
+def test_every_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    line = [
+        "torch.distributed.run",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "emp_llm.evaluate",
+        "--model",
+        DEMO,
+        "--device-map",
+        "balanced",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, line)], cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "--device-map balanced: each of the 2 ranks holds the whole model on a device of its own" in done.stderr

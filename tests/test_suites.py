@@ -1,0 +1,86 @@
+"""Suite files: what is in the house's own, what a user may write, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import SHARED
+
+from emp_llm.models.corpora import data_folder
+from emp_llm.models.errors import UserError
+from emp_llm.services.suites import Task, find_suite
+
+SEVEN = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
+
+
+def test_suites_of_the_house() -> None:
+    perplexity, paper, demo = (find_suite(name) for name in ("perplexity", "paper", "demo"))
+    assert perplexity.corpus is not None
+    assert perplexity.corpus.seqlen == 2048
+    assert perplexity.tasks == ()
+    assert paper.corpus == perplexity.corpus
+    assert [task.name for task in paper.tasks] == SEVEN
+    assert {task.num_fewshot for task in paper.tasks} == {0}
+    assert find_suite("harness-wikitext").tasks == (Task("wikitext"),)
+    assert find_suite("harness-wikitext").corpus is None
+    assert [task.name for task in demo.tasks] == ["demo_facts", "demo_inference", "demo_stories"]
+    changed = find_suite("perplexity,seqlen=512").corpus
+    assert changed is not None
+    assert changed.seqlen == 512
+
+
+def test_a_suite_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "mine.toml").write_text(
+        '[[tasks]]\nnames = ["a", "b"]\nnum_fewshot = 5\nlimit = 100\nfolder = "tasks"\n[[tasks]]\nnames = ["c"]\n'
+    )
+    suite = find_suite(str(tmp_path / "mine.toml"))
+    folder = tmp_path / "tasks"
+    assert suite.tasks == (Task("a", 5, 100, folder), Task("b", 5, 100, folder), Task("c"))
+    limited = suite.limited(7)
+    assert [task.limit for task in limited.tasks] == [7, 7, 7]
+    assert [task.limit for task in suite.limited(200).tasks] == [100, 100, 200]
+    before = json.dumps(suite.record())
+    assert str(tmp_path) not in before.replace(suite.name, "")  # elsewhere it is the same suite
+    (folder / "a.yaml").write_text("task: a")
+    assert json.dumps(suite.record()) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "nothing in it"),
+        ("[task]\n", r"unknown table 'task'"),
+        ("perplexity = 3\n", r"perplexity must be a table"),
+        ('tasks = "boolq"\n', r"tasks must be tables"),
+        ('[[tasks]]\nname = "boolq"\n', r"unknown field 'name'"),
+        ('[[tasks]]\nnames = "boolq"\n', r"names must be list"),
+        ("[[tasks]]\nlimit = 3\n", r"needs names"),
+        ('[[tasks]]\nnames = ["a"]\nlimit = 0\n', r"limit must be at least 1"),
+        ('[[tasks]]\nnames = ["a"]\nnum_fewshot = true\n', r"num_fewshot must be int"),
+        ('[[tasks]]\nnames = ["a"]\nfolder = "none"\n', r"'none'.* is not a folder"),
+        ('[[tasks]]\nnames = ["a"]\n[[tasks]]\nnames = ["a"]\nnum_fewshot = 2\n', r"'a' is named twice"),
+    ],
+)
+def test_files_that_are_no_suites(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says) as caught:
+        find_suite(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_names_that_are_no_suites() -> None:
+    with pytest.raises(UserError, match=r"'papers' is not a suite.*Did you mean paper\?"):
+        find_suite("papers")
+    with pytest.raises(UserError, match="no text whose fields"):
+        find_suite("harness-wikitext,seqlen=5")
+    with pytest.raises(UserError, match="--limit must be at least 1"):
+        find_suite("demo").limited(0)
+
+
+def test_published_values_are_the_papers() -> None:
+    if not SHARED.is_dir():
+        pytest.skip("the folder with the paper is not beside this checkout")
+    ours = json.loads((data_folder("eval") / "published" / "llama.json").read_text())
+    assert ours["results"] == json.loads((SHARED / "paper" / "published_llm_results.json").read_text())["results"]
