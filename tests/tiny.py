@@ -23,7 +23,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", _COMMON | {"ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", _COMMON | {"intermediate_size": 80, "max_position_embeddings": 128}),
     "mixtral": ("MixtralConfig", _GLU | {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _GLU | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
+MIXTURES = ("mixtral", "qwen3_moe")
 
 
 def make_model(
