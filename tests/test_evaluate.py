@@ -300,6 +300,10 @@ def test_wrong_tasks(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyP
         TASK.format(name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE)
     )
     Path("b.toml").write_text('[[tasks]]\nnames = ["lost"]\nfolder = "tasks"\n')
+    Path("tasks/gone.yaml").write_text(Path("tasks/lost.yaml").read_text().replace("lost", "gone"))
+    Path("c.toml").write_text('[[tasks]]\nnames = ["gone", "lost"]\nfolder = "tasks"\n')
+    says = r"task gone: its data set json, task lost: its data set json cannot be loaded \(.*gone.jsonl"
+    refused(says, model=model, suite="c.toml")
     refused(r"task lost: its data set json cannot be loaded \(.*lost.jsonl", model=model, suite="b.toml")
     assert not list(tmp_path.glob("*.json"))
 

@@ -54,7 +54,10 @@ def test_quantizing_keeps_zeros(pruned: Path, bits: Quantization) -> None:
     assert quantized.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--device-map disk: a model quantised to 4bit cannot lie on disk"):
+        evaluate(str(DEMO), "demo", load_in_4bit=True, device_map="disk")
     with pytest.raises(UserError, match="exclude each other"):
         evaluate(str(DEMO), "demo", load_in_8bit=True, load_in_4bit=True)
     monkeypatch.setattr("emp_llm.models.loading.find_spec", lambda _: None)
