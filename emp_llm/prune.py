@@ -17,8 +17,10 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
+from emp_llm.models.hidden import Place
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
 from emp_llm.models.output import OutputFolder, needed_bytes
+from emp_llm.models.propagation import Execution, Mode, Propagate
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.pruning import Pruner
 from emp_llm.models.recipe import REPORT_NAME, Method, Recipe
@@ -55,6 +57,12 @@ def prune(
     batch_size: Annotated[int, Option(help="Sequences to a calibration pass.", min=1)] = 4,
     device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
     dtype: Annotated[str, Option(help="Of forward passes: auto, bfloat16, float16 or float32.")] = "auto",
+    execution: Annotated[Mode, Option(help="The whole model at once or by blocks; auto: by blocks if offloaded.")] = "auto",
+    propagate: Annotated[
+        Propagate, Option(help="What each block is shown: the dense model's inputs, or the pruned one's.")
+    ] = "dense",
+    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
+    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
     neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
@@ -70,6 +78,10 @@ def prune(
     recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
     recipe.check()
     check_options(device_map, dtype)
+    how = Execution(execution, propagate, hidden_states, blocks)
+    how.check()
+    if propagate == "pruned":
+        check_pruned(recipe, activations)
     suite = find_suite(evaluate) if evaluate is not None else None
     if activations is not None and not recipe.needs_activations:
         logger.info("--activations is not needed by method %s, and not read.", method)
@@ -77,7 +89,7 @@ def prune(
         logger.info("--samples and --seqlen are of no effect: the norms of --activations are used.")
     given = Activations.load(activations) if activations is not None and recipe.needs_activations else None
     source = find_model(model, revision, trust_remote_code)
-    plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code)
+    plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code, blocks)
     if given is not None:
         warn_if_foreign(given, plan.checkpoint)
         plan.pruner.use(given, str(activations))
@@ -93,10 +105,12 @@ def prune(
             context = max_context(plan.checkpoint.config)
             corpus = calibration_corpus(calibration, samples, seqlen, context)
             text = Calibration(plan.checkpoint, models.tokenizer, corpus, seed)
-            about = {"model": source.name, "revision": source.revision}
+            about: dict[str, Any] = {"model": source.name, "revision": source.revision}
+            if propagate == "pruned":
+                about["pruned_by"] = recipe.record()
             loaded = models.dense()
             with stages("calibrate"):
-                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about)
+                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about, how, plan.pruner)
             given.save(out.partial / ACTIVATIONS_NAME)
             plan.pruner.use(given)
         if evaluation is not None:
@@ -131,15 +145,33 @@ def prune(
     return report
 
 
+def check_pruned(recipe: Recipe, activations: Path | None) -> None:
+    """Raise UserError where pruned propagation does not go with a recipe, or with norms that are given."""
+    if activations is not None:
+        raise UserError("--propagate pruned collects norms of its own; leave out --activations.")
+    if not recipe.needs_activations:
+        raise UserError(f"--propagate pruned is for methods that need activations; {recipe.method} needs none.")
+    if recipe.group == "all":
+        raise UserError("--propagate pruned decides block by block, and --group all on all blocks at once; take row or matrix.")
+
+
 class _Plan:
     """What will be pruned and where to, from what the user asked; nothing is written or run yet."""
 
-    def __init__(self, source: Source, recipe: Recipe, output: Path, overwrite: bool, trust_remote_code: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        output: Path,
+        overwrite: bool,
+        trust_remote_code: bool,
+        blocks: str | None = None,
+    ) -> None:
         self.checkpoint = Checkpoint(source.folder)
         if "quantization_config" in self.checkpoint.config:
             raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
         self.output = OutputFolder(output, self.checkpoint, overwrite)
-        self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code))
+        self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)
         self.pruner = Pruner(self.checkpoint, self.chosen, recipe.scheme(self.coverage.target_parameters))

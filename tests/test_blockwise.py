@@ -180,7 +180,7 @@ def test_blocks_by_name(models: Models) -> None:
     for wrong in ("model.blocks", "model.norm"):
         with pytest.raises(UserError, match=rf"--blocks '{wrong}' is no list of modules.*are: model\.layers\."):
             BlockwiseModel(model, wrong)
-    with pytest.raises(UserError, match="found no decoder blocks.*--blocks PATH"):
+    with pytest.raises(UserError, match=r"found no decoder blocks.*--blocks PATH"):
         find_blocks(nn.Linear(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""A causal language model run block by block: each decoder block is brought to its device once, and all batches pass through it.
+"""A causal language model run block by block: each is brought to its device once, and all batches pass through it.
 
     runner = BlockwiseModel(model)
     for logits in runner.forward(batches): ...       # those of model(batch, use_cache=False), bit for bit
@@ -97,8 +97,8 @@ class BlockwiseModel:
             self._tupled = tupled
             return
         raise UserError(
-            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reasons[0]}. Name others with "
-            "--blocks PATH, or use --execution model."
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reasons[0]}. Name others "
+            "with --blocks PATH, or use --execution model."
         )
 
     def _call(self, batch: Tensor, body: nn.Module | None = None) -> Any:
@@ -218,10 +218,9 @@ class Step:
     def _call(self, call: Call, hidden: Tensor, batch: Tensor) -> Tensor:
         try:
             output = call.on(self.block, hidden)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                if "allocate memory" not in str(error):
-                    raise
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+                raise
             raise UserError(
                 f"{self.name}: out of memory on {hidden.device} with {batch.shape[0]} sequences of {batch.shape[1]} tokens at "
                 "a time. Lower --batch-size, then --seqlen"

@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.models.activations import Activations, calibrate_model
+from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
 from emp_llm.models.errors import UserError
+from emp_llm.models.propagation import Execution
 from emp_llm.models.provenance import versions
+from emp_llm.models.pruning import Pruner
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +52,26 @@ class Calibration:
         self._checkpoint = checkpoint
         self._record = {"text": corpus_record(corpus), "seed": seed if corpus.shuffle else None}
 
-    def run(self, model: PreTrainedModel, layers: list[str], batch_size: int, about: dict[str, Any]) -> Activations:
-        """Collect the norms of these layers' inputs; `about`: more for the record (model, revision)."""
-        activations = calibrate_model(model, layers, self.tokens, batch_size)
+    def run(
+        self,
+        model: PreTrainedModel,
+        layers: list[str],
+        batch_size: int,
+        about: dict[str, Any],
+        execution: Execution,
+        pruner: Pruner | None = None,
+    ) -> Activations:
+        """Collect the norms of these layers' inputs.
+
+        Args:
+            about: more for the record (model, revision).
+            execution: how the passes are run.
+            pruner: decides the masks of a pruned propagation.
+        """
+        activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner)
         record = {
             **about,
+            **activations.about,
             "dtype": str(model.dtype).removeprefix("torch."),
             **self._record,
             "tokens": self.tokens.numel(),

@@ -26,7 +26,7 @@ class HiddenStates:
         self._tensors: dict[int, Tensor] = {}
         self._regions: dict[int, tuple[int, torch.Size, torch.dtype]] = {}
         self._end = 0
-        self._file = tempfile.TemporaryFile(prefix="emp-llm-hidden-") if place == "disk" else None
+        self._file = tempfile.TemporaryFile(prefix="emp-llm-hidden-") if place == "disk" else None  # noqa: SIM115
 
     def get(self, number: int, device: torch.device) -> Tensor:
         """The tensor at a number, on a device."""

@@ -152,9 +152,8 @@ def _record(
 
         return stand_in
 
-    with standing_in(blocks, forward):
-        with suppress(_LastBlock):
-            run()
+    with standing_in(blocks, forward), suppress(_LastBlock):
+        run()
     if len(calls) < len(blocks):
         raise NotAlone(f"only {len(calls)} of its {len(blocks)} blocks are called")
     return first[0], calls
