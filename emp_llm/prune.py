@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,12 @@ from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place
-from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
+from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.propagation import Execution, Mode, Propagate
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.pruning import Pruner
+from emp_llm.models.ranks import ranks
 from emp_llm.models.recipe import REPORT_NAME, Method, Recipe
 from emp_llm.models.stages import Stages
 from emp_llm.models.summary import summarise
@@ -63,6 +65,8 @@ def prune(
     ] = "dense",
     hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
     blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
+    load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
+    load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
@@ -73,6 +77,9 @@ def prune(
 ) -> dict[str, Any]:
     """Prune a causal language model after training and write the pruned checkpoint.
 
+    Started by torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the
+    first writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
+
     Returns the report that is also written as emp_report.json; for a dry run, what would be pruned and what it needs.
     """
     recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
@@ -80,8 +87,9 @@ def prune(
     check_options(device_map, dtype)
     how = Execution(execution, propagate, hidden_states, blocks)
     how.check()
+    quantization = quantization_of(load_in_8bit, load_in_4bit)
     if propagate == "pruned":
-        check_pruned(recipe, activations)
+        check_pruned(recipe, activations, quantization)
     suite = find_suite(evaluate) if evaluate is not None else None
     if activations is not None and not recipe.needs_activations:
         logger.info("--activations is not needed by method %s, and not read.", method)
@@ -97,10 +105,11 @@ def prune(
         return plan.describe(calibrates=recipe.needs_activations and given is None)
 
     stages = Stages()
+    ranks().share(None)  # all have seen that the output is free, before the first begins with it
     models = _Models(source, device_map, dtype, trust_remote_code, stages)
     evaluation = Evaluation(suite, models.tokenizer, _BATCH_SIZE) if suite is not None else None
     measured: dict[str, Measures] = {}
-    with plan.output as out:
+    with plan.output if ranks().main else nullcontext() as out:
         if recipe.needs_activations and given is None:
             context = max_context(plan.checkpoint.config)
             corpus = calibration_corpus(calibration, samples, seqlen, context)
@@ -108,10 +117,14 @@ def prune(
             about: dict[str, Any] = {"model": source.name, "revision": source.revision}
             if propagate == "pruned":
                 about["pruned_by"] = recipe.record()
-            loaded = models.dense()
+            loaded = models.dense(quantization)
             with stages("calibrate"):
-                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about, how, plan.pruner)
-            given.save(out.partial / ACTIVATIONS_NAME)
+                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about, how, plan.pruner, quantization)
+            del loaded
+            if quantization is not None:
+                models.free()
+            if out is not None:
+                given.save(out.partial / ACTIVATIONS_NAME)
             plan.pruner.use(given)
         if evaluation is not None:
             dense = models.dense()
@@ -119,36 +132,43 @@ def prune(
                 measured["dense"] = evaluation.measure(dense)
             del dense
         models.free()
-        with stages("prune"):
-            outcomes = plan.pruner.write(out.partial)
-        report = {
-            "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
-            "command": command_line(),
-            "recipe": recipe.record() | {"dtype": dtype, "device_map": device_map},
-            "calibration": given.about if given is not None else None,
-            "versions": versions(),
-            "stages": stages.record,
-            **summarise(outcomes, plan.coverage, plan.pruner.scheme.budget.order, plan.pruner.whole),
-        }
-        write_report(report, out.partial)
-        out.publish()
-    for sentence in report["warnings"]:
+        report: dict[str, Any] = {}
+        if out is not None:
+            with stages("prune"):
+                outcomes = plan.pruner.write(out.partial)
+            report = {
+                "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
+                "command": command_line(),
+                "recipe": recipe.record() | {"dtype": dtype, "device_map": device_map},
+                "calibration": given.about if given is not None else None,
+                "versions": versions(),
+                "stages": stages.record,
+                **summarise(outcomes, plan.coverage, plan.pruner.scheme.budget.order, plan.pruner.whole),
+            }
+            write_report(report, out.partial)
+            out.publish()
+    report = ranks().share(report)
+    for sentence in report["warnings"] if ranks().main else []:
         logger.warning("warning: %s", sentence)
     if evaluation is not None:
         pruned = models.load(plan.output.path)
         with stages("evaluate pruned"):
             measured["pruned"] = evaluation.measure(pruned)
         report["evaluation"] = evaluation.suite.record() | {"batch_size": _BATCH_SIZE} | measured
-        write_report(report, plan.output.path)
+        if ranks().main:
+            report["stages"] = stages.record
+            write_report(report, plan.output.path)
     times = ", ".join(f"{stage} {entry['seconds']:.1f} s" for stage, entry in stages.record.items())
     logger.info("written to %s (%s)", plan.output.path, times)
     return report
 
 
-def check_pruned(recipe: Recipe, activations: Path | None) -> None:
+def check_pruned(recipe: Recipe, activations: Path | None, quantization: Quantization | None = None) -> None:
     """Raise UserError where pruned propagation does not go with a recipe, or with norms that are given."""
     if activations is not None:
         raise UserError("--propagate pruned collects norms of its own; leave out --activations.")
+    if quantization is not None:
+        raise UserError("--propagate pruned sets weights to zero in memory, which quantised ones do not allow; leave one out.")
     if not recipe.needs_activations:
         raise UserError(f"--propagate pruned is for methods that need activations; {recipe.method} needs none.")
     if recipe.group == "all":
@@ -232,14 +252,14 @@ class _Models:
     def tokenizer(self) -> Any:
         return load_tokenizer(self._source.folder, self._options[2])
 
-    def dense(self) -> PreTrainedModel:
+    def dense(self, quantization: Quantization | None = None) -> PreTrainedModel:
         if self._dense is None:
             with self.stages("load"):
-                self._dense = self.load(self._source.folder)
+                self._dense = self.load(self._source.folder, quantization)
         return self._dense
 
-    def load(self, folder: Path) -> PreTrainedModel:
-        return load_model(folder, *self._options)
+    def load(self, folder: Path, quantization: Quantization | None = None) -> PreTrainedModel:
+        return load_model(folder, *self._options, quantization)
 
     def free(self) -> None:
         self._dense = None

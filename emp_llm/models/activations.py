@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from emp_llm.models.blocks import body_of
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.loading import input_device
+from emp_llm.models.ranks import ranks
 
 FORMAT = "emp-llm activations 1"
 METADATA_KEY = "emp_llm"
@@ -116,6 +117,27 @@ class InputSums:
         leader = self.input_of.get(layer)
         return None if leader is None else self.norms([leader])[leader]
 
+    def reduce(self, layers: Iterable[str] | None = None) -> None:
+        """Add up what all ranks have seen of some layers' inputs, or of all; a collective call, once for each layer.
+
+        A batch's squares are float32, and float64 holds the sums of thousands of them without rounding, so that in whatever
+        order they are added the norms are the same.
+        """
+        count = ranks().count
+        if count == 1:
+            return
+        names = [name for name in (self.sums if layers is None else layers) if name in self.sums]
+        shares = ranks().gather({name: (self.sums[name].cpu(), int(self._finite[name])) for name in names})
+        for name in names:
+            sums = [share[name][0] for share in shares]
+            broken = [
+                share[name][1] * count + rank
+                for rank, share in enumerate(shares)
+                if not bool(torch.isfinite(share[name][0]).all())
+            ]
+            self._finite[name] = torch.tensor(min(broken, default=0))
+            self.sums[name] = torch.stack(sums).sum(0).to(self.sums[name].device)
+
     def add(self, other: "InputSums") -> None:
         """Take over what another memory holds, of other layers."""
         self.sums |= other.sums
@@ -166,6 +188,21 @@ def input_hooks(model: nn.Module, layers: Iterable[str]) -> Iterator[InputSums]:
             handle.remove()
 
 
+def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
+    """This rank's share of the batches, the same batches that one rank would make.
+
+    Raises:
+        UserError: there are fewer batches than ranks.
+    """
+    batches = torch.split(tokens, batch_size)
+    if len(batches) < ranks().count:
+        raise UserError(
+            f"--batch-size {batch_size}: {tokens.shape[0]} samples are {len(batches)} batches, fewer than the "
+            f"{ranks().count} ranks; lower it, or take fewer ranks."
+        )
+    return list(ranks().part(batches))
+
+
 def calibrate_model(model: PreTrainedModel, layers: list[str], tokens: Tensor, batch_size: int = 4) -> Activations:
     """Run the calibration tokens through a model and collect the norms of its layers' inputs.
 
@@ -186,9 +223,12 @@ def calibrate_model(model: PreTrainedModel, layers: list[str], tokens: Tensor, b
     body = model if wants_head else body_of(model)
     device = input_device(model)
     with input_hooks(model, layers) as memory, torch.no_grad():
-        bar = tqdm(total=tokens.numel(), desc="calibrate", unit="tok", unit_scale=True, disable=None)
-        for batch in torch.split(tokens, batch_size):
+        batches = own_batches(tokens, batch_size)
+        total, quiet = sum(batch.numel() for batch in batches), None if ranks().main else True
+        bar = tqdm(total=total, desc="calibrate", unit="tok", unit_scale=True, disable=quiet)
+        for batch in batches:
             body(input_ids=batch.to(device), use_cache=False)
             bar.update(batch.numel())
         bar.close()
+    memory.reduce()
     return Activations(memory.norms(), memory.input_of)

@@ -23,6 +23,7 @@ from emp_llm.models.blocks import body_of, find_blocks
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.hidden import HiddenStates, Place, check_place, choose_place
 from emp_llm.models.loading import input_device
+from emp_llm.models.ranks import ranks
 from emp_llm.models.recording import Call, NotAlone, Pool, check_independence, record, run_tail
 from emp_llm.models.residency import Outside, Residents, execution_device
 
@@ -118,7 +119,9 @@ class Walk:
         self._calls: list[list[Call]] = []
         self._device = execution_device(runner.blocks[0])
         tokens = sum(batch.numel() for batch in batches)
-        self.bar = tqdm(total=tokens * len(runner.blocks), desc=title, unit="tok", unit_scale=True, disable=None)
+        self.bar = tqdm(
+            total=tokens * len(runner.blocks), desc=title, unit="tok", unit_scale=True, disable=None if ranks().main else True
+        )
         pool = Pool()
         try:
             with torch.no_grad(), runner._outside.coming():

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.models.activations import Activations, InputSums, calibrate_model, input_hooks
+from emp_llm.models.activations import Activations, InputSums, calibrate_model, input_hooks, own_batches
 from emp_llm.models.blocks import body_of
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.errors import UserError
@@ -98,13 +97,15 @@ def propagated(
 ) -> Iterator[tuple[InputSums, Walk]]:
     """As `calibrate_blocks`; yields the sums and the walk at its end, for whoever wants the logits too."""
     model = runner.model
-    batches = torch.split(tokens, batch_size)
+    batches = own_batches(tokens, batch_size)
     runner.prepare(batches[0])  # before there are hooks: what it runs does not count
     with input_hooks(model, layers) as memory, runner.walk(batches, "calibrate") as walk:
         for step in walk.steps():
             targets = [t for t in pruner.targets if t.name.startswith(f"{step.name}.")] if pruner is not None else []
             step.run(advance=not targets)
-            memory.norms(name for name in memory.sums if name.startswith(f"{step.name}."))  # not finite: stop here
+            seen = [name for name in memory.sums if name.startswith(f"{step.name}.")]
+            memory.reduce(seen)  # so that the masks of all ranks keep in step
+            memory.norms(seen)  # not finite: stop here
             if pruner is not None and targets:
                 memory.asleep = True
                 with _masked(model, {target: pruner.mask(target, memory.norm(target.name)) for target in targets}):
@@ -141,4 +142,5 @@ def _finish(runner: BlockwiseModel, walk: Walk, layers: list[str], memory: Input
     with input_hooks(model, left) as after:
         for number in range(len(walk.batches)):
             walk.tail(number, body)
+    after.reduce()
     memory.add(after)

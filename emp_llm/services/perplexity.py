@@ -87,11 +87,10 @@ def perplexity(
     if tokens.numel() - full > 1:
         batches.append(tokens[full:].reshape(1, -1))
     total, weight, blocks = 0.0, 0, 0
-    rank, count = ranks().index, ranks().count
     losses: dict[int, float] = {}
     start = time.perf_counter()
-    shares = range(rank, len(batches), count)
-    for number, logits in zip(shares, _logits(model, [batches[number] for number in shares]), strict=True):
+    own = ranks().part(range(len(batches)))
+    for number, logits in zip(own, _logits(model, [batches[number] for number in own]), strict=True):
         losses[number] = float(_mean_losses(logits, batches[number]).sum())
     for share in ranks().gather(losses):
         losses |= share
