@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,10 +95,10 @@ def lm_eval(cwd: Path, output: Path, *arguments: object) -> dict[str, Any]:
 
 def test_demo_model_on_its_own_suite(run: Run, tmp_path: Path) -> None:
     """From another folder: the tasks find their questions. Well above chance, in time, as the lm_eval command has it."""
-    start = time.perf_counter()
+    before = os.times()
     done = run("evaluate", "--model", DEMO, "--suite", "demo")
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 90
+    assert os.times().children_user - before.children_user < 90  # of one processor, whatever else the machine does
     assert re.search(r"mean acc of 3 +\d\d\.\d\d$", done.stdout, re.M), done.stdout
     assert "suite demo: 77,416 tokens, 720 examples by lm-eval" in done.stdout
     assert done.stderr == "results in model-demo.json\n"
