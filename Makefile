@@ -31,7 +31,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf .venv demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,7 +11,10 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
-from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
+from emp_llm.models.hidden import Place
+from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context, quantization_of
+from emp_llm.models.propagation import Execution, Mode
+from emp_llm.models.ranks import ranks
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.services.hub import find_model
 
@@ -28,6 +31,11 @@ def calibrate(
     batch_size: Annotated[int, Option(help="Sequences to a forward pass.", min=1)] = 4,
     device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
     dtype: Annotated[str, Option(help="Of the forward pass: auto, bfloat16, float16 or float32.")] = "auto",
+    execution: Annotated[Mode, Option(help="The whole model at once or by blocks; auto: by blocks if offloaded.")] = "auto",
+    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
+    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
+    load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
+    load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
@@ -35,24 +43,30 @@ def calibrate(
 ) -> Activations:
     """Run a text through a model and keep the 2-norm of every input feature of its linear layers.
 
-    One pass through the dense model; the file serves any number of prune runs (--activations).
+    One pass through the dense model; the file serves any number of prune runs (--activations). Started by torchrun or
+    accelerate launch, every process runs its share of the text, and the first writes the file.
     """
     output = Path(output)
     check_options(device_map, dtype)
+    quantization = quantization_of(load_in_8bit, load_in_4bit)
+    how = Execution(execution, "dense", hidden_states, blocks)
+    how.check()
     if output.is_dir() or next(folder for folder in output.absolute().parents if folder.exists()).is_file():
         raise UserError(f"--output {output}: a file cannot be written there; name a file in a folder.")
     if output.exists() and not overwrite:
         raise UserError(f"--output {output}: it exists; name another file, or add --overwrite.")
     source = find_model(model, revision, trust_remote_code)
     checkpoint = Checkpoint(source.folder)
-    architecture = Architecture(checkpoint, build_skeleton(source.folder, trust_remote_code))
+    architecture = Architecture(checkpoint, build_skeleton(source.folder, trust_remote_code), blocks)
     layers = [target.name for target in architecture.select(targets) if target.layer.kind != "embedding"]
     tokenizer = load_tokenizer(source.folder, trust_remote_code)
     corpus = calibration_corpus(calibration, samples, seqlen, max_context(checkpoint.config))
     text = Calibration(checkpoint, tokenizer, corpus, seed)
-    loaded = load_model(source.folder, device_map, dtype, trust_remote_code)
-    activations = text.run(loaded, layers, batch_size, {"model": source.name, "revision": source.revision})
-    activations.save(output)
+    loaded = load_model(source.folder, device_map, dtype, trust_remote_code, quantization)
+    about = {"model": source.name, "revision": source.revision}
+    activations = text.run(loaded, layers, batch_size, about, how, quantization=quantization)
+    if ranks().main:
+        activations.save(output)
     logger.info(
         "%s: norms of %d inputs of %d layers over %d tokens of %s.",
         output,

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +18,13 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
-from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
+from emp_llm.models.hidden import Place
+from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.output import OutputFolder, needed_bytes
+from emp_llm.models.propagation import Execution, Mode, Propagate
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.pruning import Pruner
+from emp_llm.models.ranks import ranks
 from emp_llm.models.recipe import REPORT_NAME, Method, Recipe
 from emp_llm.models.stages import Stages
 from emp_llm.models.summary import summarise
@@ -55,6 +59,14 @@ def prune(
     batch_size: Annotated[int, Option(help="Sequences to a calibration pass.", min=1)] = 4,
     device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
     dtype: Annotated[str, Option(help="Of forward passes: auto, bfloat16, float16 or float32.")] = "auto",
+    execution: Annotated[Mode, Option(help="The whole model at once or by blocks; auto: by blocks if offloaded.")] = "auto",
+    propagate: Annotated[
+        Propagate, Option(help="What each block is shown: the dense model's inputs, or the pruned one's.")
+    ] = "dense",
+    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
+    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
+    load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
+    load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
@@ -65,11 +77,19 @@ def prune(
 ) -> dict[str, Any]:
     """Prune a causal language model after training and write the pruned checkpoint.
 
+    Started by torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the
+    first writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
+
     Returns the report that is also written as emp_report.json; for a dry run, what would be pruned and what it needs.
     """
     recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
     recipe.check()
     check_options(device_map, dtype)
+    how = Execution(execution, propagate, hidden_states, blocks)
+    how.check()
+    quantization = quantization_of(load_in_8bit, load_in_4bit)
+    if propagate == "pruned":
+        check_pruned(recipe, activations, quantization)
     suite = find_suite(evaluate) if evaluate is not None else None
     if activations is not None and not recipe.needs_activations:
         logger.info("--activations is not needed by method %s, and not read.", method)
@@ -77,7 +97,7 @@ def prune(
         logger.info("--samples and --seqlen are of no effect: the norms of --activations are used.")
     given = Activations.load(activations) if activations is not None and recipe.needs_activations else None
     source = find_model(model, revision, trust_remote_code)
-    plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code)
+    plan = _Plan(source, recipe, output or Path(f"{source.short_name}-{method}"), overwrite, trust_remote_code, blocks)
     if given is not None:
         warn_if_foreign(given, plan.checkpoint)
         plan.pruner.use(given, str(activations))
@@ -85,19 +105,26 @@ def prune(
         return plan.describe(calibrates=recipe.needs_activations and given is None)
 
     stages = Stages()
+    ranks().share(None)  # all have seen that the output is free, before the first begins with it
     models = _Models(source, device_map, dtype, trust_remote_code, stages)
     evaluation = Evaluation(suite, models.tokenizer, _BATCH_SIZE) if suite is not None else None
     measured: dict[str, Measures] = {}
-    with plan.output as out:
+    with plan.output if ranks().main else nullcontext() as out:
         if recipe.needs_activations and given is None:
             context = max_context(plan.checkpoint.config)
             corpus = calibration_corpus(calibration, samples, seqlen, context)
             text = Calibration(plan.checkpoint, models.tokenizer, corpus, seed)
-            about = {"model": source.name, "revision": source.revision}
-            loaded = models.dense()
+            about: dict[str, Any] = {"model": source.name, "revision": source.revision}
+            if propagate == "pruned":
+                about["pruned_by"] = recipe.record()
+            loaded = models.dense(quantization)
             with stages("calibrate"):
-                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about)
-            given.save(out.partial / ACTIVATIONS_NAME)
+                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about, how, plan.pruner, quantization)
+            del loaded
+            if quantization is not None:
+                models.free()
+            if out is not None:
+                given.save(out.partial / ACTIVATIONS_NAME)
             plan.pruner.use(given)
         if evaluation is not None:
             dense = models.dense()
@@ -105,41 +132,66 @@ def prune(
                 measured["dense"] = evaluation.measure(dense)
             del dense
         models.free()
-        with stages("prune"):
-            outcomes = plan.pruner.write(out.partial)
-        report = {
-            "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
-            "command": command_line(),
-            "recipe": recipe.record() | {"dtype": dtype, "device_map": device_map},
-            "calibration": given.about if given is not None else None,
-            "versions": versions(),
-            "stages": stages.record,
-            **summarise(outcomes, plan.coverage, plan.pruner.scheme.budget.order, plan.pruner.whole),
-        }
-        write_report(report, out.partial)
-        out.publish()
-    for sentence in report["warnings"]:
+        report: dict[str, Any] = {}
+        if out is not None:
+            with stages("prune"):
+                outcomes = plan.pruner.write(out.partial)
+            report = {
+                "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
+                "command": command_line(),
+                "recipe": recipe.record() | {"dtype": dtype, "device_map": device_map},
+                "calibration": given.about if given is not None else None,
+                "versions": versions(),
+                "stages": stages.record,
+                **summarise(outcomes, plan.coverage, plan.pruner.scheme.budget.order, plan.pruner.whole),
+            }
+            write_report(report, out.partial)
+            out.publish()
+    report = ranks().share(report)
+    for sentence in report["warnings"] if ranks().main else []:
         logger.warning("warning: %s", sentence)
     if evaluation is not None:
         pruned = models.load(plan.output.path)
         with stages("evaluate pruned"):
             measured["pruned"] = evaluation.measure(pruned)
         report["evaluation"] = evaluation.suite.record() | {"batch_size": _BATCH_SIZE} | measured
-        write_report(report, plan.output.path)
+        if ranks().main:
+            report["stages"] = stages.record
+            write_report(report, plan.output.path)
     times = ", ".join(f"{stage} {entry['seconds']:.1f} s" for stage, entry in stages.record.items())
     logger.info("written to %s (%s)", plan.output.path, times)
     return report
 
 
+def check_pruned(recipe: Recipe, activations: Path | None, quantization: Quantization | None = None) -> None:
+    """Raise UserError where pruned propagation does not go with a recipe, or with norms that are given."""
+    if activations is not None:
+        raise UserError("--propagate pruned collects norms of its own; leave out --activations.")
+    if quantization is not None:
+        raise UserError("--propagate pruned sets weights to zero in memory, which quantised ones do not allow; leave one out.")
+    if not recipe.needs_activations:
+        raise UserError(f"--propagate pruned is for methods that need activations; {recipe.method} needs none.")
+    if recipe.group == "all":
+        raise UserError("--propagate pruned decides block by block, and --group all on all blocks at once; take row or matrix.")
+
+
 class _Plan:
     """What will be pruned and where to, from what the user asked; nothing is written or run yet."""
 
-    def __init__(self, source: Source, recipe: Recipe, output: Path, overwrite: bool, trust_remote_code: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        output: Path,
+        overwrite: bool,
+        trust_remote_code: bool,
+        blocks: str | None = None,
+    ) -> None:
         self.checkpoint = Checkpoint(source.folder)
         if "quantization_config" in self.checkpoint.config:
             raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
         self.output = OutputFolder(output, self.checkpoint, overwrite)
-        self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code))
+        self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)
         self.pruner = Pruner(self.checkpoint, self.chosen, recipe.scheme(self.coverage.target_parameters))
@@ -200,14 +252,14 @@ class _Models:
     def tokenizer(self) -> Any:
         return load_tokenizer(self._source.folder, self._options[2])
 
-    def dense(self) -> PreTrainedModel:
+    def dense(self, quantization: Quantization | None = None) -> PreTrainedModel:
         if self._dense is None:
             with self.stages("load"):
-                self._dense = self.load(self._source.folder)
+                self._dense = self.load(self._source.folder, quantization)
         return self._dense
 
-    def load(self, folder: Path) -> PreTrainedModel:
-        return load_model(folder, *self._options)
+    def load(self, folder: Path, quantization: Quantization | None = None) -> PreTrainedModel:
+        return load_model(folder, *self._options, quantization)
 
     def free(self) -> None:
         self._dense = None

@@ -27,7 +27,7 @@ from emp_llm.prune import prune
 METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")
 GLU = r"model\.layers\.[01]\.mlp\.(gate|up|down|gate_up)_proj\.weight"
 # What "mlp" has to mean, written down by hand: the stored names of each family, and how many matrices these are.
-MLP = {family: (GLU, 6) for family in tiny.FAMILIES if family != "mixtral"} | {
+MLP = {family: (GLU, 6) for family in tiny.FAMILIES if family not in tiny.MIXTURES} | {
     "phi3": (GLU, 4),
     "gpt2": (r"(transformer\.)?h\.[01]\.mlp\.c_(fc|proj)\.weight", 4),
     "opt": (r"model\.decoder\.layers\.[01]\.fc[12]\.weight", 4),

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,10 +95,10 @@ def lm_eval(cwd: Path, output: Path, *arguments: object) -> dict[str, Any]:
 
 def test_demo_model_on_its_own_suite(run: Run, tmp_path: Path) -> None:
     """From another folder: the tasks find their questions. Well above chance, in time, as the lm_eval command has it."""
-    start = time.perf_counter()
+    before = os.times()
     done = run("evaluate", "--model", DEMO, "--suite", "demo")
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 90
+    assert os.times().children_user - before.children_user < 90  # of one processor, whatever else the machine does
     assert re.search(r"mean acc of 3 +\d\d\.\d\d$", done.stdout, re.M), done.stdout
     assert "suite demo: 77,416 tokens, 720 examples by lm-eval" in done.stdout
     assert done.stderr == "results in model-demo.json\n"
@@ -300,6 +299,10 @@ def test_wrong_tasks(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyP
         TASK.format(name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE)
     )
     Path("b.toml").write_text('[[tasks]]\nnames = ["lost"]\nfolder = "tasks"\n')
+    Path("tasks/gone.yaml").write_text(Path("tasks/lost.yaml").read_text().replace("lost", "gone"))
+    Path("c.toml").write_text('[[tasks]]\nnames = ["gone", "lost"]\nfolder = "tasks"\n')
+    says = r"task gone: its data set json, task lost: its data set json cannot be loaded \(.*gone.jsonl"
+    refused(says, model=model, suite="c.toml")
     refused(r"task lost: its data set json cannot be loaded \(.*lost.jsonl", model=model, suite="b.toml")
     assert not list(tmp_path.glob("*.json"))
 

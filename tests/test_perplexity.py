@@ -9,6 +9,7 @@ import torch
 import transformers
 from tiny import make_tokenizer
 
+from emp_llm.models import residency
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import load_model
 from emp_llm.services.perplexity import block_length, perplexity, text_tokens
@@ -67,3 +68,26 @@ def test_too_little_text_and_broken_models_are_named(models: Any) -> None:
     model.lm_head.weight.data[0] = math.nan
     with pytest.raises(UserError, match="loss is not finite"):
         perplexity(model, torch.arange(20), 64)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_model_that_does_not_fit_is_read_once(models: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(0, 256, (64 * 5 + 10,), generator=torch.Generator().manual_seed(0))
+    here = perplexity(load_model(models(family), "cpu"), tokens, 64, batch_size=2)
+    read: list[torch.nn.Module] = []
+    whole = residency._read
+
+    def counting(modules: list[torch.nn.Module]) -> Any:
+        held = whole(modules)
+        read.extend(entry.module for entry in held)
+        return held
+
+    monkeypatch.setattr(residency, "_read", counting)
+    model = load_model(models(family), "disk")
+    there = perplexity(model, tokens, 64, batch_size=2)
+    assert there.perplexity == here.perplexity
+    weights = sum(1 for module in model.modules() if residency._offload_hook(module) is not None)
+    assert weights > 10
+    # The embedding and what else lies outside the blocks come for the beginning and again for the end.
+    assert len(read) <= weights + 5
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())

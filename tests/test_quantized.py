@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from emp_llm.calibrate import calibrate
 from emp_llm.evaluate import evaluate
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import Quantization, load_model
@@ -54,9 +55,34 @@ def test_quantizing_keeps_zeros(pruned: Path, bits: Quantization) -> None:
     assert quantized.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--device-map disk: a model quantised to 4bit cannot lie on disk"):
+        evaluate(str(DEMO), "demo", load_in_4bit=True, device_map="disk")
     with pytest.raises(UserError, match="exclude each other"):
         evaluate(str(DEMO), "demo", load_in_8bit=True, load_in_4bit=True)
     monkeypatch.setattr("emp_llm.models.loading.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"need bitsandbytes. Install it: pip install 'emp-llm\[quantize\]'"):
         evaluate(str(DEMO), "demo", load_in_8bit=True)
+
+
+def test_quantized_calibration_prunes_the_original_weights(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((Path(__file__).parents[1] / "calibration" / "demo.txt").read_text()[:30_000])
+    norms = calibrate(
+        str(DEMO), tmp_path / "norms.safetensors", str(text), samples=4, seqlen=64, load_in_8bit=True, device_map="cpu"
+    )
+    assert norms.about["quantization"]["bits"] == "8bit"
+    plain = calibrate(str(DEMO), tmp_path / "plain.safetensors", str(text), samples=4, seqlen=64, device_map="cpu")
+    assert norms.norms.keys() == plain.norms.keys()
+    close = [torch.allclose(norm, plain.norms[name], rtol=0.2) for name, norm in norms.norms.items()]
+    assert sum(close) > 0.8 * len(close)
+    assert not all(torch.equal(norm, plain.norms[name]) for name, norm in norms.norms.items())
+    report = prune(str(DEMO), tmp_path / "out", calibration=str(text), samples=4, seqlen=64, load_in_8bit=True)
+    assert report["calibration"]["quantization"]["format"] == "LLM.int8"
+    dense, sparse = load_model(DEMO, "cpu"), load_model(tmp_path / "out", "cpu")
+    for name, weight in sparse.named_parameters():
+        kept = weight != 0
+        assert torch.equal(weight[kept], dense.get_parameter(name)[kept])
+    with pytest.raises(UserError, match="--propagate pruned sets weights to zero in memory"):
+        prune(str(DEMO), tmp_path / "other", load_in_4bit=True, propagate="pruned")

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from emp_llm.models.activations import Activations
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
 
@@ -92,3 +95,59 @@ def test_every_rank_holds_the_whole_model(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "--device-map balanced: each of the 2 ranks holds the whole model on a device of its own" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text((Path(__file__).parents[1] / "calibration" / "demo.txt").read_text()[:60_000])
+    return file
+
+
+@pytest.mark.parametrize(("count", "execution"), [(3, "model"), (2, "blocks")])
+def test_calibrating_with_ranks(text: Path, tmp_path: Path, count: int, execution: str) -> None:
+    """Seven samples, two at a time: shares of two batches and one, and a batch that is not full."""
+    arguments = ["emp_llm.calibrate", "--model", DEMO, "--calibration", text, "--samples", 7, "--seqlen", 128]
+    arguments += ["--batch-size", 2, "--execution", execution]
+    launched(tmp_path, *arguments, "--output", "one.safetensors")
+    done = launched(
+        tmp_path, "torch.distributed.run", "--nproc-per-node", count, "-m", *arguments, "--output", "all.safetensors"
+    )
+    assert done.stderr.count("all.safetensors: norms of") == 1
+    one, several = (Activations.load(tmp_path / f"{name}.safetensors") for name in ("one", "all"))
+    assert one.input_of == several.input_of
+    assert several.about["ranks"] == count
+    for name, norm in one.norms.items():
+        assert torch.equal(norm, several.norms[name])
+
+
+@pytest.mark.parametrize("propagate", ["dense", "pruned"])
+def test_pruning_with_ranks(text: Path, tmp_path: Path, propagate: str) -> None:
+    arguments = ["emp_llm.prune", "--model", DEMO, "--calibration", text, "--samples", 5, "--seqlen", 128]
+    arguments += ["--batch-size", 2, "--propagate", propagate]
+    launched(tmp_path, *arguments, "--output", "one")
+    (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 256\n')
+    evaluate = ["--evaluate", "suite.toml"] if propagate == "dense" else []
+    done = launched(tmp_path, "torch.distributed.run", "--nproc-per-node", 3, "-m", *arguments, *evaluate, "--output", "all")
+    shards = sorted(path.name for path in (tmp_path / "one").glob("*.safetensors"))
+    assert len(shards) == 2
+    for shard in shards:
+        assert (tmp_path / "one" / shard).read_bytes() == (tmp_path / "all" / shard).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "one", "suite.toml"]
+    assert done.stdout.count("of the targets") == 1
+    assert ("evaluation" in json.loads((tmp_path / "all" / "emp_report.json").read_text())) == bool(evaluate)
+
+
+def test_more_ranks_than_batches(text: Path, tmp_path: Path) -> None:
+    line = ["torch.distributed.run", "--nproc-per-node", 2, "-m", "emp_llm.calibrate", "--model", DEMO, "--calibration", text]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, line), "--samples", "4", "--seqlen", "64"],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "--batch-size 4: 4 samples are 1 batches, fewer than the 2 ranks; lower it, or take fewer ranks." in done.stderr
+    assert list(tmp_path.iterdir()) == []

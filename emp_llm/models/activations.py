@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from emp_llm.models.blocks import body_of
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.loading import input_device
+from emp_llm.models.ranks import ranks
 
 FORMAT = "emp-llm activations 1"
 METADATA_KEY = "emp_llm"
@@ -84,15 +86,67 @@ class Activations:
         return activations
 
 
-class _InputSums:
-    """The hooks' memory: which layers share an input, and the sums so far."""
+class InputSums:
+    """The hooks' memory: which layers share an input, and the sums so far; nothing is added while it is `asleep`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.input_of: dict[str, str] = {}
+        self.asleep = False
+        self._finite: dict[str, Tensor] = {}
         self._last: tuple[weakref.ref[Tensor], int, str] | None = None
 
+    def norms(self, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The norms so far, float32, on the CPU, of some layers' inputs or of all.
+
+        Raises:
+            UserError: one is not finite.
+        """
+        found = {}
+        for name in self.sums if layers is None else layers:
+            found[name] = self.sums[name].sqrt().float().cpu()
+            if not bool(torch.isfinite(found[name]).all()):
+                raise UserError(
+                    f"{name}: its input activations hold NaN or infinity, first in batch {int(self._finite[name]) + 1}: try "
+                    "--dtype float32, or the weights are damaged."
+                )
+        return found
+
+    def norm(self, layer: str) -> Tensor | None:
+        """The norms of a layer's inputs so far; None for one that was not called."""
+        leader = self.input_of.get(layer)
+        return None if leader is None else self.norms([leader])[leader]
+
+    def reduce(self, layers: Iterable[str] | None = None) -> None:
+        """Add up what all ranks have seen of some layers' inputs, or of all; a collective call, once for each layer.
+
+        A batch's squares are float32, and float64 holds the sums of thousands of them without rounding, so that in whatever
+        order they are added the norms are the same.
+        """
+        count = ranks().count
+        if count == 1:
+            return
+        names = [name for name in (self.sums if layers is None else layers) if name in self.sums]
+        shares = ranks().gather({name: (self.sums[name].cpu(), int(self._finite[name])) for name in names})
+        for name in names:
+            sums = [share[name][0] for share in shares]
+            broken = [
+                share[name][1] * count + rank
+                for rank, share in enumerate(shares)
+                if not bool(torch.isfinite(share[name][0]).all())
+            ]
+            self._finite[name] = torch.tensor(min(broken, default=0))
+            self.sums[name] = torch.stack(sums).sum(0).to(self.sums[name].device)
+
+    def add(self, other: "InputSums") -> None:
+        """Take over what another memory holds, of other layers."""
+        self.sums |= other.sums
+        self.input_of |= other.input_of
+        self._finite |= other._finite
+
     def see(self, layer: str, inputs: Tensor) -> None:
+        if self.asleep:
+            return
         leader = self.input_of.get(layer)
         if leader is None:
             leader = self.input_of[layer] = self._same_as_last(inputs) or layer
@@ -105,6 +159,9 @@ class _InputSums:
             self.sums[layer] += squares.to(self.sums[layer].device)
         else:
             self.sums[layer] = squares
+        # How many batches the sum stayed finite for; counted where it lies, so that no batch waits for the answer.
+        good = torch.isfinite(self.sums[layer]).all().int()
+        self._finite[layer] = self._finite[layer] + good if layer in self._finite else good
 
     def _same_as_last(self, inputs: Tensor) -> str | None:
         if self._last is None:
@@ -114,9 +171,9 @@ class _InputSums:
 
 
 @contextmanager
-def input_hooks(model: nn.Module, layers: Iterable[str]) -> Iterator[_InputSums]:
-    """Hooks before the named layers; yields the `_InputSums` they fill."""
-    memory = _InputSums()
+def input_hooks(model: nn.Module, layers: Iterable[str]) -> Iterator[InputSums]:
+    """Hooks before the named layers; yields the `InputSums` they fill."""
+    memory = InputSums()
     handles = []
     for name in layers:
 
@@ -129,6 +186,21 @@ def input_hooks(model: nn.Module, layers: Iterable[str]) -> Iterator[_InputSums]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
+    """This rank's share of the batches, the same batches that one rank would make.
+
+    Raises:
+        UserError: there are fewer batches than ranks.
+    """
+    batches = torch.split(tokens, batch_size)
+    if len(batches) < ranks().count:
+        raise UserError(
+            f"--batch-size {batch_size}: {tokens.shape[0]} samples are {len(batches)} batches, fewer than the "
+            f"{ranks().count} ranks; lower it, or take fewer ranks."
+        )
+    return list(ranks().part(batches))
 
 
 def calibrate_model(model: PreTrainedModel, layers: list[str], tokens: Tensor, batch_size: int = 4) -> Activations:
@@ -148,19 +220,15 @@ def calibrate_model(model: PreTrainedModel, layers: list[str], tokens: Tensor, b
     """
     head = model.get_output_embeddings()
     wants_head = any(model.get_submodule(name) is head for name in layers)
-    # Without the head no logits are made: for small models with large vocabularies they are most of the work.
-    body = model if wants_head or not hasattr(model, "base_model") else model.base_model
+    body = model if wants_head else body_of(model)
     device = input_device(model)
     with input_hooks(model, layers) as memory, torch.no_grad():
-        bar = tqdm(total=tokens.numel(), desc="calibrate", unit="tok", unit_scale=True, disable=None)
-        for batch in torch.split(tokens, batch_size):
+        batches = own_batches(tokens, batch_size)
+        total, quiet = sum(batch.numel() for batch in batches), None if ranks().main else True
+        bar = tqdm(total=total, desc="calibrate", unit="tok", unit_scale=True, disable=quiet)
+        for batch in batches:
             body(input_ids=batch.to(device), use_cache=False)
             bar.update(batch.numel())
         bar.close()
-    norms = {name: total.sqrt().float().cpu() for name, total in memory.sums.items()}
-    for name, norm in norms.items():
-        if not bool(torch.isfinite(norm).all()):
-            raise UserError(
-                f"{name}: its input activations hold NaN or infinity: try --dtype float32, or the weights are damaged."
-            )
-    return Activations(norms, memory.input_of)
+    memory.reduce()
+    return Activations(memory.norms(), memory.input_of)

@@ -7,11 +7,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.models.activations import Activations, calibrate_model
+from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
 from emp_llm.models.errors import UserError
+from emp_llm.models.loading import Quantization, quantization_record
+from emp_llm.models.propagation import Execution
 from emp_llm.models.provenance import versions
+from emp_llm.models.pruning import Pruner
+from emp_llm.models.ranks import ranks
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +54,31 @@ class Calibration:
         self._checkpoint = checkpoint
         self._record = {"text": corpus_record(corpus), "seed": seed if corpus.shuffle else None}
 
-    def run(self, model: PreTrainedModel, layers: list[str], batch_size: int, about: dict[str, Any]) -> Activations:
-        """Collect the norms of these layers' inputs; `about`: more for the record (model, revision)."""
-        activations = calibrate_model(model, layers, self.tokens, batch_size)
+    def run(
+        self,
+        model: PreTrainedModel,
+        layers: list[str],
+        batch_size: int,
+        about: dict[str, Any],
+        execution: Execution,
+        pruner: Pruner | None = None,
+        quantization: Quantization | None = None,
+    ) -> Activations:
+        """Collect the norms of these layers' inputs; under several ranks, each runs its share of the batches.
+
+        Args:
+            about: more for the record (model, revision).
+            execution: how the passes are run.
+            pruner: decides the masks of a pruned propagation.
+            quantization: how the model was loaded.
+        """
+        activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner)
         record = {
             **about,
+            **activations.about,
             "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": quantization_record(quantization),
+            "ranks": ranks().count,
             **self._record,
             "tokens": self.tokens.numel(),
             "batch_size": batch_size,

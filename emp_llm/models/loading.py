@@ -121,6 +121,8 @@ def load_model(
     """
     check_options(device_map, dtype)
     placement = parse_device_map(device_map)
+    if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
+        raise UserError(f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; it has to fit.")
     offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -21,7 +21,7 @@ from emp_llm.models.files import OpenFiles, copy_bytes
 from emp_llm.models.targets import Target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
-from emp_llm.selection.scheme import GroupSelector, Scheme, select_rows
+from emp_llm.selection.scheme import GroupSelector, Scheme, Selection, select_rows
 
 BLOCK_WEIGHTS = 1 << 19
 _PER_ROW = ("kept", "kept_mass", "mass", "n_eff", "s_eff")
@@ -110,6 +110,30 @@ class Pruner:
                 )
             self._norms[target.name] = norm
 
+    def mask(self, target: Target, norm: Tensor | None) -> Tensor:
+        """The mask that `write` will put on a target, given these norms of its inputs.
+
+        Args:
+            target: one of the targets.
+            norm: float32, shape (columns,); None for a criterion that needs none.
+
+        Returns:
+            bool, shape (rows, columns), one output to a row, true where kept.
+
+        Raises:
+            UserError: targets compete with each other, or one holds NaN or infinity.
+        """
+        if self.scheme.group == "all":
+            raise UserError("--group all cannot decide on one matrix before the norms of all are known.")
+        if norm is not None:
+            self._norms[target.name] = norm
+        mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
+        with OpenFiles() as files:
+            selector = self._search([target], files) if self.scheme.group == "matrix" else None
+            for first, block, part in self._decisions(target, files.reading(target.matrix.stored.shard), selector):
+                mask[first : first + block.shape[0]] = part.mask
+        return mask
+
     def write(self, folder: Path) -> list[Outcome]:
         """Write the pruned shards and the checkpoint's other files into a folder that exists.
 
@@ -147,13 +171,7 @@ class Pruner:
         # Filled in place: small tensors that outlive a block, made between its large ones, would keep the heap from shrinking.
         columns = {name: torch.zeros(target.matrix.rows, dtype=torch.float64) for name in _PER_ROW}
         zeros = 0
-        for first, block, scores in self._blocks(target, here):
-            if selector is None:
-                offset = self._offsets[target.name] + first * target.matrix.columns
-                with _finite(target, first, block):
-                    part = select_rows(scores, self.scheme.budget, offset)
-            else:
-                part = selector.select(scores)
+        for first, block, part in self._decisions(target, here, selector):
             block.masked_fill_(~part.mask, 0)
             zeros += block.numel() - int(torch.count_nonzero(block))
             target.matrix.write(there, first, block)
@@ -169,6 +187,17 @@ class Pruner:
             n_eff = selector.moments.number()
             s_eff = torch.tensor([selector.effective_mass(self._score_dtype(target))], dtype=torch.float64)
         return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
+
+    def _decisions(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor, Selection]]:
+        """(first row, weights, what is decided) of each block of a target's rows; `selector`: for groups larger than a row."""
+        for first, block, scores in self._blocks(target, here):
+            if selector is None:
+                offset = self._offsets[target.name] + first * target.matrix.columns
+                with _finite(target, first, block):
+                    part = select_rows(scores, self.scheme.budget, offset)
+            else:
+                part = selector.select(scores)
+            yield first, block, part
 
     def _search(self, targets: list[Target], files: OpenFiles) -> GroupSelector:
         """Decide the cut of one group of several matrices, or of one: a round of reading for the sums, then for the bits."""

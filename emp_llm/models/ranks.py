@@ -2,12 +2,15 @@
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # Ranks wait for each other at the end of their shares, which on a long job can be hours apart. A rank that dies ends the
 # others through its launcher.
@@ -31,6 +34,10 @@ class Ranks:
     def main(self) -> bool:
         """Whether this rank writes files and speaks to the user."""
         return self.index == 0
+
+    def part(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's share of some items: every `count`-th."""
+        return items[self.index :: self.count]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in their order, on all of them. A collective call."""

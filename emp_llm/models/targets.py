@@ -93,16 +93,17 @@ class Architecture:
     Args:
         checkpoint: the model.
         model: its skeleton, or the model itself; None: go by the names in the checkpoint.
+        blocks: name of the list of decoder blocks; None: found by structure.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel | None, blocks: str | None = None) -> None:
         self.checkpoint = checkpoint
         self.model = model
         if model is None:
             self.layers = [layer for name in checkpoint.tensors if (layer := _layer_from_name(checkpoint, name))]
             self.stored_names = {f"{layer.name}.weight": f"{layer.name}.weight" for layer in self.layers}
         else:
-            self.layers = model_layers(model)
+            self.layers = model_layers(model, blocks)
             self.stored_names = _stored_names(model, checkpoint)
 
     def select(self, targets: str | list[str], ignore: str | list[str] | None = None) -> list[Target]:
@@ -211,9 +212,9 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
         raise UserError(f"{folder}: transformers knows no causal language model for it ({reason(error)}).{hint}") from error
 
 
-def model_layers(model: PreTrainedModel) -> list[Layer]:
+def model_layers(model: PreTrainedModel, blocks: str | None = None) -> list[Layer]:
     """Every linear layer (nn.Linear and its subclasses, GPT-2's Conv1D) and embedding of a model, in its order."""
-    path, _ = find_blocks(model)
+    path, _ = find_blocks(model, blocks)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = []
     for name, module in model.named_modules():

@@ -42,6 +42,15 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+class _Unloadable(Exception):
+    """What of a task cannot be loaded, and why."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what, why)
+        self.what = what
+        self.why = why
+
+
 class Harness:
     """The tasks of a suite, with their data, ready to be asked of models.
 
@@ -69,14 +78,14 @@ class Harness:
                 hint = f" The nearest names: {', '.join(nearest)}." if nearest else ""
                 raise UserError(f"there is no task {name!r} in lm-eval{_beside(folders)}.{hint}")
         self._loaded: dict[str, dict[str, Any]] = {}
-        lost = []
+        lost: dict[str, str] = {}
         for name in self._tasks:
             try:
                 self._loaded[name] = self._load(name)
-            except UserError as error:
-                lost.append(str(error))
+            except _Unloadable as error:
+                lost[f"task {name}: {error.what}"] = error.why
         if lost:
-            raise UserError(" ".join([*lost, *_how_to_prepare()]))
+            raise UserError(f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{_how_to_prepare()}")
 
     def _load(self, name: str) -> dict[str, Any]:
         try:
@@ -84,8 +93,7 @@ class Harness:
                 loaded: dict[str, Any] = dict(self._manager.load([name]))
         except Exception as error:  # data sets, their readers and the network raise dozens of kinds
             data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
-            what = f"its data set {data}" if data else "it"
-            raise UserError(f"task {name}: {what} cannot be loaded ({reason(error)}).") from error
+            raise _Unloadable(f"its data set {data}" if data else "it", reason(error)) from error
         wanted = self._tasks[name].num_fewshot
         for task in loaded["tasks"].values():
             if wanted and task.get_config("num_fewshot") == 0:
@@ -149,12 +157,10 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
     return kept | {"groups": sorted(found.get("groups", {}))}
 
 
-def _how_to_prepare() -> list[str]:
+def _how_to_prepare() -> str:
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE:
-        return []
-    return ["HF_HUB_OFFLINE is set: fetch them on a node with a network, with --prepare."]
+    return " HF_HUB_OFFLINE is set: fetch them on a node with a network, with --prepare." if constants.HF_HUB_OFFLINE else ""
 
 
 def _beside(folders: list[str]) -> str:

@@ -1,7 +1,9 @@
 """Perplexity of a causal language model on a text."""
 
+import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +12,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.corpora import Corpus, token_ids
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import input_device, max_context
 from emp_llm.models.ranks import ranks
+from emp_llm.models.residency import is_offloaded
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK = 2048
 _LOGITS_AT_A_TIME = 1 << 28
@@ -81,16 +87,11 @@ def perplexity(
     if tokens.numel() - full > 1:
         batches.append(tokens[full:].reshape(1, -1))
     total, weight, blocks = 0.0, 0, 0
-    rank, count = ranks().index, ranks().count
     losses: dict[int, float] = {}
     start = time.perf_counter()
-    with (
-        torch.inference_mode(),
-        tqdm(total=tokens.numel(), desc="perplexity", unit="tok", unit_scale=True, disable=None if rank == 0 else True) as bar,
-    ):
-        for number in range(rank, len(batches), count):
-            losses[number] = float(_mean_losses(model, batches[number]).sum())
-            bar.update(sum(batch.numel() for batch in batches[number : number + count]))
+    own = ranks().part(range(len(batches)))
+    for number, logits in zip(own, _logits(model, [batches[number] for number in own]), strict=True):
+        losses[number] = float(_mean_losses(logits, batches[number]).sum())
     for share in ranks().gather(losses):
         losses |= share
     for number, batch in enumerate(batches):
@@ -104,9 +105,29 @@ def perplexity(
     return Perplexity(math.exp(mean), weight, blocks, block_length, seconds, partial=tokens.numel() < whole)
 
 
-def _mean_losses(model: PreTrainedModel, batch: Tensor, piece: int = 256) -> Tensor:
+def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
+    """The logits of each batch. A model that does not fit runs block by block, so that its weights are read once in all."""
+    if batches and is_offloaded(model):
+        runner = BlockwiseModel(model)
+        try:
+            runner.prepare(batches[0])
+        except UserError as error:
+            logger.info("%s (perplexity: every batch reads all weights.)", error)
+        else:
+            yield from runner.forward(batches)
+            return
+    total = sum(batch.numel() for batch in batches)
+    quiet = None if ranks().main else True
+    with torch.no_grad(), tqdm(total=total, desc="perplexity", unit="tok", unit_scale=True, disable=quiet) as bar:
+        for batch in batches:
+            yield model(input_ids=batch.to(input_device(model)), use_cache=False).logits
+            bar.update(batch.numel())
+
+
+@torch.no_grad()
+def _mean_losses(logits: Tensor, batch: Tensor, piece: int = 256) -> Tensor:
     """Mean next-token loss of each sequence, float64, shape (batch,); float32 logits of a few positions at a time."""
-    logits = model(input_ids=batch.to(input_device(model)), use_cache=False).logits[:, :-1]
+    logits = logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)
     sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
     for first in range(0, labels.shape[1], piece):

@@ -1,0 +1,237 @@
+"""A causal language model run block by block: each is brought to its device once, and all batches pass through it.
+
+    runner = BlockwiseModel(model)
+    for logits in runner.forward(batches): ...       # those of model(batch, use_cache=False), bit for bit
+
+Underneath, for whoever wants to look at blocks or change them while they are at hand:
+
+    with runner.walk(batches) as walk:               # up to the first block; its inputs are kept
+        for step in walk.steps():                    # the block's weights are there
+            step.run()                               # all batches pass through it
+        walk.tail(0)                                 # final norm and head, for one batch
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from emp_llm.models.blocks import body_of, find_blocks
+from emp_llm.models.errors import UserError, reason
+from emp_llm.models.hidden import HiddenStates, Place, check_place, choose_place
+from emp_llm.models.loading import input_device
+from emp_llm.models.ranks import ranks
+from emp_llm.models.recording import Call, NotAlone, Pool, check_independence, record, run_tail
+from emp_llm.models.residency import Outside, Residents, execution_device
+
+
+class BlockwiseModel:
+    """A model that is run one decoder block at a time.
+
+    Args:
+        model: in evaluation mode, on any devices, offloaded or not (as `load_model` gives it).
+        blocks: name of the list of decoder blocks; None: found by structure.
+        hidden_states: where they are kept between blocks.
+
+    Raises:
+        UserError: no blocks are found, or `hidden_states` is no place.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto") -> None:
+        check_place(hidden_states)
+        self.model = model
+        self.path, self.blocks = find_blocks(model, blocks)
+        self.hidden_states = hidden_states
+        self.bytes_read = 0  # of offloaded weights
+        self._tupled: bool | None = None
+        self._outside = Outside(model, self.blocks)
+
+    def forward(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The logits of each batch, in order: those of `model(batch, use_cache=False)`.
+
+        Args:
+            batches: token ids, int64, shape (sequences, length), lengths may differ.
+
+        Yields:
+            Shape (sequences, length, vocabulary), in the model's dtype, on its device.
+        """
+        with self.walk(batches, "forward") as walk:
+            for step in walk.steps():
+                step.run()
+            for number in range(len(batches)):
+                yield walk.tail(number).logits
+
+    def walk(self, batches: Sequence[Tensor], title: str = "blocks") -> "Walk":
+        """Run the part before the first block for every batch.
+
+        Raises:
+            UserError: there are no batches, or the model's blocks cannot be run one at a time.
+        """
+        if not batches:
+            raise UserError("there are no tokens to run.")
+        self.prepare(batches[0])
+        return Walk(self, batches, title)
+
+    def prepare(self, batch: Tensor) -> None:
+        """Find out, on one batch, how blocks are called, and that they can be run one at a time; `walk` does it too.
+
+        Raises:
+            UserError: they cannot.
+        """
+        if self._tupled is not None:
+            return
+        reasons = []
+        body = body_of(self.model)
+        for tupled in (False, True):
+            try:
+                with torch.no_grad(), self._outside.coming():
+                    calls = record(self.blocks, lambda: self._call(batch, body), tupled)[1]
+                    check_independence(self.blocks, lambda: self._call(batch, body), tupled, calls)
+            except (NotAlone, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                reasons.append(reason(error))
+                continue
+            self._tupled = tupled
+            return
+        raise UserError(
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reasons[0]}. Name others "
+            "with --blocks PATH, or use --execution model."
+        )
+
+    def _call(self, batch: Tensor, body: nn.Module | None = None) -> Any:
+        return (body or self.model)(input_ids=batch.to(input_device(self.model)), use_cache=False)
+
+
+class Walk:
+    """One way through the model for some batches; made by `BlockwiseModel.walk`, to be used as a context.
+
+    Attributes:
+        place: where the hidden states are kept.
+    """
+
+    def __init__(self, runner: BlockwiseModel, batches: Sequence[Tensor], title: str) -> None:
+        self.runner = runner
+        self.batches = batches
+        self._calls: list[list[Call]] = []
+        self._device = execution_device(runner.blocks[0])
+        tokens = sum(batch.numel() for batch in batches)
+        self.bar = tqdm(
+            total=tokens * len(runner.blocks), desc=title, unit="tok", unit_scale=True, disable=None if ranks().main else True
+        )
+        pool = Pool()
+        try:
+            with torch.no_grad(), runner._outside.coming():
+                for number, batch in enumerate(batches):
+                    hidden, calls = self._record(batch)
+                    if number == 0:
+                        needed = hidden.nbytes * tokens // max(1, batch.numel())
+                        self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self._device))
+                    self.hidden.put(number, hidden)
+                    self._calls.append(pool.share(calls))
+        finally:
+            self._release()
+
+    @property
+    def place(self) -> Place:
+        return self.hidden.place
+
+    def __enter__(self) -> "Walk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hidden.close()
+        self.bar.close()
+        self._release()
+
+    def steps(self) -> Iterator["Step"]:
+        """The blocks in order, each with its weights on its device while it is at hand."""
+        runner = self.runner
+        with Residents(list(runner.blocks)) as residents:
+            before = runner.bytes_read
+            for index in range(len(runner.blocks)):
+                with residents.block(index) as block:
+                    runner.bytes_read = before + residents.bytes_read
+                    yield Step(self, index, block)
+
+    def tail(self, number: int, body: nn.Module | None = None) -> Any:
+        """The model's output for a batch, once it has passed through all blocks; `body`: run only this part of the model.
+
+        The model's own forward makes it, the blocks left out: norm, head, scaling and soft-capping are its own.
+        """
+        runner = self.runner
+        with torch.no_grad(), runner._outside.coming():
+            # Where the whole model would have it: on the device of the last block.
+            final = self.hidden.get(number, execution_device(runner.blocks[-1]))
+            return run_tail(runner.blocks, lambda: runner._call(self.batches[number], body), final, bool(runner._tupled))
+
+    def _record(self, batch: Tensor) -> tuple[Tensor, list[Call]]:
+        runner = self.runner
+        try:
+            return record(runner.blocks, lambda: runner._call(batch), bool(runner._tupled))
+        except NotAlone as error:
+            raise UserError(f"{type(runner.model).__name__}: {error}; use --execution model.") from error
+
+    def _release(self) -> None:
+        self.runner.bytes_read += self.runner._outside.bytes_read
+        self.runner._outside.bytes_read = 0
+        self.runner._outside.release()
+
+
+class Step:
+    """A block at hand.
+
+    Attributes:
+        index, name: of the block ("model.layers.3").
+        block: the module, its weights on its device.
+    """
+
+    def __init__(self, walk: Walk, index: int, block: nn.Module) -> None:
+        self.index = index
+        self.name = f"{walk.runner.path}.{index}"
+        self.block = block
+        self._walk = walk
+
+    def run(self, advance: bool = True, look: Callable[[int, Tensor], None] | None = None) -> None:
+        """Pass all batches through the block.
+
+        Args:
+            advance: what comes out is what goes into the next block; else it is thrown away.
+            look: called with the number of each batch and what came out.
+
+        Raises:
+            UserError: memory runs out, or the block returns no hidden states.
+        """
+        walk, device = self._walk, execution_device(self.block)
+        for number, batch in enumerate(walk.batches):
+            with torch.no_grad():
+                hidden = walk.hidden.get(number, device)
+                if not advance and walk.place != "disk":
+                    hidden = hidden.clone()  # a block may write into its input, and these come again
+                output = self._call(walk._calls[number][self.index], hidden, batch)
+                if look is not None:
+                    look(number, output)
+                if advance:
+                    walk.hidden.put(number, output)
+                    walk.bar.update(batch.numel())
+
+    def _call(self, call: Call, hidden: Tensor, batch: Tensor) -> Tensor:
+        try:
+            output = call.on(self.block, hidden)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+                raise
+            raise UserError(
+                f"{self.name}: out of memory on {hidden.device} with {batch.shape[0]} sequences of {batch.shape[1]} tokens at "
+                "a time. Lower --batch-size, then --seqlen"
+                + (", or give --hidden-states cpu." if self._walk.place == "device" and hidden.device.type != "cpu" else ".")
+            ) from error
+        self._walk.runner._tupled = isinstance(output, tuple)
+        if isinstance(output, tuple) and output:
+            output = output[0]
+        if not isinstance(output, Tensor) or output.shape[-1:] != hidden.shape[-1:]:
+            raise UserError(f"{self.name}: it returns no hidden states, so it cannot be run by itself; use --execution model.")
+        return output

@@ -1,0 +1,197 @@
+"""A model run block by block computes what the model computes, whatever the family and wherever its weights lie."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from emp_llm.models.blocks import find_blocks
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import load_model
+
+Models = Callable[[str], Path]
+
+
+def tokens(samples: int = 5, length: int = 40) -> Tensor:
+    """Longer than the window of the sliding families, and not a multiple of the batch size."""
+    return torch.randint(0, 256, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def block_map(source: Path) -> str:
+    """A map that leaves block 0 and what is outside the blocks on the CPU and block 1 on disk."""
+    model = load_model(source, "cpu")
+    path, blocks = find_blocks(model)
+    names = [name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]]
+    outside = {name.rpartition(".")[0]: "cpu" for name in names if not name.startswith(f"{path}.")}
+    return json.dumps(outside | {f"{path}.{i}": "disk" if i % 2 else "cpu" for i in range(len(blocks))})
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "device"])
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_logits_are_the_models(models: Models, family: str, device_map: str, place: Any) -> None:
+    model = load_model(models(family), device_map)
+    batches = [*tokens().split(2), tokens(1, 17)]
+    with torch.no_grad():
+        whole = [model(batch, use_cache=False).logits for batch in batches]
+    for _ in range(2):  # the model is left as it was
+        for ours, theirs in zip(BlockwiseModel(model, None, place).forward(batches), whole, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_some_blocks_on_disk(models: Models, family: str) -> None:
+    model, batches = load_model(models(family), block_map(models(family))), list(tokens().split(2))
+    runner = BlockwiseModel(model)
+    assert model.hf_device_map[f"{runner.path}.1"] == "disk"
+    whole = load_model(models(family), "cpu")
+    with torch.no_grad():
+        for ours, batch in zip(runner.forward(batches), batches, strict=True):
+            assert torch.equal(ours, whole(batch, use_cache=False).logits)
+    block = runner.blocks[1]
+    assert runner.bytes_read == sum(p.nbytes for p in block.parameters())
+    assert all(p.is_meta for p in block.parameters()), "its weights are gone again"
+
+
+def test_weights_are_read_once(models: Models) -> None:
+    model = load_model(models("llama"), "disk")
+    runner = BlockwiseModel(model)
+    with runner.walk(list(tokens().split(1))) as walk:
+        for step in walk.steps():
+            for other in runner.blocks:
+                assert all(p.is_meta == (other is not step.block) for p in other.parameters())
+            step.run(advance=False)
+            step.run()
+    everything = sum(p.nbytes for p in model.parameters())
+    assert runner.bytes_read == everything - model.lm_head.weight.nbytes
+
+
+class _Toy(nn.Module):
+    """A model whose way from block to block is the test's."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], block: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(256, 8)
+        self.layers = nn.ModuleList(block() for _ in range(3))
+        self._forward = forward
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=self._forward(self, self.embedding(input_ids)) @ self.embedding.weight.T)
+
+
+class _Tensor(nn.Module):
+    """A block as of transformers 5; it writes into its input, and passes state on in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor, shift: Tensor, state: dict[str, Tensor]) -> Tensor:
+        state["sum"] = state.get("sum", torch.zeros(())) + hidden_states.sum()
+        hidden_states += shift
+        return self.linear(hidden_states) + state["sum"]
+
+
+class _Tuple(_Tensor):
+    """A block as of transformers 4."""
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Any:
+        return super().forward(hidden_states, **others), None
+
+
+def plain(model: Any, hidden: Tensor) -> Tensor:
+    state: dict[str, Tensor] = {}
+    for i, layer in enumerate(model.layers):
+        hidden = layer(hidden, shift=torch.tensor(float(i)), state=state)
+    return hidden
+
+
+def with_tuples(model: Any, hidden: Tensor) -> Tensor:
+    state: dict[str, Tensor] = {}
+    for i, layer in enumerate(model.layers):
+        hidden = layer(hidden_states=hidden, shift=torch.tensor(float(i)), state=state)[0]
+    return hidden
+
+
+@pytest.mark.parametrize(("forward", "block"), [(plain, _Tensor), (with_tuples, _Tuple)])
+def test_other_ways_to_call_a_block(forward: Any, block: type[nn.Module]) -> None:
+    model: Any = _Toy(forward, block)
+    batches = [torch.arange(12).reshape(2, 6), torch.arange(6).reshape(1, 6)]
+    with torch.no_grad():
+        for ours, batch in zip(BlockwiseModel(model).forward(batches), batches, strict=True):
+            assert torch.equal(ours, model(batch, False).logits)
+
+
+def between(model: Any, hidden: Tensor) -> Tensor:
+    for layer in model.layers:
+        hidden = layer(hidden, shift=torch.zeros(()), state={}) * 2
+    return hidden
+
+
+def twice(model: Any, hidden: Tensor) -> Tensor:
+    for layer in [*model.layers, *model.layers]:
+        hidden = layer(hidden, shift=torch.zeros(()), state={})
+    return hidden
+
+
+def skipping(model: Any, hidden: Tensor) -> Tensor:
+    for layer in model.layers[:2]:
+        hidden = layer(hidden, shift=torch.zeros(()), state={})
+    return hidden
+
+
+def depending(model: Any, hidden: Tensor) -> Tensor:
+    for layer in model.layers:
+        hidden = layer(hidden, shift=hidden.mean(), state={})
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (between, "changes the hidden states between blocks 0 and 1"),
+        (twice, "block 0 is called when it is the turn of block 3"),
+        (skipping, "only 2 of its 3 blocks"),
+        (depending, "what block 1 is called with depends on"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(forward: Any, said: str) -> None:
+    model: Any = _Toy(forward, _Tensor)
+    with pytest.raises(UserError, match=f"{said}.*--execution model"):
+        BlockwiseModel(model).walk([torch.arange(6).reshape(1, 6)])
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_blocks_by_name(models: Models) -> None:
+    model: PreTrainedModel = load_model(models("llama"), "cpu")
+    assert find_blocks(model, "model.layers")[1] is model.model.layers
+    for wrong in ("model.blocks", "model.norm"):
+        with pytest.raises(UserError, match=rf"--blocks '{wrong}' is no list of modules.*are: model\.layers\."):
+            BlockwiseModel(model, wrong)
+    with pytest.raises(UserError, match=r"found no decoder blocks.*--blocks PATH"):
+        find_blocks(nn.Linear(2, 2))
+
+
+def test_a_block_that_runs_out_of_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(models("llama"), "cpu")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
+    with pytest.raises(UserError, match=r"model\.layers\.1: out of memory on cpu with 5 sequences of 40 .*--batch-size"):
+        list(BlockwiseModel(model).forward([tokens()]))
+    with pytest.raises(UserError, match="--hidden-states 'moon' is none of auto, device, cpu, disk"):
+        BlockwiseModel(model, hidden_states="moon")  # type: ignore[arg-type]

@@ -1,0 +1,212 @@
+"""Norms collected block by block: those of one ordinary pass, or those the pruned blocks give, in every family."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+from test_blockwise import block_map, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from emp_llm.calibrate import calibrate
+from emp_llm.models.activations import Activations, calibrate_model
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import load_model
+from emp_llm.models.propagation import Execution, calibrate_blocks, propagated
+from emp_llm.models.pruning import Pruner
+from emp_llm.models.recipe import Recipe
+from emp_llm.models.targets import Architecture, build_skeleton, model_layers
+from emp_llm.prune import prune
+
+Models = Callable[[str], Path]
+BATCH = 2
+METHODS = ("emp-wanda", "wanda")
+
+
+def linears(model: PreTrainedModel, head: bool = False) -> list[str]:
+    kinds = ("embedding",) if head else ("embedding", "head")
+    return [layer.name for layer in model_layers(model) if layer.kind not in kinds]
+
+
+def device_map(source: Path, name: str) -> str:
+    return block_map(source) if name == "mixed" else name
+
+
+def assert_same(one: Activations, other: Activations) -> None:
+    assert one.input_of == other.input_of
+    assert one.norms.keys() == other.norms.keys()
+    for name, norm in one.norms.items():
+        assert torch.equal(norm, other.norms[name]), name
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_dense_norms_are_those_of_one_pass(models: Models, family: str, where: str) -> None:
+    """Exactly: the same products in the same order, and the same sums."""
+    whole = load_model(models(family), "cpu")
+    expected = calibrate_model(whole, linears(whole), tokens(), BATCH)
+    model = load_model(models(family), device_map(models(family), where))
+    for place in ("cpu", "disk"):
+        assert_same(calibrate_blocks(BlockwiseModel(model, None, place), linears(model), tokens(), BATCH), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_layers_before_and_after_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Each is seen once by every batch: OPT's projections of the embeddings, and the head."""
+    name, values = tiny.FAMILIES["opt"]
+    monkeypatch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 16}))
+    source = tiny.make_model(tmp_path / "model", "opt-350m")
+    whole, model = load_model(source, "cpu"), load_model(source, where)
+    for head in (False, True):
+        expected = calibrate_model(whole, linears(whole, head), tokens(), BATCH)
+        assert {"model.decoder.project_in", "model.decoder.project_out"} <= expected.norms.keys()
+        assert_same(calibrate_blocks(BlockwiseModel(model), linears(model, head), tokens(), BATCH), expected)
+
+
+def plan(source: Path, method: Any, **options: Any) -> Pruner:
+    checkpoint = Checkpoint(source)
+    architecture = Architecture(checkpoint, build_skeleton(source))
+    recipe = Recipe(method=method, targets="all-linear", **options)
+    targets = architecture.select(recipe.targets)
+    return Pruner(checkpoint, targets, recipe.scheme(architecture.coverage(targets).target_parameters))
+
+
+def add_squares(sums: dict[str, Tensor], layer: str) -> Callable[..., None]:
+    def see(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sums[layer] = sums.get(layer, 0) + inputs[0].double().flatten(0, -2).square().sum(0)
+
+    return see
+
+
+def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
+    """The plain way: for every block one pass of a whole model whose earlier blocks are masked. Returns that model."""
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    for block in range(model.config.num_hidden_layers):
+        sums: dict[str, Tensor] = {}
+        handles = []
+        targets = [target for target in pruner.targets if target.layer.block == block]
+        assert targets
+        for target in targets:
+            handles.append(model.get_submodule(target.name).register_forward_pre_hook(add_squares(sums, target.name)))
+        with torch.no_grad():
+            for batch in batches:
+                model(batch, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        for target in targets:
+            norm = norms.norm(target.name)
+            assert norm is not None
+            # Squares are summed in float32 within a batch there, in float64 here.
+            np.testing.assert_allclose(norm.numpy(), sums[target.name].sqrt().numpy(), rtol=1e-6, err_msg=target.name)
+            matrix = oracle.weight(source, target.matrix.stored.name, target.matrix.transposed)
+            mask = torch.from_numpy(oracle.row_masks(oracle.scores(matrix, norm.numpy()), adaptive))
+            weight = model.get_submodule(target.name).weight.data
+            weight.masked_fill_(~(mask.T if target.matrix.transposed else mask), 0)
+    return model
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_pruned_propagation_is_the_slow_references(
+    models: Models, tmp_path: Path, family: str, method: str, where: str
+) -> None:
+    source, batches = models(family), list(tokens().split(BATCH))
+    pruner, model = plan(source, method), load_model(source, device_map(models(family), where))
+    before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
+    with propagated(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner) as (memory, walk):
+        norms = Activations(memory.norms(), memory.input_of)
+        in_memory = [walk.tail(number).logits for number in range(len(batches))]
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), "the dense weights are back"
+    reference = check_slowly(source, pruner, norms, method == "emp-wanda", batches)
+    pruner.use(norms)
+    pruner.write(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        for batch, logits in zip(batches, in_memory, strict=True):
+            assert torch.equal(reloaded(batch, use_cache=False).logits, logits)
+            assert torch.equal(reference(batch, use_cache=False).logits, logits)
+
+
+def test_pruned_norms_differ_from_dense_ones_after_the_first_block(models: Models) -> None:
+    source = models("llama")
+    model = load_model(source, "cpu")
+    dense = calibrate_blocks(BlockwiseModel(model), linears(model), tokens(), BATCH)
+    pruned = calibrate_blocks(BlockwiseModel(model), linears(model), tokens(), BATCH, plan(source, "wanda"))
+    for name, norm in dense.norms.items():
+        assert torch.equal(norm, pruned.norms[name]) == name.startswith("model.layers.0."), name
+
+
+def test_larger_groups_and_matched_totals_decide_as_they_write(models: Models, tmp_path: Path) -> None:
+    source = models("llama")
+    model = load_model(source, "cpu")
+    for number, options in enumerate(({"group": "matrix"}, {"pattern": "2:4"}, {"sparsity": 0.3})):
+        pruner = plan(source, "wanda", **options)
+        norms = calibrate_blocks(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner)
+        masks = {target.name: pruner.mask(target, norms.norm(target.name)) for target in pruner.targets}
+        pruner.use(norms)
+        (tmp_path / str(number)).mkdir()
+        pruner.write(tmp_path / str(number))
+        for target in pruner.targets:
+            kept = oracle.weight(tmp_path / str(number), target.matrix.stored.name) != 0
+            np.testing.assert_array_equal(kept, masks[target.name].numpy())
+
+
+def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"model": str(models("llama")), "calibration": str(text), "samples": 4, "seqlen": 64}
+    for where, execution, ran in (("cpu", "auto", "model"), ("disk", "auto", "blocks"), ("cpu", "blocks", "blocks")):
+        about = calibrate(
+            output=tmp_path / f"{where}-{execution}", device_map=where, execution=execution, hidden_states="disk", **common
+        ).about
+        assert (about["execution"], about["propagate"]) == (ran, "dense")
+        assert about.get("hidden_states") == ("disk" if ran == "blocks" else None)
+    files = [Activations.load(tmp_path / name) for name in ("cpu-auto", "disk-auto", "cpu-blocks")]
+    assert_same(files[0], files[1])
+    assert_same(files[0], files[2])
+    for where in ("cpu", "disk"):
+        report = prune(output=tmp_path / where, propagate="pruned", device_map=where, evaluate=None, **common)
+        assert report["calibration"]["execution"] == "blocks"
+        assert report["calibration"]["propagate"] == "pruned"
+        assert report["calibration"]["pruned_by"]["method"] == "emp-wanda"
+    for shard in (tmp_path / "cpu").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "disk" / shard.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"propagate": "pruned", "method": "magnitude"}, "methods that need activations; magnitude needs none"),
+        ({"propagate": "pruned", "group": "all"}, "--group all on all blocks at once; take row or matrix"),
+        ({"propagate": "pruned", "activations": "norms"}, "leave out --activations"),
+        ({"propagate": "pruned", "execution": "model"}, "leave out --execution model"),
+        ({"propagate": "both"}, "--propagate 'both' is none of dense, pruned"),
+        ({"execution": "graph"}, "--execution 'graph' is none of auto, model, blocks"),
+        ({"hidden_states": "ram"}, "--hidden-states 'ram' is none of auto, device, cpu, disk"),
+        ({"blocks": "model.norm"}, r"--blocks 'model.norm' is no list of modules .*are: model\.layers\."),
+    ],
+)
+def test_wrong_options(models: Models, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        prune(model=str(models("llama")), output=tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["model", "blocks"])
+def test_activations_that_are_not_finite(models: Models, mode: Any) -> None:
+    model = load_model(models("llama"), "cpu")
+    ids = tokens() % 255
+    ids[3, 0] = 255  # in the second batch
+    with torch.no_grad():
+        model.model.embed_tokens.weight[255] = float("inf")
+    with pytest.raises(
+        UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity, first in batch 2: try --dtype"
+    ):
+        Execution(mode).calibrate(model, linears(model), ids, BATCH, None)
