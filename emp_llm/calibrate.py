@@ -64,9 +64,11 @@ def calibrate(
     text = Calibration(checkpoint, tokenizer, corpus, seed)
     loaded = load_model(source.folder, device_map, dtype, trust_remote_code, quantization)
     about = {"model": source.name, "revision": source.revision}
-    activations = text.run(loaded, layers, batch_size, about, how, quantization=quantization)
+    resume = output.with_name(f".{output.name}.progress")
+    activations = text.run(loaded, layers, batch_size, about, how, resume=resume, quantization=quantization)
     if ranks().main:
         activations.save(output)
+    text.forget()
     logger.info(
         "%s: norms of %d inputs of %d layers over %d tokens of %s.",
         output,

@@ -109,6 +109,7 @@ def prune(
     models = _Models(source, device_map, dtype, trust_remote_code, stages)
     evaluation = Evaluation(suite, models.tokenizer, _BATCH_SIZE) if suite is not None else None
     measured: dict[str, Measures] = {}
+    text: Calibration | None = None
     with plan.output if ranks().main else nullcontext() as out:
         if recipe.needs_activations and given is None:
             context = max_context(plan.checkpoint.config)
@@ -117,10 +118,10 @@ def prune(
             about: dict[str, Any] = {"model": source.name, "revision": source.revision}
             if propagate == "pruned":
                 about["pruned_by"] = recipe.record()
-            loaded = models.dense(quantization)
+            models.dense(quantization)  # its loading is a stage of its own
+            layers = plan.layers_to_calibrate()
             with stages("calibrate"):
-                given = text.run(loaded, plan.layers_to_calibrate(), batch_size, about, how, plan.pruner, quantization)
-            del loaded
+                given = text.run(models.dense(), layers, batch_size, about, how, plan.pruner, plan.progress, quantization)
             if quantization is not None:
                 models.free()
             if out is not None:
@@ -148,6 +149,8 @@ def prune(
             write_report(report, out.partial)
             out.publish()
     report = ranks().share(report)
+    if text is not None:
+        text.forget()
     for sentence in report["warnings"] if ranks().main else []:
         logger.warning("warning: %s", sentence)
     if evaluation is not None:
@@ -191,6 +194,7 @@ class _Plan:
         if "quantization_config" in self.checkpoint.config:
             raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
         self.output = OutputFolder(output, self.checkpoint, overwrite)
+        self.progress = output.with_name(f".{output.name}.calibration")
         self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)

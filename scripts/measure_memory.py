@@ -59,8 +59,8 @@ def run_and_watch(command: list[str]) -> int:
     return peak
 
 
-def make_checkpoint(folder: Path, gigabytes: float) -> int:
-    """Write the checkpoint tensor by tensor; returns its size in bytes."""
+def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:
+    """Write the checkpoint tensor by tensor, in some shards; returns its size in bytes."""
     layer = {
         "self_attn.q_proj": (HIDDEN, HIDDEN),
         "self_attn.k_proj": (HIDDEN, HIDDEN),
@@ -82,10 +82,11 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     folder.mkdir()
     names = list(shapes)
     weight_map: dict[str, str] = {}
-    for number, half in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        weight_map |= dict.fromkeys(half, file)
-        _write_shard(folder / file, {name: shapes[name] for name in half})
+    for number in range(shards):
+        part = names[len(names) * number // shards : len(names) * (number + 1) // shards]
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        weight_map |= dict.fromkeys(part, file)
+        _write_shard(folder / file, {name: shapes[name] for name in part})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -111,6 +111,20 @@ class _Tuple(_Tensor):
         return super().forward(hidden_states, **others), None
 
 
+class _Triple(_Tensor):
+    """A block that hands on state and attention weights as well, of which there are none."""
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Any:
+        return super().forward(hidden_states, **others), None, None
+
+
+class _Secretive(_Tensor):
+    """A block whose second output the next one needs."""
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Any:
+        return super().forward(hidden_states, **others), hidden_states.mean()
+
+
 def plain(model: Any, hidden: Tensor) -> Tensor:
     state: dict[str, Tensor] = {}
     for i, layer in enumerate(model.layers):
@@ -125,13 +139,38 @@ def with_tuples(model: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize(("forward", "block"), [(plain, _Tensor), (with_tuples, _Tuple)])
+def with_triples(model: Any, hidden: Tensor) -> Tensor:
+    state: dict[str, Tensor] = {}
+    for layer in model.layers:
+        hidden, _, _ = layer(hidden, shift=torch.ones(()), state=state)
+    return hidden
+
+
+def with_secrets(model: Any, hidden: Tensor) -> Tensor:
+    secret = torch.ones(())
+    for layer in model.layers:
+        hidden, secret = layer(hidden, shift=secret, state={})
+    return hidden
+
+
+@pytest.mark.parametrize(("forward", "block"), [(plain, _Tensor), (with_tuples, _Tuple), (with_triples, _Triple)])
 def test_other_ways_to_call_a_block(forward: Any, block: type[nn.Module]) -> None:
     model: Any = _Toy(forward, block)
     batches = [torch.arange(12).reshape(2, 6), torch.arange(6).reshape(1, 6)]
     with torch.no_grad():
         for ours, batch in zip(BlockwiseModel(model).forward(batches), batches, strict=True):
             assert torch.equal(ours, model(batch, False).logits)
+
+
+def test_a_pass_thrown_away_leaves_no_trace() -> None:
+    model: Any = _Toy(plain, _Tensor)
+    batch = torch.arange(12).reshape(2, 6)
+    with BlockwiseModel(model).walk([batch]) as walk:
+        for step in walk.steps():
+            step.run(advance=False)
+            step.run()
+        with torch.no_grad():
+            assert torch.equal(walk.tail(0).logits, model(batch, False).logits)
 
 
 def between(model: Any, hidden: Tensor) -> Tensor:
@@ -172,6 +211,12 @@ def test_models_that_cannot_be_cut_are_refused(forward: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"{said}.*--execution model"):
         BlockwiseModel(model).walk([torch.arange(6).reshape(1, 6)])
     assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_a_block_that_hands_on_more_is_refused() -> None:
+    model: Any = _Toy(with_secrets, _Secretive)
+    with pytest.raises(UserError, match="hands more than hidden states on; use --execution model"):
+        list(BlockwiseModel(model).forward([torch.arange(6).reshape(1, 6)]))
 
 
 def test_blocks_by_name(models: Models) -> None:

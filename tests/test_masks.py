@@ -14,7 +14,8 @@ from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, Ra
 from emp_llm.selection.criteria import magnitude, wanda
 from emp_llm.selection.hill import Moments
 from emp_llm.selection.masks import largest_mask
-from emp_llm.selection.scheme import GroupSelector, Scheme, select_rows
+from emp_llm.selection.rows import select_rows
+from emp_llm.selection.scheme import GroupSelector, Scheme
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -84,7 +85,7 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
 def test_threads_do_not_change_a_bit() -> None:
     program = (
         "import sys, hashlib, torch; torch.set_num_threads(int(sys.argv[1]))\n"
-        "from emp_llm.selection.scheme import select_rows; from emp_llm.selection.budgets import EffectiveBudget\n"
+        "from emp_llm.selection.rows import select_rows; from emp_llm.selection.budgets import EffectiveBudget\n"
         "w = torch.randn(300, 3001, generator=torch.Generator().manual_seed(0)).bfloat16()\n"
         "s = select_rows(w.float() * torch.rand(3001, generator=torch.Generator().manual_seed(1)), EffectiveBudget())\n"
         "raw = b''.join(t.numpy().tobytes() for t in (s.mask, s.n_eff, s.s_eff, s.kept_mass))\n"

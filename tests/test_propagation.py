@@ -9,13 +9,14 @@ import oracle
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from test_blockwise import block_map, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from emp_llm.calibrate import calibrate
 from emp_llm.models.activations import Activations, calibrate_model
-from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.blockwise import BlockwiseModel, Step
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import load_model
@@ -197,6 +198,61 @@ def test_wrong_options(models: Models, tmp_path: Path, options: dict[str, Any], 
     with pytest.raises(UserError, match=said):
         prune(model=str(models("llama")), output=tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
+
+
+class _Killed(BaseException):
+    """What no code of ours catches, as no code can catch a kill."""
+
+
+@pytest.mark.parametrize(("place", "during"), [("cpu", "block"), ("disk", "block"), ("cpu", "notes")])
+@pytest.mark.parametrize("command", ["calibrate", "prune"])
+def test_a_killed_calibration_goes_on_behind_its_last_block(
+    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, place: Any, during: str
+) -> None:
+    ran: list[int] = []
+    pass_all = Step.run
+
+    def note(step: Step, **options: Any) -> None:
+        ran.append(step.index)
+        pass_all(step, **options)
+        if step.index == 1 and stop and during == "block":
+            raise _Killed
+
+    def save(sums: dict[str, Tensor], path: Path) -> None:
+        save_file(sums, path)
+        if path.name == "sums-2.safetensors" and stop:
+            raise _Killed
+
+    monkeypatch.setattr(Step, "run", note)
+    monkeypatch.setattr("emp_llm.models.progress.save_file", save)
+
+    def go(folder: Path, **more: Any) -> bytes:
+        common: dict[str, Any] = {"model": str(models("llama")), "calibration": str(text), "samples": 4, "seqlen": 64}
+        common |= {"device_map": "disk", "hidden_states": place} | more
+        if command == "calibrate":
+            calibrate(output=folder / "out", **common)
+            return (folder / "out").read_bytes()
+        prune(output=folder / "out", propagate="pruned", **common)
+        return (folder / "out" / "emp_llm" / "activations.safetensors").read_bytes()
+
+    stop = False
+    expected = go(tmp_path / "whole")
+    once = [0, 1] if command == "calibrate" else [0, 0, 1, 1]
+    assert ran == once
+    stop = True
+    with pytest.raises(_Killed):
+        go(tmp_path / "killed")
+    assert not (tmp_path / "killed" / "out").exists()
+    stop, ran[:] = False, []
+    assert go(tmp_path / "killed") == expected
+    assert ran == [i for i in once if i == 1]
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"], "nothing else is left"
+    stop = True
+    with pytest.raises(_Killed):
+        go(tmp_path / "other")
+    stop, ran[:] = False, []
+    go(tmp_path / "other", batch_size=1)
+    assert ran == once, "another calibration starts anew"
 
 
 @pytest.mark.parametrize("mode", ["model", "blocks"])

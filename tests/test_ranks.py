@@ -151,3 +151,27 @@ def test_more_ranks_than_batches(text: Path, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "--batch-size 4: 4 samples are 1 batches, fewer than the 2 ranks; lower it, or take fewer ranks." in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# The second of two processes ends before its first block.
+DIES = """
+import os, sys
+from emp_llm.calibrate import calibrate
+from emp_llm.cli import run
+from emp_llm.models.blockwise import Step
+if os.environ["RANK"] == "1":
+    Step.run = lambda *_, **__: os._exit(7)
+run(calibrate, None, sys.argv[1:])
+"""
+
+
+def test_a_process_that_dies_stops_the_others(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    line = ["torch.distributed.run", "--nproc-per-node", 2, "dies.py", "--model", DEMO, "--calibration", text]
+    line += ["--samples", 4, "--seqlen", 64, "--batch-size", 1, "--execution", "blocks"]
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, line)], cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "exitcode  : 7" in done.stderr or "error: another process of this run has ended" in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["dies.py"]

@@ -122,27 +122,44 @@ class InputSums:
 
         A batch's squares are float32, and float64 holds the sums of thousands of them without rounding, so that in whatever
         order they are added the norms are the same.
+
+        Raises:
+            UserError: another rank has ended.
         """
         count = ranks().count
         if count == 1:
             return
-        names = [name for name in (self.sums if layers is None else layers) if name in self.sums]
-        shares = ranks().gather({name: (self.sums[name].cpu(), int(self._finite[name])) for name in names})
-        for name in names:
-            sums = [share[name][0] for share in shares]
-            broken = [
-                share[name][1] * count + rank
-                for rank, share in enumerate(shares)
-                if not bool(torch.isfinite(share[name][0]).all())
-            ]
+        own = [name for name in (self.sums if layers is None else layers) if name in self.sums]
+        state = {name: (self.sums[name].cpu(), int(self._finite[name])) for name in own}
+        try:
+            shares = ranks().gather((state, self.input_of))
+        except RuntimeError as error:
+            raise UserError(f"another process of this run has ended; what it said tells why ({reason(error)}).") from error
+        for _, input_of in shares:
+            self.input_of |= {layer: leader for layer, leader in input_of.items() if layer not in self.input_of}
+        for name in dict.fromkeys(name for share, _ in shares for name in share):  # a rank may not have seen all of them
+            held = {rank: share[name] for rank, (share, _) in enumerate(shares) if name in share}
+            broken = [good * count + rank for rank, (total, good) in held.items() if not bool(torch.isfinite(total).all())]
             self._finite[name] = torch.tensor(min(broken, default=0))
-            self.sums[name] = torch.stack(sums).sum(0).to(self.sums[name].device)
+            total = torch.stack([total for total, _ in held.values()]).sum(0)
+            self.sums[name] = total.to(self.sums[name].device) if name in self.sums else total
 
     def add(self, other: "InputSums") -> None:
         """Take over what another memory holds, of other layers."""
         self.sums |= other.sums
         self.input_of |= other.input_of
         self._finite |= other._finite
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The sums (float64, on the CPU), and for how many batches each was finite: with `input_of` all there is to keep."""
+        return {name: total.cpu() for name, total in self.sums.items()}, {n: int(good) for n, good in self._finite.items()}
+
+    def restore(self, sums: dict[str, Tensor], input_of: dict[str, str], finite: dict[str, int]) -> None:
+        """Take the place of what there was."""
+        # In the order of the layers, as an uninterrupted run would have them.
+        self.sums = {name: sums[name] for name in dict.fromkeys(input_of.values())}
+        self.input_of = dict(input_of)
+        self._finite = {name: torch.tensor(good, dtype=torch.int32) for name, good in finite.items()}
 
     def see(self, layer: str, inputs: Tensor) -> None:
         if self.asleep:

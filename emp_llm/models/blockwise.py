@@ -11,7 +11,7 @@ Underneath, for whoever wants to look at blocks or change them while they are at
         walk.tail(0)                                 # final norm and head, for one batch
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class BlockwiseModel:
         self.path, self.blocks = find_blocks(model, blocks)
         self.hidden_states = hidden_states
         self.bytes_read = 0  # of offloaded weights
-        self._tupled: bool | None = None
+        self._outputs: int | None = None  # what a block returns, as `record` counts it
         self._outside = Outside(model, self.blocks)
 
     def forward(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -81,21 +81,21 @@ class BlockwiseModel:
         Raises:
             UserError: they cannot.
         """
-        if self._tupled is not None:
+        if self._outputs is not None:
             return
         reasons = []
         body = body_of(self.model)
-        for tupled in (False, True):
+        for outputs in range(4):
             try:
                 with torch.no_grad(), self._outside.coming():
-                    calls = record(self.blocks, lambda: self._call(batch, body), tupled)[1]
-                    check_independence(self.blocks, lambda: self._call(batch, body), tupled, calls)
+                    calls = record(self.blocks, lambda: self._call(batch, body), outputs)[1]
+                    check_independence(self.blocks, lambda: self._call(batch, body), outputs, calls)
             except (NotAlone, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 reasons.append(reason(error))
                 continue
-            self._tupled = tupled
+            self._outputs = outputs
             return
         raise UserError(
             f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reasons[0]}. Name others "
@@ -111,13 +111,14 @@ class Walk:
 
     Attributes:
         place: where the hidden states are kept.
+        device: where the first block runs.
     """
 
     def __init__(self, runner: BlockwiseModel, batches: Sequence[Tensor], title: str) -> None:
         self.runner = runner
         self.batches = batches
         self._calls: list[list[Call]] = []
-        self._device = execution_device(runner.blocks[0])
+        self.device = execution_device(runner.blocks[0])
         tokens = sum(batch.numel() for batch in batches)
         self.bar = tqdm(
             total=tokens * len(runner.blocks), desc=title, unit="tok", unit_scale=True, disable=None if ranks().main else True
@@ -129,7 +130,7 @@ class Walk:
                     hidden, calls = self._record(batch)
                     if number == 0:
                         needed = hidden.nbytes * tokens // max(1, batch.numel())
-                        self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self._device))
+                        self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self.device))
                     self.hidden.put(number, hidden)
                     self._calls.append(pool.share(calls))
         finally:
@@ -147,13 +148,13 @@ class Walk:
         self.bar.close()
         self._release()
 
-    def steps(self) -> Iterator["Step"]:
-        """The blocks in order, each with its weights on its device while it is at hand."""
+    def steps(self, first: int = 0) -> Iterator["Step"]:
+        """The blocks from `first` on, in order, each with its weights on its device while it is at hand."""
         runner = self.runner
-        with Residents(list(runner.blocks)) as residents:
+        with Residents(list(runner.blocks)[first:]) as residents:
             before = runner.bytes_read
-            for index in range(len(runner.blocks)):
-                with residents.block(index) as block:
+            for index in range(first, len(runner.blocks)):
+                with residents.block(index - first) as block:
                     runner.bytes_read = before + residents.bytes_read
                     yield Step(self, index, block)
 
@@ -166,12 +167,12 @@ class Walk:
         with torch.no_grad(), runner._outside.coming():
             # Where the whole model would have it: on the device of the last block.
             final = self.hidden.get(number, execution_device(runner.blocks[-1]))
-            return run_tail(runner.blocks, lambda: runner._call(self.batches[number], body), final, bool(runner._tupled))
+            return run_tail(runner.blocks, lambda: runner._call(self.batches[number], body), final, runner._outputs or 0)
 
     def _record(self, batch: Tensor) -> tuple[Tensor, list[Call]]:
         runner = self.runner
         try:
-            return record(runner.blocks, lambda: runner._call(batch), bool(runner._tupled))
+            return record(runner.blocks, lambda: runner._call(batch), runner._outputs or 0)
         except NotAlone as error:
             raise UserError(f"{type(runner.model).__name__}: {error}; use --execution model.") from error
 
@@ -195,12 +196,11 @@ class Step:
         self.block = block
         self._walk = walk
 
-    def run(self, advance: bool = True, look: Callable[[int, Tensor], None] | None = None) -> None:
+    def run(self, advance: bool = True) -> None:
         """Pass all batches through the block.
 
         Args:
             advance: what comes out is what goes into the next block; else it is thrown away.
-            look: called with the number of each batch and what came out.
 
         Raises:
             UserError: memory runs out, or the block returns no hidden states.
@@ -209,11 +209,10 @@ class Step:
         for number, batch in enumerate(walk.batches):
             with torch.no_grad():
                 hidden = walk.hidden.get(number, device)
-                if not advance and walk.place != "disk":
-                    hidden = hidden.clone()  # a block may write into its input, and these come again
-                output = self._call(walk._calls[number][self.index], hidden, batch)
-                if look is not None:
-                    look(number, output)
+                call = walk._calls[number][self.index]
+                if not advance:  # a block may write into its input and its arguments, and these come again
+                    hidden, call = hidden.clone(), call.aside()
+                output = self._call(call, hidden, batch)
                 if advance:
                     walk.hidden.put(number, output)
                     walk.bar.update(batch.numel())
@@ -229,8 +228,11 @@ class Step:
                 "a time. Lower --batch-size, then --seqlen"
                 + (", or give --hidden-states cpu." if self._walk.place == "device" and hidden.device.type != "cpu" else ".")
             ) from error
-        self._walk.runner._tupled = isinstance(output, tuple)
-        if isinstance(output, tuple) and output:
+        if isinstance(output, (tuple, list)) and output:
+            runner = self._walk.runner
+            runner._outputs = runner._outputs or 1
+            if runner._outputs > 1 and any(other is not None for other in output[1:]):
+                raise UserError(f"{self.name}: it hands more than hidden states on; use --execution model.")
             output = output[0]
         if not isinstance(output, Tensor) or output.shape[-1:] != hidden.shape[-1:]:
             raise UserError(f"{self.name}: it returns no hidden states, so it cannot be run by itself; use --execution model.")

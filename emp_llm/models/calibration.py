@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import Quantization, quantization_record
+from emp_llm.models.progress import Progress, tokens_signature
 from emp_llm.models.propagation import Execution
 from emp_llm.models.provenance import versions
 from emp_llm.models.pruning import Pruner
@@ -52,6 +54,7 @@ class Calibration:
     def __init__(self, checkpoint: Checkpoint, tokenizer: Any, corpus: Corpus, seed: int) -> None:
         self.tokens: Tensor = token_ids(corpus, tokenizer, seed)
         self._checkpoint = checkpoint
+        self._progress: Progress | None = None
         self._record = {"text": corpus_record(corpus), "seed": seed if corpus.shuffle else None}
 
     def run(
@@ -62,6 +65,7 @@ class Calibration:
         about: dict[str, Any],
         execution: Execution,
         pruner: Pruner | None = None,
+        resume: Path | None = None,
         quantization: Quantization | None = None,
     ) -> Activations:
         """Collect the norms of these layers' inputs; under several ranks, each runs its share of the batches.
@@ -70,12 +74,12 @@ class Calibration:
             about: more for the record (model, revision).
             execution: how the passes are run.
             pruner: decides the masks of a pruned propagation.
+            resume: folder in which finished blocks are noted while it goes block by block; an earlier, killed run of the
+                same calibration is continued from there. It is there until `forget`. Several ranks do not resume.
             quantization: how the model was loaded.
         """
-        activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner)
         record = {
             **about,
-            **activations.about,
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": quantization_record(quantization),
             "ranks": ranks().count,
@@ -85,7 +89,17 @@ class Calibration:
             "fingerprint": self._checkpoint.fingerprint,
             "versions": versions(),
         }
+        if resume is not None and ranks().count == 1 and execution.by_blocks(model):
+            signature = record | {"layers": layers, "propagate": execution.propagate, "ids": tokens_signature(self.tokens)}
+            self._progress = Progress(resume, signature)
+        activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner, self._progress)
+        record |= activations.about
         return replace(activations, about=record)
+
+    def forget(self) -> None:
+        """Delete the notes of finished blocks: what they were for is written."""
+        if self._progress is not None:
+            self._progress.remove()
 
 
 def warn_if_foreign(activations: Activations, checkpoint: Checkpoint) -> None:

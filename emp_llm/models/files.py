@@ -2,12 +2,20 @@
 
 import errno
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
 from emp_llm.models.errors import UserError
 
+T = TypeVar("T")
+
 _COPY_BYTES = 1 << 24
+_WAITING = 3  # jobs of a thread beside the work; what they hold is all the memory it costs
 # What copy_file_range answers where the two file systems cannot do it between them.
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -34,6 +42,48 @@ class OpenFiles(ExitStack):
             if flags != os.O_RDONLY:
                 self.callback(os.fsync, file)
         return self._open[path, flags]
+
+
+def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What some jobs return, in their order; a thread does the next few while the caller works on the last."""
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-read") as thread:
+        try:
+            for job in jobs:
+                waiting.append(thread.submit(job))
+                if len(waiting) >= _WAITING:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+class Behind:
+    """Jobs that a thread does one after the other, in order, while the caller goes on; to be used as a context.
+
+    The error of a job is raised by a later `do`, or at the end.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-write")
+        self._waiting: deque[Future[Any]] = deque()
+
+    def do(self, job: Callable[..., Any], *arguments: Any) -> None:
+        """Have a job done; waits while too many do."""
+        self._waiting.append(self._thread.submit(job, *arguments))
+        while len(self._waiting) > _WAITING:
+            self._waiting.popleft().result()
+
+    def __enter__(self) -> "Behind":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            while self._waiting and kind is None:
+                self._waiting.popleft().result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
 
 
 def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:

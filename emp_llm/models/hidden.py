@@ -34,7 +34,7 @@ class HiddenStates:
             return self._tensors[number].to(device)
         offset, shape, dtype = self._regions[number]
         tensor = torch.empty(shape, dtype=dtype)
-        read_exactly(self._file.fileno(), _bytes(tensor), offset, Path("hidden states"))
+        read_exactly(self._file.fileno(), bytes_of(tensor), offset, Path("hidden states"))
         return tensor.to(device)
 
     def put(self, number: int, tensor: Tensor) -> None:
@@ -51,7 +51,7 @@ class HiddenStates:
         if (shape, dtype) != (here.shape, here.dtype):
             offset = self._end
         try:
-            write_exactly(self._file.fileno(), _bytes(here), offset)
+            write_exactly(self._file.fileno(), bytes_of(here), offset)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -101,6 +101,6 @@ def _available_memory() -> int | None:
         return None
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

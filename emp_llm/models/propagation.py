@@ -18,6 +18,7 @@ from emp_llm.models.blocks import body_of
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place, check_place
+from emp_llm.models.progress import Progress
 from emp_llm.models.pruning import Pruner
 from emp_llm.models.residency import is_offloaded
 from emp_llm.models.targets import Target
@@ -57,18 +58,30 @@ class Execution:
         return self.mode == "blocks" or self.propagate == "pruned" or (self.mode == "auto" and is_offloaded(model))
 
     def calibrate(
-        self, model: PreTrainedModel, layers: list[str], tokens: Tensor, batch_size: int, pruner: Pruner | None
+        self,
+        model: PreTrainedModel,
+        layers: list[str],
+        tokens: Tensor,
+        batch_size: int,
+        pruner: Pruner | None = None,
+        progress: Progress | None = None,
     ) -> Activations:
         """Collect norms as `calibrate_model` does; `about` says how it was done. `pruner`: for pruned propagation."""
         if not self.by_blocks(model):
             norms = calibrate_model(model, layers, tokens, batch_size)
             return Activations(norms.norms, norms.input_of, {"execution": "model", "propagate": "dense"})
         runner = BlockwiseModel(model, self.blocks, self.hidden_states)
-        return calibrate_blocks(runner, layers, tokens, batch_size, pruner if self.propagate == "pruned" else None)
+        masker = pruner if self.propagate == "pruned" else None
+        return calibrate_blocks(runner, layers, tokens, batch_size, masker, progress)
 
 
 def calibrate_blocks(
-    runner: BlockwiseModel, layers: list[str], tokens: Tensor, batch_size: int = 4, pruner: Pruner | None = None
+    runner: BlockwiseModel,
+    layers: list[str],
+    tokens: Tensor,
+    batch_size: int = 4,
+    pruner: Pruner | None = None,
+    progress: Progress | None = None,
 ) -> Activations:
     """Collect the norms of layers' inputs block by block.
 
@@ -78,6 +91,7 @@ def calibrate_blocks(
         tokens: int64, shape (samples, length).
         batch_size: sequences to a forward pass.
         pruner: for pruned propagation: decides the masks of its targets; None: dense propagation.
+        progress: where finished blocks are noted, and taken up again.
 
     Returns:
         Norms over all tokens of all samples; `about` tells the execution, propagation and the place of the hidden states.
@@ -85,7 +99,7 @@ def calibrate_blocks(
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot be run block by block.
     """
-    with propagated(runner, layers, tokens, batch_size, pruner) as (memory, walk):
+    with propagated(runner, layers, tokens, batch_size, pruner, progress) as (memory, walk):
         place = walk.place
     about = {"execution": "blocks", "propagate": "dense" if pruner is None else "pruned", "hidden_states": place}
     return Activations(memory.norms(), memory.input_of, about)
@@ -93,14 +107,20 @@ def calibrate_blocks(
 
 @contextmanager
 def propagated(
-    runner: BlockwiseModel, layers: list[str], tokens: Tensor, batch_size: int, pruner: Pruner | None
+    runner: BlockwiseModel,
+    layers: list[str],
+    tokens: Tensor,
+    batch_size: int,
+    pruner: Pruner | None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[InputSums, Walk]]:
     """As `calibrate_blocks`; yields the sums and the walk at its end, for whoever wants the logits too."""
     model = runner.model
     batches = own_batches(tokens, batch_size)
     runner.prepare(batches[0])  # before there are hooks: what it runs does not count
     with input_hooks(model, layers) as memory, runner.walk(batches, "calibrate") as walk:
-        for step in walk.steps():
+        first = progress.restore(memory, walk) if progress is not None else 0
+        for step in walk.steps(first):
             targets = [t for t in pruner.targets if t.name.startswith(f"{step.name}.")] if pruner is not None else []
             step.run(advance=not targets)
             seen = [name for name in memory.sums if name.startswith(f"{step.name}.")]
@@ -111,6 +131,8 @@ def propagated(
                 with _masked(model, {target: pruner.mask(target, memory.norm(target.name)) for target in targets}):
                     step.run()
                 memory.asleep = False
+            if progress is not None:
+                progress.save(step.index + 1, memory, walk)
         memory.asleep = True
         _finish(runner, walk, layers, memory)
         yield memory, walk

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +18,15 @@ from tqdm import tqdm
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import OpenFiles, copy_bytes
+from emp_llm.models.files import Behind, OpenFiles, ahead, copy_bytes
 from emp_llm.models.targets import Target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
-from emp_llm.selection.scheme import GroupSelector, Scheme, Selection, select_rows
+from emp_llm.selection.kernels.rows import Pruned
+from emp_llm.selection.rows import select_rows
+from emp_llm.selection.scheme import GroupSelector, Scheme
 
-BLOCK_WEIGHTS = 1 << 19
+BLOCK_WEIGHTS = 1 << 20
 _PER_ROW = ("kept", "kept_mass", "mass", "n_eff", "s_eff")
 
 
@@ -130,8 +133,8 @@ class Pruner:
         mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
         with OpenFiles() as files:
             selector = self._search([target], files) if self.scheme.group == "matrix" else None
-            for first, block, part in self._decisions(target, files.reading(target.matrix.stored.shard), selector):
-                mask[first : first + block.shape[0]] = part.mask
+            for first, part in self._masks(target, files.reading(target.matrix.stored.shard), selector):
+                mask[first : first + part.shape[0]] = part
         return mask
 
     def write(self, folder: Path) -> list[Outcome]:
@@ -146,7 +149,11 @@ class Pruner:
         source = self.checkpoint.folder
         total = sum(segment.bytes for segment in self._segments())
         outcomes: dict[str, Outcome] = {}
-        with OpenFiles() as files, tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
+        with (
+            OpenFiles() as files,
+            Behind() as writing,
+            tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar,
+        ):
             for relative in self.checkpoint.side_files():
                 (folder / relative.parent).mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / relative, folder / relative)
@@ -155,26 +162,27 @@ class Pruner:
                 there = files.writing(folder / segment.shard.name)
                 here = files.reading(segment.shard)
                 if segment.target is None:
-                    copy_bytes(here, there, segment.start, segment.end)
+                    writing.do(copy_bytes, here, there, segment.start, segment.end)
                 else:
-                    outcomes[segment.target.name] = self._prune(segment.target, here, there, everything, files)
+                    outcomes[segment.target.name] = self._prune(segment.target, here, there, everything, files, writing)
                 bar.update(segment.bytes)
             if everything is not None:
                 mass = everything.effective_mass(self._score_dtype(self.targets[0]))
                 self.whole = (float(everything.moments.number()), mass)
         return [outcomes[target.name] for target in self.targets]
 
-    def _prune(self, target: Target, here: int, there: int, everything: GroupSelector | None, files: OpenFiles) -> Outcome:
+    def _prune(
+        self, target: Target, here: int, there: int, everything: GroupSelector | None, files: OpenFiles, writing: Behind
+    ) -> Outcome:
         selector = everything
         if self.scheme.group == "matrix":
             selector = self._search([target], files)
         # Filled in place: small tensors that outlive a block, made between its large ones, would keep the heap from shrinking.
         columns = {name: torch.zeros(target.matrix.rows, dtype=torch.float64) for name in _PER_ROW}
         zeros = 0
-        for first, block, part in self._decisions(target, here, selector):
-            block.masked_fill_(~part.mask, 0)
-            zeros += block.numel() - int(torch.count_nonzero(block))
-            target.matrix.write(there, first, block)
+        for first, block, part in self._pruned(target, here, selector):
+            zeros += int(part.zeros.sum())
+            writing.do(target.matrix.write, there, first, block)
             for name, values in columns.items():
                 found = getattr(part, name)
                 if found is not None:
@@ -188,16 +196,28 @@ class Pruner:
             s_eff = torch.tensor([selector.effective_mass(self._score_dtype(target))], dtype=torch.float64)
         return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
 
-    def _decisions(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor, Selection]]:
-        """(first row, weights, what is decided) of each block of a target's rows; `selector`: for groups larger than a row."""
-        for first, block, scores in self._blocks(target, here):
-            if selector is None:
-                offset = self._offsets[target.name] + first * target.matrix.columns
-                with _finite(target, first, block):
-                    part = select_rows(scores, self.scheme.budget, offset)
-            else:
-                part = selector.select(scores)
+    def _pruned(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor, Pruned]]:
+        """(first row, weights, what became of them) of each block of a target's rows; `selector`: of a larger group."""
+        norms = self._norms.get(target.name)
+        for first, block in self._read(target, here):
+            if selector is not None:
+                yield first, block, selector.prune(block, self.scheme.criterion.score(block, norms).contiguous())
+                continue
+            offset = self._offsets[target.name] + first * target.matrix.columns
+            with _finite(target, first, block):
+                part = self.scheme.prune_rows(block, norms, offset)
             yield first, block, part
+
+    def _masks(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor]]:
+        """(first row, mask) of each block of a target's rows."""
+        for first, block, scores in self._blocks(target, here):
+            if selector is not None:
+                yield first, selector.select(scores).mask
+                continue
+            offset = self._offsets[target.name] + first * target.matrix.columns
+            with _finite(target, first, block):
+                part = select_rows(scores, self.scheme.budget, offset)
+            yield first, part.mask
 
     def _search(self, targets: list[Target], files: OpenFiles) -> GroupSelector:
         """Decide the cut of one group of several matrices, or of one: a round of reading for the sums, then for the bits."""
@@ -214,11 +234,17 @@ class Pruner:
 
     def _blocks(self, target: Target, here: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(first row, weights, scores) of each block of a target's rows."""
+        for first, block in self._read(target, here):
+            yield first, block, self.scheme.criterion.score(block, self._norms.get(target.name)).contiguous()
+
+    def _read(self, target: Target, here: int) -> Iterator[tuple[int, Tensor]]:
+        """(first row, weights) of each block of a target's rows; the next ones are read meanwhile."""
         matrix = target.matrix
-        for first, last in matrix.row_blocks(self.block_weights):
-            block = matrix.read(here, first, last)
-            scores = self.scheme.criterion.score(block, self._norms.get(target.name)).contiguous()
-            yield first, block, scores
+
+        def reading(first: int, last: int) -> tuple[int, Tensor]:
+            return first, matrix.read(here, first, last).contiguous()
+
+        return ahead(partial(reading, first, last) for first, last in matrix.row_blocks(self.block_weights))
 
     def _segments(self) -> list["_Segment"]:
         """The pieces of all shards, in the order in which they are written."""

@@ -5,8 +5,9 @@ embeddings and whatever else a model passes to a block are the model's own, for 
 Gemma's local and global layers), and no family has to be known by name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,11 @@ class Call:
             return block(hidden, *self.args, **self.kwargs)
         return block(*self.args, **self.kwargs, **{self.keyword: hidden})
 
+    def aside(self) -> "Call":
+        """The same call with copies of what a block may note its state in, for a pass that shall leave no trace."""
+        kwargs = {n: deepcopy(v) if isinstance(v, (MutableMapping, MutableSequence)) else v for n, v in self.kwargs.items()}
+        return Call(self.keyword, self.args, kwargs)
+
 
 class Pool:
     """Tensors that many calls share, kept once: within a batch by identity, from one batch to the next by value."""
@@ -76,23 +82,24 @@ class Pool:
         ]
 
 
-def record(blocks: nn.ModuleList, run: Callable[[], Any], tupled: bool) -> tuple[Tensor, list[Call]]:
+def record(blocks: nn.ModuleList, run: Callable[[], Any], outputs: int) -> tuple[Tensor, list[Call]]:
     """The hidden states that enter the first block, and the calls of all blocks.
 
     Args:
         blocks: the model's decoder blocks.
         run: runs the model on one batch.
-        tupled: blocks return a tuple that begins with the hidden states, as they did before transformers 5.
+        outputs: what a block returns: 0, a tensor; n, a tuple of n that begins with the hidden states, as before
+            transformers 5, and holds nothing else of use.
 
     Raises:
         NotAlone: blocks are not called once each in order, or the model changes the hidden states between them.
     """
-    return _record(blocks, run, tupled, lambda hidden: hidden, stop=True)
+    return _record(blocks, run, outputs, lambda hidden: hidden, stop=True)
 
 
-def check_independence(blocks: nn.ModuleList, run: Callable[[], Any], tupled: bool, calls: list[Call]) -> None:
+def check_independence(blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, calls: list[Call]) -> None:
     """Record again with other hidden states and to the end; NotAlone where a block is called otherwise then, or again."""
-    _, others = _record(blocks, run, tupled, lambda hidden: torch.full_like(hidden, 0.5), stop=False)
+    _, others = _record(blocks, run, outputs, lambda hidden: torch.full_like(hidden, 0.5), stop=False)
     for index, (one, other) in enumerate(zip(calls, others, strict=True)):
         if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
             raise NotAlone(f"what block {index} is called with depends on what the blocks before it compute")
@@ -114,13 +121,13 @@ def standing_in(blocks: nn.ModuleList, forward: Callable[[int], Forward]) -> Ite
                 block.forward = old
 
 
-def run_tail(blocks: nn.ModuleList, run: Callable[[], Any], final: Tensor, tupled: bool) -> Any:
+def run_tail(blocks: nn.ModuleList, run: Callable[[], Any], final: Tensor, outputs: int) -> Any:
     """What the model makes of the hidden states that leave its last block: its own forward, the blocks left out."""
 
     def forward(index: int) -> Forward:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             hidden = final if index == len(blocks) - 1 else _split(args, kwargs)[0]
-            return (hidden,) if tupled else hidden
+            return _as_output(hidden, outputs)
 
         return stand_in
 
@@ -129,7 +136,7 @@ def run_tail(blocks: nn.ModuleList, run: Callable[[], Any], final: Tensor, tuple
 
 
 def _record(
-    blocks: nn.ModuleList, run: Callable[[], Any], tupled: bool, compute: Callable[[Tensor], Tensor], stop: bool
+    blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, compute: Callable[[Tensor], Tensor], stop: bool
 ) -> tuple[Tensor, list[Call]]:
     calls: list[Call] = []
     first: list[Tensor] = []
@@ -148,7 +155,7 @@ def _record(
             if stop and len(calls) == len(blocks):
                 raise _LastBlock
             returned[:] = [compute(hidden)]
-            return (returned[0],) if tupled else returned[0]
+            return _as_output(returned[0], outputs)
 
         return stand_in
 
@@ -157,6 +164,10 @@ def _record(
     if len(calls) < len(blocks):
         raise NotAlone(f"only {len(calls)} of its {len(blocks)} blocks are called")
     return first[0], calls
+
+
+def _as_output(hidden: Tensor, outputs: int) -> Any:
+    return (hidden, *[None] * (outputs - 1)) if outputs else hidden
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:

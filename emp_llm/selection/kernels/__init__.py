@@ -1,0 +1,1 @@
+"""Kernels: the masks of rows at memory speed, in the very bits of the plain torch reference."""

@@ -1,0 +1,339 @@
+"""The row kernel for CPUs, compiled by numba: sums, cut and write of a row while it lies in cache, in the reference's bits.
+
+Two rounds over a block of rows. `sums` adds up scores and their squares, in the order that `selection.sums` defines (64 lanes,
+then halves); from these the budget says how many stay. `cut` finds the k-th largest key of each row by bisection on its bits,
+16 at a time: the inner loop compares 16-bit integers with one number and counts, which processors do 16 or 32 at once;
+then it writes the row. Nothing here may be reordered or contracted by the compiler: no fastmath.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+LANES = 64
+_COUNTED = 1 << 15  # how many comparisons a 16-bit counter can take
+
+Array = np.ndarray[Any, Any]
+
+
+@intrinsic
+def _float_of(typing: Any, bits: Any) -> Any:
+    """The float32 with these bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def _bits_of(typing: Any, value: Any) -> Any:
+    """The bits of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@njit(nogil=True, cache=True)
+def _value16(bits: Any, shift: Any, scale: Any) -> Any:
+    """|w| as float32 of the bits of a 16-bit weight: shift 16, scale 1 for bfloat16; 13 and 2^112 for float16, exactly."""
+    return _float_of(np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << shift)) * scale
+
+
+@njit(nogil=True, cache=True)
+def _fold(lanes: Array) -> Any:
+    half = LANES // 2
+    while half:
+        for j in range(half):
+            lanes[j] = lanes[j] + lanes[j + half]
+        half //= 2
+    return lanes[0]
+
+
+@njit(nogil=True, cache=True)
+def _keys32(row: Array, norms: Array, shift: Any, scale: Any, keys: Array) -> None:
+    """Keys of |w| * norm (or |w| of 32-bit weights, where there are no norms): the bits of the float32 scores."""
+    if row.itemsize == 4:
+        if norms.size:
+            for j in range(row.size):
+                keys[j] = _bits_of(_float_of(np.uint32(row[j] & np.uint32(0x7FFFFFFF))) * norms[j])
+        else:
+            for j in range(row.size):
+                keys[j] = np.uint32(row[j] & np.uint32(0x7FFFFFFF))
+    else:
+        for j in range(row.size):
+            keys[j] = _bits_of(_value16(row[j], shift, scale) * norms[j])
+
+
+@njit(nogil=True, cache=True)
+def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, power: Array) -> None:
+    """sum s and sum s^2 of each row, as `sum_rows` adds them; NaN in `total` where a weight is NaN or infinite.
+
+    Args:
+        weights: bits, uint16 or uint32, shape (rows, columns).
+        norms: float32, shape (columns,), or empty for magnitude.
+        total, power: float64, shape (rows,): filled.
+    """
+    rows, columns = weights.shape
+    whole = columns // LANES * LANES
+    first, second = np.empty(LANES), np.empty(LANES)
+    narrow = weights.itemsize == 2 and norms.size == 0
+    keys = np.empty(0 if narrow else columns, np.uint32)
+    for r in range(rows):
+        row = weights[r]
+        first[:] = 0.0
+        second[:] = 0.0
+        if narrow:
+            for start in range(0, whole, LANES):
+                for j in range(LANES):
+                    value = np.float64(_value16(row[start + j], shift, scale))
+                    first[j] += value
+                    second[j] += value * value
+            for j in range(columns - whole):
+                value = np.float64(_value16(row[whole + j], shift, scale))
+                first[j] += value
+                second[j] += value * value
+        else:
+            _keys32(row, norms, shift, scale, keys)
+            for start in range(0, whole, LANES):
+                for j in range(LANES):
+                    value = np.float64(_float_of(keys[start + j]))
+                    first[j] += value
+                    second[j] += value * value
+            for j in range(columns - whole):
+                value = np.float64(_float_of(keys[whole + j]))
+                first[j] += value
+                second[j] += value * value
+        total[r] = np.nan if shift == 13 and _infinite16(row) else _fold(first)
+        power[r] = _fold(second)
+
+
+@njit(nogil=True, cache=True)
+def _infinite16(row: Array) -> Any:
+    """Whether float16 weights hold infinity or NaN, which look finite to `_value16`; bfloat16 ones come out as such."""
+    largest = np.uint16(0)
+    for j in range(row.size):
+        largest = max(largest, np.uint16(row[j] & np.uint16(0x7FFF)))
+    return largest >= np.uint16(0x7C00)
+
+
+@njit(nogil=True, cache=True)
+def _count(keys: Array, least: Any) -> Any:
+    """How many of some 16-bit keys are `least` or more."""
+    counted = 0
+    for start in range(0, keys.size, _COUNTED):
+        part = keys[start : start + _COUNTED]
+        some = np.uint16(0)
+        for j in range(part.size):
+            some = np.uint16(some + np.uint16(part[j] >= least))
+        counted += np.int64(some)
+    return counted
+
+
+@njit(nogil=True, cache=True)
+def _kth16(keys: Array, k: Any, top: Any) -> Any:
+    """The k-th largest of some 16-bit keys, of which bit `top` is the highest."""
+    key = np.uint16(0)
+    for bit in range(top, -1, -1):
+        candidate = np.uint16(key | np.uint16(1 << bit))
+        if _count(keys, candidate) >= k:
+            key = candidate
+    return key
+
+
+@njit(nogil=True, cache=True)
+def _above16(keys: Array, key: Any) -> Any:
+    return 0 if key == np.uint16(0xFFFF) else _count(keys, np.uint16(key + np.uint16(1)))
+
+
+@njit(nogil=True, cache=True)
+def _kth32(keys: Array, high: Array, low: Array, k: Any) -> Any:
+    """The k-th largest of 32-bit keys, and how many are larger; `high`: their upper halves, `low`: room for as many."""
+    upper = _kth16(high, k, 14)
+    above = _above16(high, upper)
+    some = 0
+    for j in range(keys.size):
+        low[some] = np.uint16(keys[j] & np.uint32(0xFFFF))
+        some += np.int64(high[j] == upper)
+    lower = _kth16(low[:some], k - above, 15)
+    above += _above16(low[:some], lower)
+    return np.uint32((np.uint32(upper) << np.uint32(16)) | np.uint32(lower)), above
+
+
+@njit(nogil=True, cache=True)
+def _end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
+    """Where the first `ties` keys that equal `key` have been passed."""
+    if ties == 0:
+        return 0
+    step = 256
+    for start in range(0, keys.size, step):
+        part = keys[start : start + step]
+        some = np.uint16(0)
+        for j in range(part.size):
+            some = np.uint16(some + np.uint16(part[j] == key))
+        if np.int64(some) < ties:
+            ties -= np.int64(some)
+            continue
+        for j in range(part.size):
+            ties -= np.int64(part[j] == key)
+            if ties == 0:
+                return start + j + 1
+    return keys.size
+
+
+@njit(nogil=True, cache=True)
+def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
+    """Keep what is larger than `key`, and what equals it before `end`."""
+    before, keys_before = row[:end], keys[:end]
+    for j in range(before.size):
+        if keys_before[j] < key:
+            before[j] = 0
+    after, keys_after = row[end:], keys[end:]
+    for j in range(after.size):
+        if keys_after[j] <= key:
+            after[j] = 0
+
+
+@njit(nogil=True, cache=True)
+def _write_pattern(row: Array, keys: Array, n: Any, m: Any) -> None:
+    """Keep the n largest of every m; among equal ones the first."""
+    for start in range(0, row.size, m):
+        for j in range(start, start + m):
+            before = 0
+            for i in range(start, j):
+                before += np.int64(keys[i] >= keys[j])
+            for i in range(j + 1, start + m):
+                before += np.int64(keys[i] > keys[j])
+            if before >= n:
+                row[j] = 0
+
+
+@njit(nogil=True, cache=True)
+def _zeros(row: Array, magnitude: Any) -> Any:
+    """How many weights are zero; `magnitude`: all bits but the sign, in the type of the weights."""
+    zeros = 0
+    for start in range(0, row.size, _COUNTED):
+        part = row[start : start + _COUNTED]
+        some = np.uint16(0)
+        for j in range(part.size):
+            some = np.uint16(some + np.uint16((part[j] & magnitude) == 0))
+        zeros += np.int64(some)
+    return zeros
+
+
+@njit(nogil=True, cache=True)
+def _score(key: Any, wide: Any, shift: Any, scale: Any) -> Any:
+    return np.float64(_float_of(np.uint32(key)) if wide else _value16(np.uint16(key), shift, scale))
+
+
+@njit(nogil=True, cache=True)
+def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale: Any, lanes: Array, more: Array) -> None:
+    """Lane sums of the scores that are kept (whose `kept` is not 0), and of those larger than `nu_key`."""
+    lanes[:] = 0.0
+    more[:] = 0.0
+    whole = keys.size // LANES * LANES
+    for start in range(0, whole, LANES):
+        some, stays = keys[start : start + LANES], kept[start : start + LANES]
+        for j in range(LANES):
+            value = _score(some[j], wide, shift, scale)
+            lanes[j] += value if stays[j] != 0 else 0.0
+            more[j] += value if some[j] > nu_key else 0.0
+    for j in range(keys.size - whole):
+        value = _score(keys[whole + j], wide, shift, scale)
+        lanes[j] += value if kept[whole + j] != 0 else 0.0
+        more[j] += value if keys[whole + j] > nu_key else 0.0
+
+
+@njit(nogil=True, cache=True)
+def cut16(
+    weights: Array,
+    shift: Any,
+    scale: Any,
+    counts: Array,
+    nus: Array,
+    n: Any,
+    m: Any,
+    kept_mass: Array,
+    above_nu: Array,
+    nu_keys: Array,
+    nu_ties: Array,
+    zeros: Array,
+) -> None:
+    """Keep the `counts[r]` largest |w| of row r, or n of every m where m is not 0; the others become zero, in place.
+
+    Args:
+        weights, shift, scale: as for `sums`; uint16.
+        counts, nus: int64, shape (rows,): how many are kept, and floor(N_eff).
+        kept_mass, above_nu: float64, shape (rows,), filled: lane sums of the scores that stay, and of those above the key of
+            the nu-th largest, which goes into nu_keys (int64), and of how many equal ones it is one into nu_ties.
+        zeros: int64, shape (rows,), filled: how many of the row's weights are zero now.
+    """
+    columns = weights.shape[1]
+    keys = np.empty(columns, np.uint16)
+    first, second = np.empty(LANES), np.empty(LANES)
+    for r in range(weights.shape[0]):
+        row, k, nu = weights[r], counts[r], nus[r]
+        for j in range(columns):
+            keys[j] = row[j] & np.uint16(0x7FFF)
+        nu_key = _kth16(keys, nu, 14)
+        above = _above16(keys, nu_key)
+        nu_keys[r], nu_ties[r] = np.int64(nu_key), nu - above
+        key = nu_key
+        if m:
+            _write_pattern(row, keys, n, m)
+        else:
+            if k != nu:
+                key = _kth16(keys, k, 14)
+                above = _above16(keys, key)
+            _write(row, keys, key, _end_of_ties(keys, key, k - above))
+        _masses(keys, row, nu_key, False, shift, scale, first, second)
+        kept_mass[r], above_nu[r] = _fold(first), _fold(second)
+        zeros[r] = _zeros(row, np.uint16(0x7FFF)) if m or key == 0 else columns - k
+
+
+@njit(nogil=True, cache=True)
+def cut32(
+    weights: Array,
+    norms: Array,
+    shift: Any,
+    scale: Any,
+    counts: Array,
+    nus: Array,
+    n: Any,
+    m: Any,
+    kept_mass: Array,
+    above_nu: Array,
+    nu_keys: Array,
+    nu_ties: Array,
+    zeros: Array,
+) -> None:
+    """As `cut16`, of float32 scores: |w| * norm, or |w| of 32-bit weights, where there are no norms."""
+    columns = weights.shape[1]
+    keys = np.empty(columns, np.uint32)
+    high, low = np.empty(columns, np.uint16), np.empty(columns, np.uint16)
+    first, second = np.empty(LANES), np.empty(LANES)
+    for r in range(weights.shape[0]):
+        row, k, nu = weights[r], counts[r], nus[r]
+        _keys32(row, norms, shift, scale, keys)
+        for j in range(columns):
+            high[j] = np.uint16(keys[j] >> np.uint32(16))
+        nu_key, above = _kth32(keys, high, low, nu)
+        nu_keys[r], nu_ties[r] = np.int64(nu_key), nu - above
+        key = nu_key
+        if m:
+            _write_pattern(row, keys, n, m)
+        else:
+            if k != nu:
+                key, above = _kth32(keys, high, low, k)
+            _write(row, keys, key, _end_of_ties(keys, key, k - above))
+        _masses(keys, row, nu_key, True, shift, scale, first, second)
+        kept_mass[r], above_nu[r] = _fold(first), _fold(second)
+        if m or key == 0:
+            zeros[r] = _zeros(row, weights.dtype.type(0x7FFFFFFF if weights.itemsize == 4 else 0x7FFF))
+        else:
+            zeros[r] = columns - k

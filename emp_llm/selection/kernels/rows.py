@@ -1,0 +1,152 @@
+"""Rows pruned in place: by the compiled kernel where there is one for them, else by the plain torch reference.
+
+Both give the same bits: the same counts, masks and sums. The kernel takes bfloat16, float16 and float32 weights on the CPU, the
+criteria magnitude and wanda, and budgets that want order 2; everything else, and a machine without numba, is the reference's.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emp_llm.selection.budgets import Budget, PatternBudget
+from emp_llm.selection.criteria import CRITERIA
+from emp_llm.selection.effective import keep_counts
+from emp_llm.selection.hill import Moments, NonFiniteError
+from emp_llm.selection.masks import key_values
+from emp_llm.selection.rows import Selection, select_rows
+
+_COMPILED = ("magnitude", "wanda")
+# As of `cpu._value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
+_SHIFTS = {torch.bfloat16: (16, 1.0), torch.float16: (13, 2.0**112), torch.float32: (0, 1.0)}
+_BITS = {2: torch.uint16, 4: torch.uint32}
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What became of a block of rows.
+
+    Attributes:
+        kept, zeros: int64, shape (rows,): how many scores were kept, and how many weights are zero now.
+        kept_mass, mass: float64, shape (rows,): sum |s| over the kept, and over all.
+        n_eff, s_eff: float64, shape (rows,): effective number, and the share of the floor(N_eff) largest; None where a group is
+            larger than a row.
+    """
+
+    kept: Tensor
+    zeros: Tensor
+    kept_mass: Tensor
+    mass: Tensor
+    n_eff: Tensor | None
+    s_eff: Tensor | None
+
+
+def prune_rows(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget, offset: int = 0) -> Pruned:
+    """Set to zero what a budget does not keep of each row.
+
+    Args:
+        weight: shape (rows, columns), contiguous, floating; pruned in place.
+        criterion: its name.
+        norms: float32, shape (columns,), for criteria that need them.
+        budget: how many to keep of each row (of every M columns, for an N:M pattern).
+        offset: how many target weights come before this block.
+
+    Raises:
+        NonFiniteError: scores hold NaN or infinity; nothing is pruned then.
+        ValueError: an N:M pattern whose M does not divide the columns.
+    """
+    if has_kernel(weight, criterion, budget):
+        return _compiled(weight, norms if CRITERIA[criterion].needs_norms else None, budget, offset)
+    return prune_rows_plainly(weight, criterion, norms, budget, offset)
+
+
+def prune_rows_plainly(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget, offset: int = 0) -> Pruned:
+    """The reference: as `prune_rows`, by torch alone, on any device and in any dtype."""
+    return apply(weight, select_rows(CRITERIA[criterion].score(weight, norms).contiguous(), budget, offset))
+
+
+def apply(weight: Tensor, part: Selection) -> Pruned:
+    """Set to zero what a decision does not keep, in place."""
+    weight.masked_fill_(~part.mask, 0)
+    zeros = weight.shape[1] - torch.count_nonzero(weight, 1)
+    return Pruned(part.kept, zeros, part.kept_mass, part.mass, part.n_eff, part.s_eff)
+
+
+def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
+    """Whether the compiled kernel takes these."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in _SHIFTS
+        and weight.is_contiguous()
+        and weight.numel() > 0
+        and criterion in _COMPILED
+        and budget.order == 2.0
+        and getattr(budget, "dtype", "float64") == "float64"
+        and _has_numba()
+    )
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
+def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int) -> Pruned:
+    import numpy as np
+
+    from emp_llm.selection.kernels import cpu
+
+    rows, columns = weight.shape
+    if isinstance(budget, PatternBudget) and columns % budget.m:
+        raise ValueError(f"{columns} inputs are not a multiple of {budget.m} (pattern {budget.n}:{budget.m})")
+    bits = weight.view(_BITS[weight.element_size()]).numpy()
+    factors = np.empty(0, np.float32) if norms is None else norms.detach().float().contiguous().cpu().numpy()
+    shift, scale = np.uint32(_SHIFTS[weight.dtype][0]), np.float32(_SHIFTS[weight.dtype][1])
+    total, power, kept_mass, above_nu = (torch.empty(rows, dtype=torch.float64) for _ in range(4))
+    nu_keys, nu_ties, zeros = (torch.empty(rows, dtype=torch.int64) for _ in range(3))
+
+    _in_parallel(rows, lambda part: cpu.sums(bits[part], factors, shift, scale, total.numpy()[part], power.numpy()[part]))
+    if not bool(torch.isfinite(total).all()):
+        raise NonFiniteError("scores hold NaN or infinity")
+    size = torch.full((rows,), columns, dtype=torch.int64)
+    moments = Moments(2.0, size, torch.ones(rows, dtype=torch.float64), total, power)
+    nus = keep_counts(moments)
+    counts, n, m = budget.counts(moments, offset), 0, 0
+    if isinstance(budget, PatternBudget):
+        n, m = budget.n, budget.m
+        counts = size // m * n
+    outputs = [tensor.numpy() for tensor in (kept_mass, above_nu, nu_keys, nu_ties, zeros)]
+
+    def cut(part: slice) -> None:
+        wanted = (counts.numpy()[part], nus.numpy()[part], n, m, *(output[part] for output in outputs))
+        if norms is None and weight.element_size() == 2:
+            cpu.cut16(bits[part], shift, scale, *wanted)
+        else:
+            cpu.cut32(bits[part], factors, shift, scale, *wanted)
+
+    _in_parallel(rows, cut)
+    narrow = norms is None and weight.element_size() == 2
+    nu_values = key_values(nu_keys.to(torch.int16 if narrow else torch.int32), weight.dtype if narrow else torch.float32)
+    s_eff = torch.where(total == 0, 1.0, (above_nu + nu_ties * nu_values) / moments.mass).clamp(max=1.0)
+    return Pruned(counts, zeros, kept_mass, moments.mass, moments.number(), s_eff)
+
+
+def _in_parallel(rows: int, work: Callable[[slice], Any]) -> None:
+    """Share rows among as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), rows)
+    if threads == 1:
+        work(slice(0, rows))
+        return
+    edges = [rows * i // threads for i in range(threads + 1)]
+    list(_pool(threads).map(work, (slice(a, b) for a, b in pairwise(edges))))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="emp-llm-rows")

@@ -1,0 +1,142 @@
+"""Calibration block by block from disk: peak memory, bytes read, and time beside a model in memory; prints a table.
+
+    python scripts/measure_calibration.py [--folder DIR] [--samples 4] [--seqlen 128]
+
+Makes two random Llamas in bfloat16, of about 3 B and 1 B parameters. The first is calibrated from disk in a process of its
+own, the file's pages thrown out of the cache before. The second is calibrated from disk and, for the ratio, run in memory
+with and without hooks in turn; these pairs are timed in CPU seconds, which other programs disturb less.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from emp_llm.models.activations import calibrate_model
+from emp_llm.models.blocks import body_of
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.hidden import Place
+from emp_llm.models.loading import load_model
+from emp_llm.models.propagation import calibrate_blocks
+from emp_llm.models.stages import peak_memory
+from emp_llm.models.targets import model_layers
+
+SHAPES = {
+    "3B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+}
+
+
+def main() -> None:
+    """Make, measure, print; with --step, be one of the processes that do so."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--seqlen", type=int, default=128)
+    parser.add_argument("--step", choices=("make", "blocks", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--shape", choices=tuple(SHAPES), help=argparse.SUPPRESS)
+    parser.add_argument("--place", choices=("cpu", "disk"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.step is not None:
+        tokens = torch.randint(0, 32000, (options.samples, options.seqlen), generator=torch.Generator().manual_seed(0))
+        steps: dict[str, Callable[[], dict[str, float]]] = {
+            "make": lambda: make(options.folder, options.shape),
+            "blocks": lambda: by_blocks(options.folder, tokens, options.place),
+            "memory": lambda: in_memory(options.folder, tokens),
+        }
+        print(json.dumps(steps[options.step]()))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        measure(Path(scratch), options.samples, options.seqlen)
+
+
+def measure(scratch: Path, samples: int, seqlen: int) -> None:
+    """Print the table."""
+
+    def step(name: str, shape: str, place: str = "cpu") -> dict[str, float]:
+        line = [sys.executable, __file__, "--step", name, "--shape", shape, "--folder", str(scratch / shape)]
+        line += ["--samples", str(samples), "--seqlen", str(seqlen), "--place", place]
+        done = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True)
+        result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    print(f"{samples} sequences of {seqlen} tokens, one to a batch, {torch.get_num_threads()} threads\n")
+    print("| model | hidden states | checkpoint | read | peak memory | weights and libraries | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    for shape in SHAPES:
+        size = step("make", shape)["bytes"]
+        for place in ("cpu", "disk"):
+            found = step("blocks", shape, place)
+            read = f"{found['storage'] / 1e9:.2f} GB ({found['storage'] / size:.3f} x)"
+            memory = f"{found['peak'] / 1e9:.2f} GB | {found['before'] / 1e9:.2f} GB before the first block"
+            print(f"| {shape} | {place} | {size / 1e9:.2f} GB | {read} | {memory} | {found['seconds']:.1f} |", flush=True)
+    found, other = step("memory", "1B"), step("blocks", "1B")
+    plain, hooked, wall = found["plain"], found["hooked"], found["wall"]
+    percent = 100 * (found["overhead"] - 1)
+    print(f"\n1B in memory: {plain:.2f} CPU s without hooks, {hooked:.2f} with them ({percent:+.1f} %, median of 5 pairs)")
+    ratio = other["seconds"] / wall
+    print(f"1B, wall time: {wall:.2f} s in memory without hooks, {other['seconds']:.2f} s from disk, cold ({ratio:.2f} x)")
+
+
+def make(folder: Path, shape: str) -> dict[str, float]:
+    """Write a random model; returns the bytes of its shards."""
+    config = transformers.LlamaConfig(**SHAPES[shape], num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="2GB")
+    return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
+
+
+def by_blocks(folder: Path, tokens: torch.Tensor, place: Place) -> dict[str, float]:
+    """Calibrate from disk, cold."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    model = load_model(folder, "disk")
+    before, peak_before = _storage(), peak_memory()
+    start = time.perf_counter()
+    runner = BlockwiseModel(model, None, place)
+    calibrate_blocks(runner, [layer.name for layer in model_layers(model) if layer.block is not None], tokens, 1)
+    seconds = time.perf_counter() - start
+    read = max(_storage() - before, runner.bytes_read)  # the storage may be a memory file system
+    return {"seconds": seconds, "peak": peak_memory(), "before": peak_before, "storage": read}
+
+
+def in_memory(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
+    """Passes of the whole model, without and with hooks in turn."""
+    model = load_model(folder, "cpu")
+    layers = [layer.name for layer in model_layers(model) if layer.block is not None]
+    plain, hooked, wall = [], [], []
+    for _ in range(6):
+        start, clock = time.process_time(), time.perf_counter()
+        with torch.no_grad():
+            for batch in torch.split(tokens, 1):
+                body_of(model)(input_ids=batch, use_cache=False)
+        plain.append(time.process_time() - start)
+        wall.append(time.perf_counter() - clock)
+        start = time.process_time()
+        calibrate_model(model, layers, tokens, 1)
+        hooked.append(time.process_time() - start)
+    ratios = [b / a for a, b in zip(plain[1:], hooked[1:], strict=True)]  # the first pair warms up
+    median = statistics.median
+    return {"plain": median(plain[1:]), "hooked": median(hooked[1:]), "overhead": median(ratios), "wall": median(wall[1:])}
+
+
+def _storage() -> int:
+    """Bytes this process caused to be read from storage."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+if __name__ == "__main__":
+    main()

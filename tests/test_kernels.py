@@ -1,0 +1,138 @@
+"""The compiled kernel against the plain reference: the same bits, whatever the weights, budget, dtype and threads."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.hill import NonFiniteError
+from emp_llm.selection.kernels import rows
+from emp_llm.selection.kernels.rows import has_kernel, prune_rows, prune_rows_plainly
+
+pytest.importorskip("numba")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BUDGETS: list[Budget] = [
+    EffectiveBudget(),
+    EffectiveBudget(0.3),
+    EffectiveBudget(1.7),
+    RatioBudget(0.5),
+    RatioBudget(0.0),
+    TotalBudget(1000, 4000),
+    PatternBudget(2, 4),
+    PatternBudget(1, 2),
+]
+
+
+def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    if kind == "ties":
+        values = values.sign() * torch.randint(0, 3, shape, generator=generator)
+    elif kind == "uniform":
+        values = torch.full(shape, 0.3)
+    elif kind == "zeros":
+        values = values * (torch.rand(shape, generator=generator) < 0.2) * (torch.arange(shape[0])[:, None] % 2)
+    elif kind == "negative zeros":
+        values = torch.where(torch.rand(shape, generator=generator) < 0.5, -0.0, values)
+    elif kind == "subnormal":
+        values = values * (1e-39 if dtype != torch.float16 else 1e-7)
+    elif kind == "huge":
+        values = values.clamp(-3, 3) * (1e38 if dtype != torch.float16 else 2e4)
+    elif kind == "heavy":
+        values = values**7
+    return values.to(dtype)
+
+
+def same(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget) -> None:
+    assert has_kernel(weight, criterion, budget)
+    ours, theirs = weight.clone(), weight.clone()
+    found = prune_rows(ours, criterion, norms, budget, offset=17)
+    wanted = prune_rows_plainly(theirs, criterion, norms, budget, offset=17)
+    integers = torch.int32 if weight.dtype == torch.float32 else torch.int16
+    assert torch.equal(ours.view(integers), theirs.view(integers))
+    for name in ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy"])
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
+def test_every_budget_on_every_kind_of_weights(dtype: torch.dtype, kind: str, criterion: str) -> None:
+    norms = torch.rand(520, generator=torch.Generator().manual_seed(1))
+    norms[5:9] = 0
+    if kind != "huge":
+        norms *= 100
+    weight = weights(kind, (7, 520), dtype, 0)
+    for budget in BUDGETS:
+        same(weight, criterion, norms if criterion == "wanda" else None, budget)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 300),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["normal", "ties", "heavy", "zeros"]),
+    st.booleans(),
+    st.floats(0.05, 3),
+    st.integers(0, 1 << 30),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_shape(height: int, width: int, dtype: torch.dtype, kind: str, wanda: bool, beta: float, seed: int) -> None:
+    norms = torch.rand(width, generator=torch.Generator().manual_seed(seed)) if wanda else None
+    weight = weights(kind, (height, width), dtype, seed)
+    same(weight, "wanda" if wanda else "magnitude", norms, EffectiveBudget(beta))
+
+
+@pytest.mark.parametrize("width", [4096, 11008, 65536 + 3])
+def test_long_rows(width: int) -> None:
+    for criterion, norms in (("magnitude", None), ("wanda", torch.rand(width))):
+        for kind in ("normal", "ties"):
+            same(weights(kind, (3, width), torch.bfloat16, width), criterion, norms, EffectiveBudget())
+
+
+def test_threads_make_no_difference() -> None:
+    weight, norms = weights("normal", (37, 500), torch.bfloat16, 3), torch.rand(500)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            pruned = weight.clone()
+            prune_rows(pruned, "wanda", norms, EffectiveBudget())
+            results.append(pruned)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
+def test_weights_that_are_no_numbers(dtype: torch.dtype, bad: float, criterion: str) -> None:
+    weight = weights("normal", (4, 70), dtype, 0)
+    weight[2, 69] = bad
+    before = weight.clone()
+    with pytest.raises(NonFiniteError):
+        prune_rows(weight, criterion, torch.rand(70) + 0.1, EffectiveBudget())
+    assert torch.equal(weight[:2], before[:2])
+    overflow = weights("huge", (2, 70), torch.float32, 0)
+    with pytest.raises(NonFiniteError):
+        prune_rows(overflow, "wanda", torch.full((70,), 1e10), EffectiveBudget())
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weights("normal", (5, 64), torch.bfloat16, 0)
+    compiled = weight.clone()
+    found = prune_rows(compiled, "magnitude", None, EffectiveBudget())
+    called: list[Any] = []
+    monkeypatch.setattr(rows, "_has_numba", lambda: False)
+    monkeypatch.setattr(rows, "_compiled", lambda *given: called.append(given))
+    plain = weight.clone()
+    assert torch.equal(prune_rows(plain, "magnitude", None, EffectiveBudget()).kept, found.kept)
+    assert torch.equal(plain, compiled)
+    assert called == []
+    with pytest.raises(ValueError, match="not a multiple of 3"):
+        prune_rows(weight, "magnitude", None, PatternBudget(1, 3))
