@@ -61,7 +61,8 @@ def _row(weight: Tensor, norms: Tensor, name: str, criterion: str, budget: Budge
     factors = norms if criterion == "wanda" else None
     room = torch.empty_like(weight)
     work, step = weight.clone(), max(1, BLOCK // weight.shape[1])
-    assert has_kernel(work, criterion, budget), "numba is not installed: pip install 'emp-llm[fast]'"
+    if not has_kernel(work, criterion, budget):
+        raise SystemExit("numba is not installed: pip install 'emp-llm[fast]'")
 
     def kernel() -> None:
         for first in range(0, len(work), step):
@@ -104,7 +105,7 @@ def _sorted(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
     if isinstance(budget, RatioBudget):
         weight.scatter_(1, order[:, : int(columns * budget.sparsity)], 0)
         return
-    omega = scores.double() / scores.double().sum(1, keepdim=True)
+    omega = scores.float() / scores.float().sum(1, keepdim=True)
     removed = columns - (1 / omega.square().sum(1)).floor().long()
     ranks = torch.arange(columns).expand_as(order)
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, ranks < removed[:, None])

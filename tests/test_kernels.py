@@ -1,5 +1,6 @@
 """The compiled kernel against the plain reference: the same bits, whatever the weights, budget, dtype and threads."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -117,10 +118,29 @@ def test_weights_that_are_no_numbers(dtype: torch.dtype, bad: float, criterion: 
     before = weight.clone()
     with pytest.raises(NonFiniteError):
         prune_rows(weight, criterion, torch.rand(70) + 0.1, EffectiveBudget())
-    assert torch.equal(weight[:2], before[:2])
+    assert torch.equal(weight.nan_to_num(7, 8, 9), before.nan_to_num(7, 8, 9))
     overflow = weights("huge", (2, 70), torch.float32, 0)
     with pytest.raises(NonFiniteError):
         prune_rows(overflow, "wanda", torch.full((70,), 1e10), EffectiveBudget())
+
+
+def test_norms_that_do_not_fit() -> None:
+    weight = weights("normal", (4, 70), torch.bfloat16, 0)
+    with pytest.raises(ValueError, match="needs the norms"):
+        prune_rows(weight, "wanda", None, EffectiveBudget())
+    for wrong in (torch.rand(69), torch.rand(71), torch.rand(1), torch.rand(70, 1)):
+        with pytest.raises(ValueError, match=r"norms have shape .* need \(70,\)"):
+            prune_rows(weight, "wanda", wrong, EffectiveBudget())
+
+
+def test_numba_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rows._has_numba.cache_clear()
+    monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cpu", None)
+    monkeypatch.delattr("emp_llm.selection.kernels.cpu", raising=False)
+    try:
+        assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+    finally:
+        rows._has_numba.cache_clear()
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ Both give the same bits: the same counts, masks and sums. The kernel takes bfloa
 criteria magnitude and wanda, and budgets that want order 2; everything else, and a machine without numba, is the reference's.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.masks import key_values
 from emp_llm.selection.rows import Selection, select_rows
 
+logger = logging.getLogger(__name__)
 _COMPILED = ("magnitude", "wanda")
 # As of `cpu._value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
 _SHIFTS = {torch.bfloat16: (16, 1.0), torch.float16: (13, 2.0**112), torch.float32: (0, 1.0)}
@@ -59,9 +60,11 @@ def prune_rows(weight: Tensor, criterion: str, norms: Tensor | None, budget: Bud
 
     Raises:
         NonFiniteError: scores hold NaN or infinity; nothing is pruned then.
-        ValueError: an N:M pattern whose M does not divide the columns.
+        ValueError: an N:M pattern whose M does not divide the columns; norms missing, or of another shape.
     """
     if has_kernel(weight, criterion, budget):
+        if CRITERIA[criterion].needs_norms and norms is None:
+            raise ValueError(f"the {criterion} criterion needs the norms of the layer's inputs")
         return _compiled(weight, norms if CRITERIA[criterion].needs_norms else None, budget, offset)
     return prune_rows_plainly(weight, criterion, norms, budget, offset)
 
@@ -94,7 +97,14 @@ def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
 
 @cache
 def _has_numba() -> bool:
-    return find_spec("numba") is not None
+    """Whether the kernel can be used here: numba may be missing, of another numpy, or without a place for its cache."""
+    try:
+        from emp_llm.selection.kernels import cpu  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("warning: numba cannot be used (%s); pruning goes on without it, more slowly.", error)
+        return False
+    return True
 
 
 def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int) -> Pruned:
@@ -103,6 +113,8 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
     from emp_llm.selection.kernels import cpu
 
     rows, columns = weight.shape
+    if norms is not None and norms.shape != (columns,):  # the kernel does not look where it reads
+        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {columns} inputs need ({columns},)")
     if isinstance(budget, PatternBudget) and columns % budget.m:
         raise ValueError(f"{columns} inputs are not a multiple of {budget.m} (pattern {budget.n}:{budget.m})")
     bits = weight.view(_BITS[weight.element_size()]).numpy()
