@@ -25,6 +25,8 @@ BUDGETS: list[Budget] = [
     TotalBudget(1000, 4000),
     PatternBudget(2, 4),
     PatternBudget(1, 2),
+    PatternBudget(4, 8),
+    PatternBudget(3, 5),
 ]
 
 

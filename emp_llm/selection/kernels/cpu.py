@@ -200,17 +200,31 @@ def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _write_pattern(row: Array, keys: Array, n: Any, m: Any) -> None:
-    """Keep the n largest of every m; among equal ones the first."""
-    for start in range(0, row.size, m):
-        for j in range(start, start + m):
-            before = 0
-            for i in range(start, j):
-                before += np.int64(keys[i] >= keys[j])
-            for i in range(j + 1, start + m):
-                before += np.int64(keys[i] > keys[j])
-            if before >= n:
-                row[j] = 0
+def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, before: Array) -> None:
+    """Keep the n largest of every m, among equal ones the first: those that fewer than n of their m come before.
+
+    Neighbours at each distance are compared along the whole row at once; `places` (each weight's place among its m) tells
+    which are of the same m, and `before` is room for the counts.
+    """
+    before[:] = 0
+    for distance in range(1, m):
+        left, right, last = keys[: keys.size - distance], keys[distance:], np.uint16(m - distance)
+        after = before[distance:]
+        for j in range(left.size):
+            after[j] = np.uint16(after[j] + np.uint16((places[j] < last) & (left[j] >= right[j])))
+        for j in range(left.size):
+            before[j] = np.uint16(before[j] + np.uint16((places[j] < last) & (right[j] > left[j])))
+    for j in range(row.size):
+        if before[j] >= n:
+            row[j] = 0
+
+
+@njit(nogil=True, cache=True)
+def _places(size: Any, m: Any) -> Array:
+    places = np.empty(size if m else 0, np.uint16)
+    for j in range(places.size):
+        places[j] = np.uint16(j % m)
+    return places
 
 
 @njit(nogil=True, cache=True)
@@ -276,6 +290,8 @@ def cut16(
     columns = weights.shape[1]
     keys = np.empty(columns, np.uint16)
     first, second = np.empty(LANES), np.empty(LANES)
+    places = _places(columns, m)
+    before = np.empty_like(places)
     for r in range(weights.shape[0]):
         row, k, nu = weights[r], counts[r], nus[r]
         for j in range(columns):
@@ -285,7 +301,7 @@ def cut16(
         nu_keys[r], nu_ties[r] = np.int64(nu_key), nu - above
         key = nu_key
         if m:
-            _write_pattern(row, keys, n, m)
+            _write_pattern(row, keys, np.uint16(n), m, places, before)
         else:
             if k != nu:
                 key = _kth16(keys, k, 14)
@@ -317,6 +333,8 @@ def cut32(
     keys = np.empty(columns, np.uint32)
     high, low = np.empty(columns, np.uint16), np.empty(columns, np.uint16)
     first, second = np.empty(LANES), np.empty(LANES)
+    places = _places(columns, m)
+    before = np.empty_like(places)
     for r in range(weights.shape[0]):
         row, k, nu = weights[r], counts[r], nus[r]
         _keys32(row, norms, shift, scale, keys)
@@ -326,7 +344,7 @@ def cut32(
         nu_keys[r], nu_ties[r] = np.int64(nu_key), nu - above
         key = nu_key
         if m:
-            _write_pattern(row, keys, n, m)
+            _write_pattern(row, keys, np.uint16(n), m, places, before)
         else:
             if k != nu:
                 key, above = _kth32(keys, high, low, k)
