@@ -137,8 +137,8 @@ def test_norms_that_do_not_fit() -> None:
 
 def test_numba_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     rows._has_numba.cache_clear()
-    monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cpu", None)
-    monkeypatch.delattr("emp_llm.selection.kernels.cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cut", None)
+    monkeypatch.delattr("emp_llm.selection.kernels.cut", raising=False)
     try:
         assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
     finally:

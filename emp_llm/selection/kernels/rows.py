@@ -24,7 +24,7 @@ from emp_llm.selection.rows import Selection, select_rows
 
 logger = logging.getLogger(__name__)
 _COMPILED = ("magnitude", "wanda")
-# As of `cpu._value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
+# As of `scores.value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
 _SHIFTS = {torch.bfloat16: (16, 1.0), torch.float16: (13, 2.0**112), torch.float32: (0, 1.0)}
 _BITS = {2: torch.uint16, 4: torch.uint32}
 
@@ -99,7 +99,7 @@ def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
 def _has_numba() -> bool:
     """Whether the kernel can be used here: numba may be missing, of another numpy, or without a place for its cache."""
     try:
-        from emp_llm.selection.kernels import cpu  # noqa: F401
+        from emp_llm.selection.kernels import cut  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
         if not isinstance(error, ModuleNotFoundError):
             logger.warning("warning: numba cannot be used (%s); pruning goes on without it, more slowly.", error)
@@ -110,7 +110,8 @@ def _has_numba() -> bool:
 def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int) -> Pruned:
     import numpy as np
 
-    from emp_llm.selection.kernels import cpu
+    from emp_llm.selection.kernels.cut import cut16, cut32
+    from emp_llm.selection.kernels.scores import sums
 
     rows, columns = weight.shape
     if norms is not None and norms.shape != (columns,):  # the kernel does not look where it reads
@@ -123,7 +124,7 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
     total, power, kept_mass, above_nu = (torch.empty(rows, dtype=torch.float64) for _ in range(4))
     nu_keys, nu_ties, zeros = (torch.empty(rows, dtype=torch.int64) for _ in range(3))
 
-    _in_parallel(rows, lambda part: cpu.sums(bits[part], factors, shift, scale, total.numpy()[part], power.numpy()[part]))
+    _in_parallel(rows, lambda part: sums(bits[part], factors, shift, scale, total.numpy()[part], power.numpy()[part]))
     if not bool(torch.isfinite(total).all()):
         raise NonFiniteError("scores hold NaN or infinity")
     size = torch.full((rows,), columns, dtype=torch.int64)
@@ -138,9 +139,9 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
     def cut(part: slice) -> None:
         wanted = (counts.numpy()[part], nus.numpy()[part], n, m, *(output[part] for output in outputs))
         if norms is None and weight.element_size() == 2:
-            cpu.cut16(bits[part], shift, scale, *wanted)
+            cut16(bits[part], shift, scale, *wanted)
         else:
-            cpu.cut32(bits[part], factors, shift, scale, *wanted)
+            cut32(bits[part], factors, shift, scale, *wanted)
 
     _in_parallel(rows, cut)
     narrow = norms is None and weight.element_size() == 2

@@ -1,125 +1,18 @@
-"""The row kernel for CPUs, compiled by numba: sums, cut and write of a row while it lies in cache, in the reference's bits.
+"""The second round of the row kernel for CPUs, compiled by numba: the cut of a row, and its write, while it lies in cache.
 
-Two rounds over a block of rows. `sums` adds up scores and their squares, in the order that `selection.sums` defines (64 lanes,
-then halves); from these the budget says how many stay. `cut` finds the k-th largest key of each row by bisection on its bits,
-16 at a time: the inner loop compares 16-bit integers with one number and counts, which processors do 16 or 32 at once;
-then it writes the row. Nothing here may be reordered or contracted by the compiler: no fastmath.
+`scores.sums` adds up scores; from the sums the budget says how many stay. Here the k-th largest key of each row is found by
+bisection on its bits, 16 at a time: the inner loop compares 16-bit integers with one number and counts, which processors do 16
+or 32 at once; then the row is written.
 """
 
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-LANES = 64
+from emp_llm.selection.kernels.scores import LANES, Array, float_of, fold, keys32, value16
+
 _COUNTED = 1 << 15  # how many comparisons a 16-bit counter can take
-
-Array = np.ndarray[Any, Any]
-
-
-@intrinsic
-def _float_of(typing: Any, bits: Any) -> Any:
-    """The float32 with these bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def _bits_of(typing: Any, value: Any) -> Any:
-    """The bits of a float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@njit(nogil=True, cache=True)
-def _value16(bits: Any, shift: Any, scale: Any) -> Any:
-    """|w| as float32 of the bits of a 16-bit weight: shift 16, scale 1 for bfloat16; 13 and 2^112 for float16, exactly."""
-    return _float_of(np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << shift)) * scale
-
-
-@njit(nogil=True, cache=True)
-def _fold(lanes: Array) -> Any:
-    half = LANES // 2
-    while half:
-        for j in range(half):
-            lanes[j] = lanes[j] + lanes[j + half]
-        half //= 2
-    return lanes[0]
-
-
-@njit(nogil=True, cache=True)
-def _keys32(row: Array, norms: Array, shift: Any, scale: Any, keys: Array) -> None:
-    """Keys of |w| * norm (or |w| of 32-bit weights, where there are no norms): the bits of the float32 scores."""
-    if row.itemsize == 4:
-        if norms.size:
-            for j in range(row.size):
-                keys[j] = _bits_of(_float_of(np.uint32(row[j] & np.uint32(0x7FFFFFFF))) * norms[j])
-        else:
-            for j in range(row.size):
-                keys[j] = np.uint32(row[j] & np.uint32(0x7FFFFFFF))
-    else:
-        for j in range(row.size):
-            keys[j] = _bits_of(_value16(row[j], shift, scale) * norms[j])
-
-
-@njit(nogil=True, cache=True)
-def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, power: Array) -> None:
-    """sum s and sum s^2 of each row, as `sum_rows` adds them; NaN in `total` where a weight is NaN or infinite.
-
-    Args:
-        weights: bits, uint16 or uint32, shape (rows, columns).
-        norms: float32, shape (columns,), or empty for magnitude.
-        total, power: float64, shape (rows,): filled.
-    """
-    rows, columns = weights.shape
-    whole = columns // LANES * LANES
-    first, second = np.empty(LANES), np.empty(LANES)
-    narrow = weights.itemsize == 2 and norms.size == 0
-    keys = np.empty(0 if narrow else columns, np.uint32)
-    for r in range(rows):
-        row = weights[r]
-        first[:] = 0.0
-        second[:] = 0.0
-        if narrow:
-            for start in range(0, whole, LANES):
-                for j in range(LANES):
-                    value = np.float64(_value16(row[start + j], shift, scale))
-                    first[j] += value
-                    second[j] += value * value
-            for j in range(columns - whole):
-                value = np.float64(_value16(row[whole + j], shift, scale))
-                first[j] += value
-                second[j] += value * value
-        else:
-            _keys32(row, norms, shift, scale, keys)
-            for start in range(0, whole, LANES):
-                for j in range(LANES):
-                    value = np.float64(_float_of(keys[start + j]))
-                    first[j] += value
-                    second[j] += value * value
-            for j in range(columns - whole):
-                value = np.float64(_float_of(keys[whole + j]))
-                first[j] += value
-                second[j] += value * value
-        total[r] = np.nan if shift == 13 and _infinite16(row) else _fold(first)
-        power[r] = _fold(second)
-
-
-@njit(nogil=True, cache=True)
-def _infinite16(row: Array) -> Any:
-    """Whether float16 weights hold infinity or NaN, which look finite to `_value16`; bfloat16 ones come out as such."""
-    largest = np.uint16(0)
-    for j in range(row.size):
-        largest = max(largest, np.uint16(row[j] & np.uint16(0x7FFF)))
-    return largest >= np.uint16(0x7C00)
 
 
 @njit(nogil=True, cache=True)
@@ -242,7 +135,7 @@ def _zeros(row: Array, magnitude: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _score(key: Any, wide: Any, shift: Any, scale: Any) -> Any:
-    return np.float64(_float_of(np.uint32(key)) if wide else _value16(np.uint16(key), shift, scale))
+    return np.float64(float_of(np.uint32(key)) if wide else value16(np.uint16(key), shift, scale))
 
 
 @njit(nogil=True, cache=True)
@@ -308,7 +201,7 @@ def cut16(
                 above = _above16(keys, key)
             _write(row, keys, key, _end_of_ties(keys, key, k - above))
         _masses(keys, row, nu_key, False, shift, scale, first, second)
-        kept_mass[r], above_nu[r] = _fold(first), _fold(second)
+        kept_mass[r], above_nu[r] = fold(first), fold(second)
         zeros[r] = _zeros(row, np.uint16(0x7FFF)) if m or key == 0 else columns - k
 
 
@@ -337,7 +230,7 @@ def cut32(
     before = np.empty_like(places)
     for r in range(weights.shape[0]):
         row, k, nu = weights[r], counts[r], nus[r]
-        _keys32(row, norms, shift, scale, keys)
+        keys32(row, norms, shift, scale, keys)
         for j in range(columns):
             high[j] = np.uint16(keys[j] >> np.uint32(16))
         nu_key, above = _kth32(keys, high, low, nu)
@@ -350,7 +243,7 @@ def cut32(
                 key, above = _kth32(keys, high, low, k)
             _write(row, keys, key, _end_of_ties(keys, key, k - above))
         _masses(keys, row, nu_key, True, shift, scale, first, second)
-        kept_mass[r], above_nu[r] = _fold(first), _fold(second)
+        kept_mass[r], above_nu[r] = fold(first), fold(second)
         if m or key == 0:
             zeros[r] = _zeros(row, weights.dtype.type(0x7FFFFFFF if weights.itemsize == 4 else 0x7FFF))
         else:
