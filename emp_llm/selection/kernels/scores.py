@@ -1,8 +1,10 @@
 """The first round of the row kernel for CPUs, compiled by numba: scores and their sums, in the reference's bits.
 
 Scores and their squares are added up in the order that `selection.sums` defines (64 lanes, then halves). Nothing may be
-reordered by the compiler: no fastmath. (Squares of 32-bit floats are exact in float64, so contraction could change nothing.) numba's cache looks at the file of a function alone: after a change here, delete the
-__pycache__ of this folder, or `cut` keeps what it had inlined.
+reordered by the compiler: no fastmath. (Squares of 32-bit floats are exact in float64, so contraction could change nothing.)
+
+numba's cache looks at the file of a function alone: after a change here, delete this folder's __pycache__, or `cut` keeps what
+it had inlined.
 """
 
 from typing import Any
