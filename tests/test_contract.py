@@ -15,12 +15,10 @@ import oracle
 import pytest
 import tiny
 import torch
-from conftest import Run
 from oracle import Array
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm.calibrate import calibrate
-from emp_llm.models.activations import Activations
 from emp_llm.models.errors import UserError
 from emp_llm.prune import prune
 
@@ -415,16 +413,6 @@ def test_activations_file_serves_as_calibrating_inline(pruned: Pruning, text: Pa
         assert shard.read_bytes() == (run.out / shard.name).read_bytes()
 
 
-def test_activations_file_is_a_function_of_its_content(tmp_path: Path) -> None:
-    """The same bytes from every run: what is compared, cached or resumed by hash has to be."""
-    activations = Activations({"a": torch.ones(3)}, {"a": "a", "b": "a"}, {"model": "m"})
-    written = set()
-    for _ in range(12):
-        activations.save(tmp_path / "norms.safetensors")
-        written.add((tmp_path / "norms.safetensors").read_bytes())
-    assert len(written) == 1
-
-
 def test_norms_from_disk_are_those_from_memory(pruned: Pruning) -> None:
     norms = [
         norms_of(pruned("llama", "emp-wanda", device_map=m).out / "emp_llm/activations.safetensors") for m in ("cpu", "disk")
@@ -432,29 +420,3 @@ def test_norms_from_disk_are_those_from_memory(pruned: Pruning) -> None:
     assert norms[0].keys() == norms[1].keys()
     for layer, norm in norms[0].items():
         np.testing.assert_allclose(norms[1][layer], norm, rtol=1e-5)
-
-
-def test_no_temporary_files_are_left(
-    models: Callable[[str], Path], text: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    arguments = ("--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "disk")
-    done = run("prune", "--model", models("llama"), "--output", tmp_path / "out", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert not list(temporary.glob("emp-llm*"))
-
-
-def test_overwriting_replaces_and_leaves_the_source(models: Callable[[str], Path], tmp_path: Path) -> None:
-    source, out = models("llama"), tmp_path / "out"
-    before = oracle.digest(source)
-    prune(model=str(source), output=out, method="magnitude")
-    (out / "of the older run.txt").touch()
-    half = {name: value for name, (value, _) in oracle.digest(out).items()}
-    prune(model=str(source), output=out, method="magnitude", sparsity=0.25, overwrite=True)
-    quarter = {name: value for name, (value, _) in oracle.digest(out).items()}
-    assert half.keys() - quarter.keys() == {"of the older run.txt"}
-    assert any(half[name] != quarter[name] for name in quarter if name.endswith(".safetensors"))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing of the old folder is left beside it"
-    assert oracle.digest(source) == before

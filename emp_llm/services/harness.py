@@ -174,14 +174,17 @@ def _quiet(level: int = logging.ERROR) -> Iterator[None]:
 
     loggers = {logging.getLogger("lm_eval"): level, logging.getLogger("lm_eval.evaluator"): logging.ERROR}
     before = {each: each.level for each in loggers}
-    asked_git = evaluator.get_git_commit_hash
-    evaluator.get_git_commit_hash = lambda: None  # it lets git complain on stderr where the current folder is no repository
+    # What it asks of git and of the machine after every task goes into its own log only; the first complains on stderr where the
+    # current folder is no repository, and the second takes most of a second.
+    asked_git, asked_machine = evaluator.get_git_commit_hash, evaluator.add_env_info
+    evaluator.get_git_commit_hash = lambda: None
+    evaluator.add_env_info = lambda results: None
     for each, wanted in loggers.items():
         each.setLevel(wanted)
     try:
         with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
             yield
     finally:
-        evaluator.get_git_commit_hash = asked_git
+        evaluator.get_git_commit_hash, evaluator.add_env_info = asked_git, asked_machine
         for each, wanted in before.items():
             each.setLevel(wanted)
