@@ -174,8 +174,8 @@ def _quiet(level: int = logging.ERROR) -> Iterator[None]:
 
     loggers = {logging.getLogger("lm_eval"): level, logging.getLogger("lm_eval.evaluator"): logging.ERROR}
     before = {each: each.level for each in loggers}
-    # What it asks of git and of the machine after every task goes into its own log only; the first complains on stderr where the
-    # current folder is no repository, and the second takes most of a second.
+    # What it asks of git and of the machine after every task is for its own log; git complains on stderr where the current
+    # folder is no repository, and the machine takes most of a second.
     asked_git, asked_machine = evaluator.get_git_commit_hash, evaluator.add_env_info
     evaluator.get_git_commit_hash = lambda: None
     evaluator.add_env_info = lambda results: None
