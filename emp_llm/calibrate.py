@@ -28,6 +28,7 @@ def calibrate(
     samples: Annotated[int | None, Option(help="Sequences; default: the recipe's.")] = None,
     seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
     targets: Annotated[str, Option(help="Layers, as for prune; the default serves any later choice.")] = "all-linear",
+    ignore: Annotated[str | None, Option(help="Layers to leave out, as for prune.")] = None,
     batch_size: Annotated[int, Option(help="Sequences to a forward pass.", min=1)] = 4,
     device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
     dtype: Annotated[str, Option(help="Of the forward pass: auto, bfloat16, float16 or float32.")] = "auto",
@@ -36,6 +37,9 @@ def calibrate(
     blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
+    allow_partial: Annotated[
+        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be reached.")
+    ] = False,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
@@ -58,7 +62,9 @@ def calibrate(
     source = find_model(model, revision, trust_remote_code)
     checkpoint = Checkpoint(source.folder)
     architecture = Architecture(checkpoint, build_skeleton(source.folder, trust_remote_code), blocks)
-    layers = [target.name for target in architecture.select(targets) if target.layer.kind != "embedding"]
+    chosen = [target for target in architecture.select(targets, ignore) if target.layer.kind != "embedding"]
+    architecture.coverage(chosen).check(targets, allow_partial)
+    layers = [target.layer for target in chosen]
     tokenizer = load_tokenizer(source.folder, trust_remote_code)
     corpus = calibration_corpus(calibration, samples, seqlen, max_context(checkpoint.config))
     text = Calibration(checkpoint, tokenizer, corpus, seed)

@@ -19,6 +19,7 @@ from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place
+from emp_llm.models.layers import Layer
 from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.propagation import Execution, Mode, Propagate
@@ -68,6 +69,10 @@ def prune(
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
+    min_expert_tokens: Annotated[int, Option(help="Experts that are shown fewer tokens are scored by magnitude.")] = 32,
+    allow_partial: Annotated[
+        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be pruned.")
+    ] = False,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
@@ -82,7 +87,9 @@ def prune(
 
     Returns the report that is also written as emp_report.json; for a dry run, what would be pruned and what it needs.
     """
-    recipe = Recipe(method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore)
+    recipe = Recipe(
+        method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore, min_expert_tokens, allow_partial
+    )
     recipe.check()
     check_options(device_map, dtype)
     how = Execution(execution, propagate, hidden_states, blocks)
@@ -144,7 +151,7 @@ def prune(
                 "calibration": given.about if given is not None else None,
                 "versions": versions(),
                 "stages": stages.record,
-                **summarise(outcomes, plan.coverage, plan.pruner.scheme.budget.order, plan.pruner.whole),
+                **summarise(outcomes, plan.coverage, plan.pruner),
             }
             write_report(report, out.partial)
             out.publish()
@@ -198,17 +205,12 @@ class _Plan:
         self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)
-        self.pruner = Pruner(self.checkpoint, self.chosen, recipe.scheme(self.coverage.target_parameters))
+        self.coverage.check(recipe.targets, recipe.allow_partial)
+        scheme = recipe.scheme(self.coverage.target_parameters)
+        self.pruner = Pruner(self.checkpoint, self.chosen, scheme, least_tokens=recipe.min_expert_tokens)
         no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
         if recipe.needs_activations and no_inputs is not None:
             raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method for it.")
-        if self.coverage.unreachable and recipe.targets in ("mlp", "all-linear"):
-            share = self.coverage.unreachable_parameters / self.coverage.parameters
-            logger.warning(
-                "warning: %d mixture-of-experts matrices, %.0f %% of all parameters, are not covered and stay dense.",
-                len(self.coverage.unreachable),
-                100 * share,
-            )
 
     def _skeleton(self, source: Source, recipe: Recipe, trust_remote_code: bool) -> PreTrainedModel | None:
         try:
@@ -219,10 +221,10 @@ class _Plan:
             logger.warning("%s Magnitude needs no model class: its layers are taken from the tensors' names.", error)
             return None
 
-    def layers_to_calibrate(self) -> list[str]:
+    def layers_to_calibrate(self) -> list[Layer]:
         """Every linear layer, so that the activations serve other targets too, and whatever else was named."""
         everything = self.architecture.select("all-linear") + self.chosen
-        return list(dict.fromkeys(target.name for target in everything))
+        return list(dict.fromkeys(target.layer for target in everything))
 
     def describe(self, calibrates: bool) -> dict[str, Any]:
         """What would be pruned and what it needs, as data."""
@@ -231,7 +233,7 @@ class _Plan:
             shape = [target.matrix.rows, target.matrix.columns]
             role = layers.setdefault(target.layer.role, {"count": 0, "shape": shape, "weights": 0})
             role["count"] += 1
-            role["weights"] += target.matrix.stored.numel
+            role["weights"] += target.matrix.numel
         weights_on_disk = sum(shard.stat().st_size for shard in self.checkpoint.shards)
         return {
             "dry_run": True,

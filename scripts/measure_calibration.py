@@ -21,14 +21,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from emp_llm.models.activations import calibrate_model
 from emp_llm.models.blocks import body_of
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.hidden import Place
+from emp_llm.models.layers import model_layers
 from emp_llm.models.loading import load_model
-from emp_llm.models.propagation import calibrate_blocks
+from emp_llm.models.propagation import calibrate_blocks, calibrate_model
 from emp_llm.models.stages import peak_memory
-from emp_llm.models.targets import model_layers
 
 SHAPES = {
     "3B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
@@ -106,7 +105,7 @@ def by_blocks(folder: Path, tokens: torch.Tensor, place: Place) -> dict[str, flo
     before, peak_before = _storage(), peak_memory()
     start = time.perf_counter()
     runner = BlockwiseModel(model, None, place)
-    calibrate_blocks(runner, [layer.name for layer in model_layers(model) if layer.block is not None], tokens, 1)
+    calibrate_blocks(runner, [layer for layer in model_layers(model) if layer.block is not None], tokens, 1)
     seconds = time.perf_counter() - start
     read = max(_storage() - before, runner.bytes_read)  # the storage may be a memory file system
     return {"seconds": seconds, "peak": peak_memory(), "before": peak_before, "storage": read}
@@ -115,7 +114,7 @@ def by_blocks(folder: Path, tokens: torch.Tensor, place: Place) -> dict[str, flo
 def in_memory(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
     """Passes of the whole model, without and with hooks in turn."""
     model = load_model(folder, "cpu")
-    layers = [layer.name for layer in model_layers(model) if layer.block is not None]
+    layers = [layer for layer in model_layers(model) if layer.block is not None]
     plain, hooked, wall = [], [], []
     for _ in range(6):
         start, clock = time.process_time(), time.perf_counter()

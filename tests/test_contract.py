@@ -19,16 +19,17 @@ from oracle import Array
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm.calibrate import calibrate
-from emp_llm.models.errors import UserError
 from emp_llm.prune import prune
 
 METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")
 GLU = r"model\.layers\.[01]\.mlp\.(gate|up|down|gate_up)_proj\.weight"
 # What "mlp" has to mean, written down by hand: the stored names of each family, and how many matrices these are.
-MLP = {family: (GLU, 6) for family in tiny.FAMILIES if family not in tiny.MIXTURES} | {
+MLP = dict.fromkeys(tiny.FAMILIES, (GLU, 6)) | {
     "phi3": (GLU, 4),
     "gpt2": (r"(transformer\.)?h\.[01]\.mlp\.c_(fc|proj)\.weight", 4),
     "opt": (r"model\.decoder\.layers\.[01]\.fc[12]\.weight", 4),
+    "mixtral": (r"model\.layers\.[01]\.block_sparse_moe\.experts\.[0-3]\.w[123]\.weight", 24),
+    "qwen3_moe": (r"model\.layers\.[01]\.mlp\.experts\.[0-3]\.(gate|up|down)_proj\.weight", 24),
     "gpt_neox": (r"gpt_neox\.layers\.[01]\.mlp\.dense_(h_to_4h|4h_to_h)\.weight", 4),
 }
 PAIRS = [(family, method) for family in MLP for method in METHODS]
@@ -255,23 +256,6 @@ def test_other_dtypes(pruned: Pruning, tmp_path: Path, dtype: torch.dtype, metho
     else:
         masks = {name: run.mask(name) for name in run.matrices()}
     check_bits(run, masks)
-
-
-def test_mixtral_mlp_is_refused(pruned: Pruning) -> None:
-    with pytest.raises(UserError, match="mixture-of-experts"):
-        pruned("mixtral", "emp-wanda")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_mixtral_attention_is_pruned_with_a_warning(pruned: Pruning, caplog: pytest.LogCaptureFixture, method: str) -> None:
-    run = pruned("mixtral", method, targets="all-linear")
-    assert any("mixture-of-experts" in message and "stay dense" in message for message in caplog.messages)
-    assert {name.rpartition(".")[2] for name in run.matrices()} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    check_bits(run, {layer: run.mask(layer) for layer in run.matrices()})
-    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
-    experts = {name for name in before if "experts." in name}
-    assert set(run.report["targets"]["unreachable"]) == experts
-    assert all(np.array_equal(oracle.bits(before[name]), oracle.bits(after[name])) for name in experts)
 
 
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])

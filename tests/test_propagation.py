@@ -12,18 +12,20 @@ import torch
 from safetensors.torch import save_file
 from test_blockwise import block_map, tokens
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from emp_llm.calibrate import calibrate
-from emp_llm.models.activations import Activations, calibrate_model
+from emp_llm.models.activations import Activations
 from emp_llm.models.blockwise import BlockwiseModel, Step
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
+from emp_llm.models.layers import Layer
 from emp_llm.models.loading import load_model
-from emp_llm.models.propagation import Execution, calibrate_blocks, propagated
+from emp_llm.models.propagation import Execution, calibrate_blocks, calibrate_model, propagated
 from emp_llm.models.pruning import Pruner
 from emp_llm.models.recipe import Recipe
-from emp_llm.models.targets import Architecture, build_skeleton, model_layers
+from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
@@ -31,9 +33,10 @@ BATCH = 2
 METHODS = ("emp-wanda", "wanda")
 
 
-def linears(model: PreTrainedModel, head: bool = False) -> list[str]:
+def linears(model: PreTrainedModel, head: bool = False) -> list[Layer]:
     kinds = ("embedding",) if head else ("embedding", "head")
-    return [layer.name for layer in model_layers(model) if layer.kind not in kinds]
+    architecture = Architecture(Checkpoint(Path(model.name_or_path)), model)
+    return [layer for layer in architecture.layers if layer.kind not in kinds]
 
 
 def device_map(source: Path, name: str) -> str:
@@ -42,9 +45,54 @@ def device_map(source: Path, name: str) -> str:
 
 def assert_same(one: Activations, other: Activations) -> None:
     assert one.input_of == other.input_of
+    assert one.tokens == other.tokens
     assert one.norms.keys() == other.norms.keys()
     for name, norm in one.norms.items():
         assert torch.equal(norm, other.norms[name]), name
+
+
+# What transformers makes of the stored matrices of an expert: parameter, then its parts from the top.
+PARTS = {
+    "w1": ("gate_up_proj", 0),
+    "w3": ("gate_up_proj", 1),
+    "w2": ("down_proj", 0),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", 0),
+}
+
+
+def load_plainly(folder: Path) -> PreTrainedModel:
+    """As a user does, the experts of a mixture one after another."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def weight(model: PreTrainedModel, layer: str, transposed: bool) -> Tensor:
+    """A view, one output to a row."""
+    *path, number, leaf = layer.split(".")
+    if path[-1] != "experts":
+        found = model.get_submodule(layer).weight.data
+        return found.T if transposed else found
+    name, part = PARTS[leaf]
+    matrix = model.get_parameter(".".join([*path, name])).data[int(number)]
+    return matrix.chunk(2)[part] if name == "gate_up_proj" else matrix
+
+
+def watch_experts(sums: dict[str, Tensor], module: torch.nn.Module, path: str) -> RemovableHandle:
+    """Add up what experts are shown: the tokens routed to each, and what its gate makes of them."""
+
+    def see(module: Any, given: tuple[Tensor, ...]) -> None:
+        hidden, chosen = given[0], given[1]
+        for expert in range(len(module.gate_up_proj)):
+            tokens = hidden[(chosen == expert).any(-1)]
+            gate, up = torch.nn.functional.linear(tokens, module.gate_up_proj[expert]).chunk(2, -1)
+            for leaf, (name, _) in PARTS.items():
+                inputs = tokens if name == "gate_up_proj" else module.act_fn(gate) * up
+                add_squares(sums, f"{path}.{expert}.{leaf}")(module, (inputs,))
+
+    return module.register_forward_pre_hook(see)
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
@@ -88,14 +136,18 @@ def add_squares(sums: dict[str, Tensor], layer: str) -> Callable[..., None]:
 
 def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
     """The plain way: for every block one pass of a whole model whose earlier blocks are masked. Returns that model."""
-    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    model = load_plainly(source)
     for block in range(model.config.num_hidden_layers):
         sums: dict[str, Tensor] = {}
         handles = []
         targets = [target for target in pruner.targets if target.layer.block == block]
         assert targets
+        for path in dict.fromkeys(target.name.rpartition(".")[0].rpartition(".")[0] for target in targets):
+            if path.endswith("experts"):
+                handles.append(watch_experts(sums, model.get_submodule(path), path))
         for target in targets:
-            handles.append(model.get_submodule(target.name).register_forward_pre_hook(add_squares(sums, target.name)))
+            if ".experts." not in target.name:
+                handles.append(model.get_submodule(target.name).register_forward_pre_hook(add_squares(sums, target.name)))
         with torch.no_grad():
             for batch in batches:
                 model(batch, use_cache=False)
@@ -108,8 +160,7 @@ def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: boo
             np.testing.assert_allclose(norm.numpy(), sums[target.name].sqrt().numpy(), rtol=1e-6, err_msg=target.name)
             matrix = oracle.weight(source, target.matrix.stored.name, target.matrix.transposed)
             mask = torch.from_numpy(oracle.row_masks(oracle.scores(matrix, norm.numpy()), adaptive))
-            weight = model.get_submodule(target.name).weight.data
-            weight.masked_fill_(~(mask.T if target.matrix.transposed else mask), 0)
+            weight(model, target.name, target.matrix.transposed).masked_fill_(~mask, 0)
     return model
 
 
@@ -123,14 +174,14 @@ def test_pruned_propagation_is_the_slow_references(
     pruner, model = plan(source, method), load_model(source, device_map(models(family), where))
     before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
     with propagated(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner) as (memory, walk):
-        norms = Activations(memory.norms(), memory.input_of)
+        norms = memory.activations(linears(model))
         in_memory = [walk.tail(number).logits for number in range(len(batches))]
     for name, parameter in model.named_parameters():
         assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), "the dense weights are back"
     reference = check_slowly(source, pruner, norms, method == "emp-wanda", batches)
     pruner.use(norms)
     pruner.write(tmp_path)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    reloaded = load_plainly(tmp_path)
     with torch.no_grad():
         for batch, logits in zip(batches, in_memory, strict=True):
             assert torch.equal(reloaded(batch, use_cache=False).logits, logits)

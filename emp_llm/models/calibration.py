@@ -12,6 +12,7 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
 from emp_llm.models.errors import UserError
+from emp_llm.models.layers import Layer
 from emp_llm.models.loading import Quantization, quantization_record
 from emp_llm.models.progress import Progress, tokens_signature
 from emp_llm.models.propagation import Execution
@@ -60,7 +61,7 @@ class Calibration:
     def run(
         self,
         model: PreTrainedModel,
-        layers: list[str],
+        layers: list[Layer],
         batch_size: int,
         about: dict[str, Any],
         execution: Execution,
@@ -90,7 +91,8 @@ class Calibration:
             "versions": versions(),
         }
         if resume is not None and ranks().count == 1 and execution.by_blocks(model):
-            signature = record | {"layers": layers, "propagate": execution.propagate, "ids": tokens_signature(self.tokens)}
+            names = [layer.name for layer in layers]
+            signature = record | {"layers": names, "propagate": execution.propagate, "ids": tokens_signature(self.tokens)}
             self._progress = Progress(resume, signature)
         activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner, self._progress)
         record |= activations.about

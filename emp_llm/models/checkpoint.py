@@ -53,15 +53,31 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stored 2-D tensor seen with one output per row, whichever way it is stored.
+    """A stored matrix seen with one output per row, whichever way it is stored.
 
     Attributes:
-        stored: the tensor.
+        stored: the tensor, of two dimensions; of three, if it holds a matrix for each expert.
         transposed: it is stored as (inputs, outputs), as GPT-2's Conv1D does.
+        expert: which matrix of a tensor of three dimensions.
     """
 
     stored: StoredTensor
     transposed: bool = False
+    expert: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def start(self) -> int:
+        """Where its first byte is in the file."""
+        return self.stored.start + (self.expert or 0) * self.numel * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.start + self.numel * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,12 +86,12 @@ class Matrix:
     @property
     def rows(self) -> int:
         """Outputs."""
-        return self.stored.shape[1 if self.transposed else 0]
+        return self.stored.shape[-1 if self.transposed else -2]
 
     @property
     def columns(self) -> int:
         """Inputs."""
-        return self.stored.shape[0 if self.transposed else 1]
+        return self.stored.shape[-2 if self.transposed else -1]
 
     def row_blocks(self, block_weights: int) -> Iterator[tuple[int, int]]:
         """(first, last + 1) of consecutive blocks of rows, each of at most `block_weights` weights or one row."""
@@ -104,11 +120,11 @@ class Matrix:
         size = self.dtype.itemsize
         if not self.transposed:
             width = self.columns * size
-            yield self.stored.start + first * width, 0, (last - first) * width
+            yield self.start + first * width, 0, (last - first) * width
             return
         width = (last - first) * size
         for i in range(self.columns):
-            yield self.stored.start + (i * self.rows + first) * size, i * width, (i + 1) * width
+            yield self.start + (i * self.rows + first) * size, i * width, (i + 1) * width
 
 
 class Checkpoint:

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from emp_llm.models.activations import InputSums
 from emp_llm.models.blockwise import Walk
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.files import read_exactly, write_exactly
 from emp_llm.models.hidden import bytes_of
+from emp_llm.models.input_sums import InputSums
 
 logger = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
@@ -59,9 +59,9 @@ class Progress:
             finally:
                 os.close(file)
             sums = load_file(self.folder / f"sums-{done}.safetensors")
-        except OSError as error:
+        except (OSError, KeyError) as error:
             raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
-        memory.restore(sums, manifest["inputs"], manifest["finite"])
+        memory.restore(sums, manifest["inputs"], manifest["finite"], manifest["tokens"])
         walk.bar.update(done * sum(batch.numel() for batch in walk.batches))
         logger.info("continued behind block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
         return done
@@ -89,6 +89,7 @@ class Progress:
             "hidden": tensors,
             "inputs": memory.input_of,
             "finite": finite,
+            "tokens": memory.tokens,
         }
         partial = self.folder / f".{_MANIFEST}.partial"
         partial.write_text(json.dumps(manifest), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Calibration block by block, and what a block is shown: the dense model's activations, or the pruned model's.
+"""Calibration passes: the whole model at once, or block by block; and what a block is shown.
 
 dense: every block sees what the dense model gives it, as in one ordinary forward pass. pruned: once a block's norms are
 collected its targets are masked, and the batches pass through it again to give the next block what the pruned model would
@@ -7,19 +7,25 @@ collected its targets are masked, and the batches pass through it again to give 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from emp_llm.models.activations import Activations, InputSums, calibrate_model, input_hooks, own_batches
+from emp_llm.models.activations import Activations
 from emp_llm.models.blocks import body_of
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place, check_place
+from emp_llm.models.input_sums import InputSums, input_hooks
+from emp_llm.models.layers import Layer, weight_of
+from emp_llm.models.loading import input_device
 from emp_llm.models.progress import Progress
 from emp_llm.models.pruning import Pruner
+from emp_llm.models.ranks import ranks
 from emp_llm.models.residency import is_offloaded
 from emp_llm.models.targets import Target
 
@@ -60,7 +66,7 @@ class Execution:
     def calibrate(
         self,
         model: PreTrainedModel,
-        layers: list[str],
+        layers: list[Layer],
         tokens: Tensor,
         batch_size: int,
         pruner: Pruner | None = None,
@@ -69,15 +75,61 @@ class Execution:
         """Collect norms as `calibrate_model` does; `about` says how it was done. `pruner`: for pruned propagation."""
         if not self.by_blocks(model):
             norms = calibrate_model(model, layers, tokens, batch_size)
-            return Activations(norms.norms, norms.input_of, {"execution": "model", "propagate": "dense"})
+            return replace(norms, about={"execution": "model", "propagate": "dense"})
         runner = BlockwiseModel(model, self.blocks, self.hidden_states)
         masker = pruner if self.propagate == "pruned" else None
         return calibrate_blocks(runner, layers, tokens, batch_size, masker, progress)
 
 
+def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
+    """This rank's share of the batches, the same batches that one rank would make.
+
+    Raises:
+        UserError: there are fewer batches than ranks.
+    """
+    batches = torch.split(tokens, batch_size)
+    if len(batches) < ranks().count:
+        raise UserError(
+            f"--batch-size {batch_size}: {tokens.shape[0]} samples are {len(batches)} batches, fewer than the "
+            f"{ranks().count} ranks; lower it, or take fewer ranks."
+        )
+    return list(ranks().part(batches))
+
+
+def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4) -> Activations:
+    """Run the calibration tokens through a model and collect the norms of its layers' inputs.
+
+    Args:
+        model: a causal language model, on any devices.
+        layers: linear layers, and matrices of experts.
+        tokens: int64, shape (samples, length).
+        batch_size: sequences to a forward pass.
+
+    Returns:
+        Norms over all tokens of all samples; `about` holds nothing yet.
+
+    Raises:
+        UserError: a norm is not finite.
+    """
+    wants_head = any(layer.kind == "head" for layer in layers)
+    body = model if wants_head else body_of(model)
+    device = input_device(model)
+    with input_hooks(model, layers) as memory, torch.no_grad():
+        batches = own_batches(tokens, batch_size)
+        total, quiet = sum(batch.numel() for batch in batches), None if ranks().main else True
+        bar = tqdm(total=total, desc="calibrate", unit="tok", unit_scale=True, disable=quiet)
+        for batch in batches:
+            body(input_ids=batch.to(device), use_cache=False)
+            bar.update(batch.numel())
+        bar.close()
+    memory.reduce()
+    memory.complete(model, layers)
+    return memory.activations(layers)
+
+
 def calibrate_blocks(
     runner: BlockwiseModel,
-    layers: list[str],
+    layers: list[Layer],
     tokens: Tensor,
     batch_size: int = 4,
     pruner: Pruner | None = None,
@@ -87,7 +139,7 @@ def calibrate_blocks(
 
     Args:
         runner: the model.
-        layers: names of linear layers.
+        layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences to a forward pass.
         pruner: for pruned propagation: decides the masks of its targets; None: dense propagation.
@@ -102,13 +154,13 @@ def calibrate_blocks(
     with propagated(runner, layers, tokens, batch_size, pruner, progress) as (memory, walk):
         place = walk.place
     about = {"execution": "blocks", "propagate": "dense" if pruner is None else "pruned", "hidden_states": place}
-    return Activations(memory.norms(), memory.input_of, about)
+    return replace(memory.activations(layers), about=about)
 
 
 @contextmanager
 def propagated(
     runner: BlockwiseModel,
-    layers: list[str],
+    layers: list[Layer],
     tokens: Tensor,
     batch_size: int,
     pruner: Pruner | None,
@@ -126,9 +178,11 @@ def propagated(
             seen = [name for name in memory.sums if name.startswith(f"{step.name}.")]
             memory.reduce(seen)  # so that the masks of all ranks keep in step
             memory.norms(seen)  # not finite: stop here
+            memory.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
             if pruner is not None and targets:
                 memory.asleep = True
-                with _masked(model, {target: pruner.mask(target, memory.norm(target.name)) for target in targets}):
+                masks = {t: pruner.mask(t, memory.norm(t.name), memory.tokens_of(t.name)) for t in targets}
+                with _masked(model, masks):
                     step.run()
                 memory.asleep = False
             if progress is not None:
@@ -144,23 +198,22 @@ def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[Non
     dense: list[tuple[Tensor, Tensor]] = []
     try:
         for target, mask in masks.items():
-            weight = model.get_submodule(target.name).weight.data
+            weight = weight_of(model, target.layer)
             dense.append((weight, weight.clone()))
-            weight.masked_fill_(~(mask.T if target.matrix.transposed else mask).to(weight.device), 0)
+            weight.masked_fill_(~mask.to(weight.device), 0)
         yield
     finally:
         for weight, before in dense:
             weight.copy_(before)
 
 
-def _finish(runner: BlockwiseModel, walk: Walk, layers: list[str], memory: InputSums) -> None:
+def _finish(runner: BlockwiseModel, walk: Walk, layers: list[Layer], memory: InputSums) -> None:
     """Layers that come after the blocks (a projection of the output, the head, if it was named) have not been called yet."""
-    left = [name for name in layers if name not in memory.input_of and not name.startswith(f"{runner.path}.")]
+    left = [layer for layer in layers if layer.name not in memory.input_of and layer.block is None]
     if not left:
         return
     model = runner.model
-    head = model.get_output_embeddings()
-    body = model if any(model.get_submodule(name) is head for name in left) else body_of(model)
+    body = model if any(layer.kind == "head" for layer in left) else body_of(model)
     with input_hooks(model, left) as after:
         for number in range(len(walk.batches)):
             walk.tail(number, body)

@@ -7,7 +7,7 @@ Follow one weight: `Matrix.read` takes its bytes from the shard, the scheme's cr
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +64,10 @@ class Pruner:
         targets: what to prune, in order (the order in which ties of a group of all targets are kept).
         scheme: how.
         block_weights: weights in memory at a time; the masks do not depend on it.
+        least_tokens: matrices of experts that were shown fewer are scored by magnitude: norms over a few tokens say little.
+
+    Attributes:
+        fallback: names of the targets that are scored by magnitude for that reason, and how many tokens they were shown.
 
     Raises:
         UserError: an N:M pattern does not divide a target's inputs; one group of targets of several dtypes.
@@ -75,12 +79,15 @@ class Pruner:
         targets: list[Target],
         scheme: Scheme,
         block_weights: int = BLOCK_WEIGHTS,
+        least_tokens: int = 0,
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
         self.scheme = scheme
         self.block_weights = block_weights
         self.whole: tuple[float, float] | None = None  # N_eff and s_eff of all targets as one group, once written
+        self.fallback: dict[str, int] = {}
+        self.least_tokens = least_tokens
         self._norms: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
         for target in targets:
@@ -95,7 +102,7 @@ class Pruner:
         offset = 0
         for target in targets:
             self._offsets[target.name] = offset
-            offset += target.matrix.stored.numel
+            offset += target.matrix.numel
 
     def use(self, activations: Activations, name: str = "the activations") -> None:
         """Take the input norms that the criterion needs; `name` stands for them in errors.
@@ -111,14 +118,29 @@ class Pruner:
                     f"{name}: for {target.name} they hold {held}. They are of another model or of other layers; run "
                     "calibrate for this one."
                 )
-            self._norms[target.name] = norm
+            self._take(target, norm, activations.tokens_of(target.name))
+        if self.fallback and self.scheme.group == "all":
+            name, tokens = next(iter(self.fallback.items()))
+            raise UserError(
+                f"group all: {name} was shown {tokens} calibration tokens, too few for norms, and magnitudes cannot compete "
+                "with the scores of others. Take more --samples, or leave it out with --ignore."
+            )
 
-    def mask(self, target: Target, norm: Tensor | None) -> Tensor:
+    def _take(self, target: Target, norm: Tensor, tokens: int | None) -> None:
+        self._norms[target.name] = norm
+        if target.layer.routed and tokens is not None and tokens < self.least_tokens:
+            self.fallback[target.name] = tokens
+
+    def _scheme_of(self, target: Target) -> Scheme:
+        return replace(self.scheme, criterion_name="magnitude") if target.name in self.fallback else self.scheme
+
+    def mask(self, target: Target, norm: Tensor | None, tokens: int | None = None) -> Tensor:
         """The mask that `write` will put on a target, given these norms of its inputs.
 
         Args:
             target: one of the targets.
             norm: float32, shape (columns,); None for a criterion that needs none.
+            tokens: how many tokens it is over, where that is known.
 
         Returns:
             bool, shape (rows, columns), one output to a row, true where kept.
@@ -129,7 +151,7 @@ class Pruner:
         if self.scheme.group == "all":
             raise UserError("--group all cannot decide on one matrix before the norms of all are known.")
         if norm is not None:
-            self._norms[target.name] = norm
+            self._take(target, norm, tokens)
         mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
         with OpenFiles() as files:
             selector = self._search([target], files) if self.scheme.group == "matrix" else None
@@ -198,14 +220,14 @@ class Pruner:
 
     def _pruned(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor, Pruned]]:
         """(first row, weights, what became of them) of each block of a target's rows; `selector`: of a larger group."""
-        norms = self._norms.get(target.name)
+        scheme, norms = self._scheme_of(target), self._norms.get(target.name)
         for first, block in self._read(target, here):
             if selector is not None:
-                yield first, block, selector.prune(block, self.scheme.criterion.score(block, norms).contiguous())
+                yield first, block, selector.prune(block, scheme.criterion.score(block, norms).contiguous())
                 continue
             offset = self._offsets[target.name] + first * target.matrix.columns
             with _finite(target, first, block):
-                part = self.scheme.prune_rows(block, norms, offset)
+                part = scheme.prune_rows(block, norms, offset)
             yield first, block, part
 
     def _masks(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor]]:
@@ -235,7 +257,7 @@ class Pruner:
     def _blocks(self, target: Target, here: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(first row, weights, scores) of each block of a target's rows."""
         for first, block in self._read(target, here):
-            yield first, block, self.scheme.criterion.score(block, self._norms.get(target.name)).contiguous()
+            yield first, block, self._scheme_of(target).criterion.score(block, self._norms.get(target.name)).contiguous()
 
     def _read(self, target: Target, here: int) -> Iterator[tuple[int, Tensor]]:
         """(first row, weights) of each block of a target's rows; the next ones are read meanwhile."""
@@ -248,25 +270,25 @@ class Pruner:
 
     def _segments(self) -> list["_Segment"]:
         """The pieces of all shards, in the order in which they are written."""
-        targets = {target.matrix.stored.name: target for target in self.targets}
         gaps, segments = [], []
         for shard in self.checkpoint.shards:
             position = 0
-            own = [t for t in self.checkpoint.tensors.values() if t.shard == shard and t.name in targets]
-            for tensor in sorted(own, key=lambda t: t.start):
-                gaps.append(_Segment(shard, position, tensor.start, None))
-                segments += [gaps[-1], _Segment(shard, tensor.start, tensor.end, targets[tensor.name])]
-                position = tensor.end
+            own = [target for target in self.targets if target.matrix.stored.shard == shard]
+            for target in sorted(own, key=lambda target: target.matrix.start):
+                start, end = target.matrix.start, target.matrix.end
+                gaps.append(_Segment(shard, position, start, None))
+                segments += [gaps[-1], _Segment(shard, start, end, target)]
+                position = end
             gaps.append(_Segment(shard, position, shard.stat().st_size, None))
             segments.append(gaps[-1])
         if self.scheme.group != "all":
             return segments
         # Ties of the one group are spent in the order of the targets, whatever shards they lie in.
-        return gaps + [_Segment(t.matrix.stored.shard, t.matrix.stored.start, t.matrix.stored.end, t) for t in self.targets]
+        return gaps + [_Segment(t.matrix.stored.shard, t.matrix.start, t.matrix.end, t) for t in self.targets]
 
     def _score_dtype(self, target: Target) -> torch.dtype:
         dtype = target.matrix.dtype
-        return torch.promote_types(dtype, torch.float32) if self.scheme.criterion.needs_norms else dtype
+        return torch.promote_types(dtype, torch.float32) if self._scheme_of(target).criterion.needs_norms else dtype
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Recipe:
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
         group: what competes for places.
         targets, ignore: which layers.
+        min_expert_tokens: experts that were shown fewer calibration tokens are scored by magnitude.
+        allow_partial: go on where more than half of what `targets` means cannot be pruned.
     """
 
     method: Method = "emp-wanda"
@@ -37,6 +39,8 @@ class Recipe:
     group: Group = "row"
     targets: str | list[str] = "mlp"
     ignore: str | list[str] | None = None
+    min_expert_tokens: int = 32
+    allow_partial: bool = False
 
     @property
     def adaptive(self) -> bool:
@@ -77,6 +81,8 @@ class Recipe:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give one of them.")
         if self.group not in get_args(Group):
             raise UserError(f"--group {self.group!r} is none of {', '.join(get_args(Group))}.")
+        if self.min_expert_tokens < 0:
+            raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
         if self.match is None:
             self._scheme(total=1)
         else:
@@ -104,7 +110,9 @@ class Recipe:
             "order": 2.0 if self.order is None else self.order,
             "neff_dtype": self.neff_dtype or "float64",
         }
-        common = {"method": self.method, "group": self.group, "targets": self.targets, "ignore": self.ignore}
+        common: dict[str, Any] = {"method": self.method, "group": self.group, "targets": self.targets, "ignore": self.ignore}
+        if self.needs_activations:
+            common["min_expert_tokens"] = self.min_expert_tokens
         return common | (adaptive if self.adaptive else fixed)
 
     def _budget(self, total: int) -> Budget:

@@ -5,27 +5,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.models.pruning import Outcome
+from emp_llm.models.pruning import Outcome, Pruner
 from emp_llm.models.targets import Coverage
 from emp_llm.selection.effective import effective_mass_bound
 
 KEEPS_LITTLE = 0.2
 
 
-def summarise(outcomes: list[Outcome], coverage: Coverage, order: float, whole: tuple[float, float] | None) -> dict[str, Any]:
+def summarise(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) -> dict[str, Any]:
     """The part of a report that tells what became of the weights.
 
     Args:
         outcomes: one for each target.
         coverage: how much of the model they are.
-        order: the Hill order of n_eff; the lower bound on s_eff holds for 2 only and is null for others.
-        whole: N_eff and s_eff of all targets as one group, where they were one.
+        pruner: how they were made. The lower bound on s_eff holds for the Hill order 2 only and is null for others.
 
     Returns:
-        "targets": counts in all; "matrices": by layer name, quantities per row as min, quartiles and max, masses as
-        shares of sum |s|; "warnings": sentences.
+        "targets": counts in all, and what was scored by magnitude for want of tokens; "matrices": by layer name, quantities
+        per row as min, quartiles and max, masses as shares of sum |s|; "warnings": sentences.
     """
-    weights = sum(outcome.target.matrix.stored.numel for outcome in outcomes)
+    order, whole = pruner.scheme.budget.order, pruner.whole
+    weights = sum(outcome.target.matrix.numel for outcome in outcomes)
     kept = sum(int(outcome.kept.sum()) for outcome in outcomes)
     zeros = sum(outcome.zeros for outcome in outcomes)
     targets: dict[str, Any] = {
@@ -40,6 +40,9 @@ def summarise(outcomes: list[Outcome], coverage: Coverage, order: float, whole: 
         "share_of_all_parameters": weights / coverage.parameters,
         "unreachable": list(coverage.unreachable),
         "unreachable_share_of_all_parameters": coverage.unreachable_parameters / coverage.parameters,
+        "unreachable_share_of_blocks": coverage.unreachable_share,
+        "share_of_blocks": coverage.target_parameters / coverage.block_parameters if coverage.block_parameters else None,
+        "scored_by_magnitude": pruner.fallback,
     }
     if whole is not None:
         targets["n_eff"], targets["s_eff"] = whole
@@ -50,6 +53,14 @@ def summarise(outcomes: list[Outcome], coverage: Coverage, order: float, whole: 
         for name, entry in matrices.items()
         if entry["kept_fraction_mean"] < KEEPS_LITTLE
     ]
+    if pruner.fallback:
+        names = [f"{name} ({tokens})" for name, tokens in pruner.fallback.items()]
+        listed = ", ".join(names[:3] + ["..."] * (len(names) > 3))
+        warnings.insert(
+            0,
+            f"{len(names)} of {len(outcomes)} matrices are of experts that were shown fewer than {pruner.least_tokens} tokens "
+            f"(--min-expert-tokens), and were scored by magnitude: {listed}. More --samples show them more.",
+        )
     return {"targets": targets, "matrices": matrices, "warnings": warnings}
 
 
@@ -71,7 +82,7 @@ def _matrix_entry(outcome: Outcome, order: float) -> dict[str, Any]:
         "s_eff_bound": None,
     }
     if outcome.n_eff is not None and outcome.s_eff is not None:
-        size = matrix.columns if outcome.n_eff.numel() == matrix.rows else matrix.stored.numel
+        size = matrix.columns if outcome.n_eff.numel() == matrix.rows else matrix.numel
         entry |= {
             "group_size": size,
             "n_eff": quartiles(outcome.n_eff),

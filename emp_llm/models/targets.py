@@ -5,55 +5,33 @@ The layers are read off the architecture itself, built on the meta device withou
 """
 
 import logging
+import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from emp_llm.models.blocks import find_blocks
-from emp_llm.models.checkpoint import TORCH_DTYPES, Checkpoint, Matrix, StoredTensor
+from emp_llm.models.checkpoint import TORCH_DTYPES, Checkpoint, Matrix
 from emp_llm.models.errors import UserError, reason
+from emp_llm.models.experts import find_stacks
+from emp_llm.models.layers import Kind, Layer, is_router, model_layers, stored_layers
+from emp_llm.models.names import find_names
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
-
-# Submodules of a block that mix tokens, by the words the field uses for them; the other linears of a block are its MLP.
-_MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
-_ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 _SCOPES: dict[str, tuple[Kind, ...]] = {
     "mlp": ("mlp",),
     "attention": ("attention",),
     "all-linear": ("mlp", "attention", "other"),
 }
 _NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A module with a weight matrix: name as in the model, what it is for, its block, and how its weight is laid."""
-
-    name: str
-    kind: Kind
-    block: int | None
-    transposed: bool = False
-
-    @property
-    def leaf(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    @property
-    def role(self) -> str:
-        """The name within its block ("mlp.down_proj"), which the layers of all blocks share."""
-        return re.sub(r"^.*?\.\d+\.", "", self.name) if self.block is not None else self.name
 
 
 @dataclass(frozen=True)
@@ -73,9 +51,12 @@ class Coverage:
     """How much of a model the targets are.
 
     Attributes:
-        targets, matrices: how many of the matrices in decoder blocks are targets; how many there are.
+        targets, matrices: how many of the matrices in decoder blocks are targets; how many there are (of a tensor with a
+            matrix for each expert, each one counts).
         target_parameters, parameters: weights of the targets; parameters of the checkpoint.
-        unreachable: names of matrices in blocks that no linear layer stands for (mixture-of-experts weights).
+        block_parameters: weights of the matrices in decoder blocks.
+        unreachable: parameters of blocks that hold matrices of which no target can be made; routers, which nobody wants to
+            prune, are left out.
         unreachable_parameters: how many weights these hold.
     """
 
@@ -83,8 +64,30 @@ class Coverage:
     matrices: int
     target_parameters: int
     parameters: int
+    block_parameters: int
     unreachable: tuple[str, ...]
     unreachable_parameters: int
+
+    @property
+    def unreachable_share(self) -> float:
+        """Of the weights in decoder blocks."""
+        return self.unreachable_parameters / self.block_parameters if self.block_parameters else 0.0
+
+    def check(self, targets: str | list[str], allow_partial: bool) -> None:
+        """Say what a scope leaves out because it cannot be reached.
+
+        Raises:
+            UserError: it is more than half of the blocks, and that was not allowed.
+        """
+        if targets not in ("mlp", "all-linear") or self.unreachable_share < 0.01:
+            return
+        left = (
+            f"{100 * self.unreachable_share:.0f} % of the weights in decoder blocks are of no layer that can be pruned "
+            f"({_some(self.unreachable)})"
+        )
+        if self.unreachable_share > 0.5 and not allow_partial:
+            raise UserError(f"{left}. To prune the others only, add --allow-partial.")
+        logger.warning("warning: %s; they stay dense.", left)
 
 
 class Architecture:
@@ -99,12 +102,15 @@ class Architecture:
     def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel | None, blocks: str | None = None) -> None:
         self.checkpoint = checkpoint
         self.model = model
+        self.blocks = blocks
+        self._of_experts: dict[str, Matrix] = {}
         if model is None:
-            self.layers = [layer for name in checkpoint.tensors if (layer := _layer_from_name(checkpoint, name))]
+            self.layers = stored_layers(checkpoint)
             self.stored_names = {f"{layer.name}.weight": f"{layer.name}.weight" for layer in self.layers}
         else:
-            self.layers = model_layers(model, blocks)
-            self.stored_names = _stored_names(model, checkpoint)
+            found = find_names(model, checkpoint, find_stacks(model, blocks))
+            self.stored_names, self._of_experts = found.names, found.matrices
+            self.layers = _in_order(model, model_layers(model, blocks) + found.experts)
 
     def select(self, targets: str | list[str], ignore: str | list[str] | None = None) -> list[Target]:
         """The targets that a specification names, in the model's order.
@@ -121,78 +127,87 @@ class Architecture:
         chosen = [layer for layer in self.layers if _matches(layer, targets)]
         if ignore:
             chosen = [layer for layer in chosen if not _named(layer, ignore)]
-        found: dict[str, Target] = {}
+        found: dict[tuple[str, int | None], Target] = {}
         for layer in chosen:
             matrix = self._matrix(layer)
             if matrix is None:
                 continue
-            if matrix.stored.name in found:
-                logger.warning("%s shares its weight with %s; pruned once.", layer.name, found[matrix.stored.name].name)
+            place = matrix.stored.name, matrix.expert
+            if place in found:
+                logger.warning("%s shares its weight with %s; pruned once.", layer.name, found[place].name)
                 continue
             if layer.kind == "head" and matrix.stored.name in self._stored_embeddings:
                 logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
-            found[matrix.stored.name] = Target(layer, matrix)
+            found[place] = Target(layer, matrix)
         if not found:
             roles = sorted({layer.role for layer in self.layers if layer.block is not None})
             raise UserError(
                 f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''} match nothing in "
                 f"{self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
-                + (" Its mixture-of-experts weights are not covered." if self._unreachable else "")
+                + (f" Of these there are no layers: {_some(self._unreachable)}." if self._unreachable else "")
             )
         return list(found.values())
 
     def coverage(self, targets: list[Target]) -> Coverage:
         """How much of the model these targets are."""
-        own = {target.matrix.stored.name for target in targets}
-        in_blocks = [tensor for tensor in self._block_matrices if tensor.name not in own]
-        missed = self._unreachable
+        of_blocks = [target for target in targets if target.layer.block is not None]
         return Coverage(
             targets=len(targets),
-            matrices=len(targets) + len(in_blocks),
-            target_parameters=sum(target.matrix.stored.numel for target in targets),
+            matrices=sum(number for number, _ in self._in_blocks.values()) + len(targets) - len(of_blocks),
+            target_parameters=sum(target.matrix.numel for target in targets),
             parameters=self.checkpoint.parameters,
-            unreachable=tuple(tensor.name for tensor in missed),
-            unreachable_parameters=sum(tensor.numel for tensor in missed),
+            block_parameters=sum(weights for _, weights in self._in_blocks.values()),
+            unreachable=self._unreachable,
+            unreachable_parameters=sum(self._in_blocks[name][1] for name in self._unreachable),
         )
 
     def _matrix(self, layer: Layer) -> Matrix | None:
-        stored_name = self.stored_names.get(f"{layer.name}.weight")
-        if stored_name is None:
-            logger.warning("%s: its weight is not in the checkpoint under a name of its own; left dense.", layer.name)
-            return None
-        stored = self.checkpoint.tensors[stored_name]
-        if stored.dtype not in TORCH_DTYPES or len(stored.shape) != 2:
+        if layer.expert is not None:
+            matrix = self._of_experts[layer.name]
+        else:
+            stored_name = self.stored_names.get(f"{layer.name}.weight")
+            if stored_name is None:
+                logger.warning("%s: its weight is not in the checkpoint under a name of its own; left dense.", layer.name)
+                return None
+            matrix = Matrix(self.checkpoint.tensors[stored_name], layer.transposed)
+        stored = matrix.stored
+        if stored.dtype not in TORCH_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
             raise UserError(
-                f"{stored.shard}: {stored_name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
+                f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
                 "floating-point matrices can be pruned. Prune the original model and quantise the result."
             )
-        shape = tuple(self.model.get_parameter(f"{layer.name}.weight").shape) if self.model is not None else stored.shape
+        shape = stored.shape
+        if self.model is not None and layer.expert is None:
+            shape = tuple(self.model.get_parameter(f"{layer.name}.weight").shape)
         if shape != stored.shape:
             raise UserError(
                 f"{self.checkpoint.folder}: config.json makes {layer.name} {list(shape)}, the checkpoint stores "
                 f"{list(stored.shape)}; they are not of one model."
             )
-        return Matrix(stored, layer.transposed)
+        return matrix
 
     @cached_property
     def _stored_embeddings(self) -> set[str | None]:
         return {self.stored_names.get(f"{layer.name}.weight") for layer in self.layers if layer.kind == "embedding"}
 
     @cached_property
-    def _block_matrices(self) -> list[StoredTensor]:
-        """Stored tensors of two or more dimensions inside decoder blocks."""
-        of_block = re.compile(r"(^|\.)\d+\.")
-        heads = {self.stored_names.get(f"{layer.name}.weight") for layer in self.layers if layer.block is None}
-        return [
-            tensor
-            for name, tensor in self.checkpoint.tensors.items()
-            if len(tensor.shape) >= 2 and of_block.search(name) and name not in heads and min(tensor.shape) > 1
-        ]
+    def _in_blocks(self) -> dict[str, tuple[int, int]]:
+        """Name -> number of matrices, and of weights, of each parameter of the decoder blocks that holds matrices."""
+        layers = Counter(_parameter(layer) for layer in self.layers if layer.block is not None)
+        shapes = {name: tensor.shape for name, tensor in self.checkpoint.tensors.items() if re.search(r"(^|\.)\d+\.", name)}
+        if self.model is not None:
+            path, blocks = find_blocks(self.model, self.blocks)
+            shapes = {f"{path}.{name}": tuple(parameter.shape) for name, parameter in blocks.named_parameters()}
+        return {
+            name: (layers[name] or math.prod(shape[:-2]), math.prod(shape))
+            for name, shape in shapes.items()
+            if len(shape) >= 2 and min(shape) > 1
+        }
 
     @cached_property
-    def _unreachable(self) -> list[StoredTensor]:
-        reached = {self.stored_names.get(f"{layer.name}.weight") for layer in self.layers}
-        return [t for t in self._block_matrices if t.name not in reached and re.search(r"experts?\.", t.name)]
+    def _unreachable(self) -> tuple[str, ...]:
+        reached = {_parameter(layer) for layer in self.layers if layer.expert or f"{layer.name}.weight" in self.stored_names}
+        return tuple(name for name in self._in_blocks if name not in reached and not is_router(name))
 
 
 def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -212,89 +227,20 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
         raise UserError(f"{folder}: transformers knows no causal language model for it ({reason(error)}).{hint}") from error
 
 
-def model_layers(model: PreTrainedModel, blocks: str | None = None) -> list[Layer]:
-    """Every linear layer (nn.Linear and its subclasses, GPT-2's Conv1D) and embedding of a model, in its order."""
-    path, _ = find_blocks(model, blocks)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    layers = []
-    for name, module in model.named_modules():
-        inside = name.removeprefix(f"{path}.") if name.startswith(f"{path}.") else None
-        if isinstance(module, nn.Embedding):
-            layers.append(Layer(name, "embedding", None))
-        elif isinstance(module, (nn.Linear, Conv1D)):
-            if inside is None:
-                layers.append(Layer(name, "head" if module is head else "other", None, isinstance(module, Conv1D)))
-            else:
-                kind = _kind_in_block(model, name, inside, module)
-                layers.append(Layer(name, kind, int(inside.partition(".")[0]), isinstance(module, Conv1D)))
-    return layers
+def _parameter(layer: Layer) -> str:
+    """Name of the parameter that a layer's weight is in."""
+    return layer.expert.parameter if layer.expert is not None else f"{layer.name}.weight"
 
 
-def _kind_in_block(model: PreTrainedModel, name: str, inside: str, module: nn.Linear | Conv1D) -> Kind:
-    outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
-    if name.rpartition(".")[2] in _ROUTER_NAMES and outputs * 4 <= inputs:
-        return "router"
-    parts = inside.split(".")[1:]
-    prefix = name.removesuffix("." + ".".join(parts))
-    for part in parts[:-1]:
-        prefix = f"{prefix}.{part}"
-        if _MIXES_TOKENS.search(part) or _MIXES_TOKENS.search(type(model.get_submodule(prefix)).__name__):
-            return "attention"
-    return "mlp"
+def _in_order(model: PreTrainedModel, layers: list[Layer]) -> list[Layer]:
+    """Layers in the order of the parameters they are in; those of one stack by their experts."""
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    return sorted(layers, key=lambda layer: order.get(_parameter(layer), len(order)))
 
 
-def _layer_from_name(checkpoint: Checkpoint, name: str) -> Layer | None:
-    tensor = checkpoint.tensors[name]
-    module, _, parameter = name.rpartition(".")
-    if parameter != "weight" or len(tensor.shape) != 2:
-        return None
-    number = re.search(r"(?:^|\.)(\d+)\.", name)
-    if number is None:
-        is_head = module.rpartition(".")[2] in ("lm_head", "embed_out", "output")
-        return Layer(module, "head" if is_head else "embedding", None)
-    leaf = module.rpartition(".")[2]
-    if leaf in _ROUTER_NAMES and tensor.shape[0] * 4 <= tensor.shape[1]:
-        return Layer(module, "router", int(number[1]))
-    return Layer(module, "attention" if _MIXES_TOKENS.search(module) else "mlp", int(number[1]))
-
-
-def _stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """Name in the model -> name in the checkpoint, for weights that are stored one to one."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    prefix = getattr(model, "base_model_prefix", "")
-    names: dict[str, str] = {}
-    renamed: list[str] = []
-    for key in checkpoint.tensors:
-        for candidate in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
-            if candidate in own:
-                names[candidate] = key
-                break
-        else:
-            renamed.append(key)
-    names.update(_converted_names(model, renamed, own))
-    first_of = {id(own[name]): key for name, key in names.items()}
-    for name, parameter in own.items():  # tied weights are stored once and known by two names
-        if name not in names and id(parameter) in first_of:
-            names[name] = first_of[id(parameter)]
-    return names
-
-
-def _converted_names(model: PreTrainedModel, keys: Iterable[str], own: dict[str, nn.Parameter]) -> dict[str, str]:
-    """What transformers renames while loading (it stores GPT-NeoX's lm_head as embed_out), read from its own tables."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-    except ImportError:  # the tables of another transformers: names that differ stay unknown, and are reported so
-        return {}
-    transforms = get_model_conversion_mapping(model)
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
-    names = {}
-    for key in keys:
-        renamed, merged = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
-        if merged is None and renamed in own:
-            names[renamed] = key
-    return names
+def _some(names: Sequence[str], number: int = 3) -> str:
+    listed = ", ".join(names[:number])
+    return listed if len(names) <= number else f"{listed} and {len(names) - number} more"
 
 
 def _matches(layer: Layer, targets: str | list[str]) -> bool:

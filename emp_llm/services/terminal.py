@@ -65,7 +65,8 @@ def pruning_table(report: dict[str, Any]) -> str:
     targets = report["targets"]
     whole = (
         f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets "
-        f"({targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks), "
+        f"({targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
+        f"{_percent(targets['share_of_all_parameters'])} % of the weights), "
         f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters"
     )
     return f"{table(rows)}\n{whole}"
