@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import numpy as np
 import oracle
 import pytest
@@ -149,17 +150,9 @@ def test_masks_are_the_oracles(pruned: Pruning, family: str, method: str) -> Non
 @pytest.mark.parametrize("family", MLP)
 def test_norms_are_those_of_plain_hooks(pruned: Pruning, text: Path, family: str) -> None:
     run = pruned(family, "emp-wanda")
-    model = AutoModelForCausalLM.from_pretrained(run.source).eval()
+    model = mixtures.load(run.source)
     sums: dict[str, torch.Tensor] = {}
-
-    def hook(layer: str) -> Callable[..., None]:
-        def see(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            sums[layer] = sums.get(layer, 0) + inputs[0].double().flatten(0, -2).square().sum(0)
-
-        return see
-
-    for layer in run.matrices():
-        model.get_submodule(layer).register_forward_pre_hook(hook(layer))
+    mixtures.watch(model, list(run.matrices()), sums)
     with torch.no_grad():
         for sequence in calibration_tokens(run.source, text).split(1):  # one by one: the sums may not depend on the batch
             model(sequence)
@@ -177,7 +170,7 @@ def test_loads_and_runs_as_masked_in_memory(pruned: Pruning, text: Path, family:
     assert said_of_pruned <= said
     for layer in run.matrices():
         mask = torch.from_numpy(run.mask(layer))
-        dense.get_submodule(layer).weight.data.masked_fill_(~(mask.T if run.transposed else mask), 0)
+        mixtures.weight(dense, layer, run.transposed).masked_fill_(~mask, 0)
     tokens = calibration_tokens(run.source, text)[:1]
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, dense(tokens).logits)

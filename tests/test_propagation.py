@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import numpy as np
 import oracle
 import pytest
@@ -12,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from test_blockwise import block_map, tokens
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from emp_llm.calibrate import calibrate
 from emp_llm.models.activations import Activations
@@ -51,50 +51,6 @@ def assert_same(one: Activations, other: Activations) -> None:
         assert torch.equal(norm, other.norms[name]), name
 
 
-# What transformers makes of the stored matrices of an expert: parameter, then its parts from the top.
-PARTS = {
-    "w1": ("gate_up_proj", 0),
-    "w3": ("gate_up_proj", 1),
-    "w2": ("down_proj", 0),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-    "down_proj": ("down_proj", 0),
-}
-
-
-def load_plainly(folder: Path) -> PreTrainedModel:
-    """As a user does, the experts of a mixture one after another."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    model.config._experts_implementation = "eager"
-    return model
-
-
-def weight(model: PreTrainedModel, layer: str, transposed: bool) -> Tensor:
-    """A view, one output to a row."""
-    *path, number, leaf = layer.split(".")
-    if path[-1] != "experts":
-        found = model.get_submodule(layer).weight.data
-        return found.T if transposed else found
-    name, part = PARTS[leaf]
-    matrix = model.get_parameter(".".join([*path, name])).data[int(number)]
-    return matrix.chunk(2)[part] if name == "gate_up_proj" else matrix
-
-
-def watch_experts(sums: dict[str, Tensor], module: torch.nn.Module, path: str) -> RemovableHandle:
-    """Add up what experts are shown: the tokens routed to each, and what its gate makes of them."""
-
-    def see(module: Any, given: tuple[Tensor, ...]) -> None:
-        hidden, chosen = given[0], given[1]
-        for expert in range(len(module.gate_up_proj)):
-            tokens = hidden[(chosen == expert).any(-1)]
-            gate, up = torch.nn.functional.linear(tokens, module.gate_up_proj[expert]).chunk(2, -1)
-            for leaf, (name, _) in PARTS.items():
-                inputs = tokens if name == "gate_up_proj" else module.act_fn(gate) * up
-                add_squares(sums, f"{path}.{expert}.{leaf}")(module, (inputs,))
-
-    return module.register_forward_pre_hook(see)
-
-
 @pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_dense_norms_are_those_of_one_pass(models: Models, family: str, where: str) -> None:
@@ -127,27 +83,14 @@ def plan(source: Path, method: Any, **options: Any) -> Pruner:
     return Pruner(checkpoint, targets, recipe.scheme(architecture.coverage(targets).target_parameters))
 
 
-def add_squares(sums: dict[str, Tensor], layer: str) -> Callable[..., None]:
-    def see(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        sums[layer] = sums.get(layer, 0) + inputs[0].double().flatten(0, -2).square().sum(0)
-
-    return see
-
-
 def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
     """The plain way: for every block one pass of a whole model whose earlier blocks are masked. Returns that model."""
-    model = load_plainly(source)
+    model = mixtures.load(source)
     for block in range(model.config.num_hidden_layers):
         sums: dict[str, Tensor] = {}
-        handles = []
         targets = [target for target in pruner.targets if target.layer.block == block]
         assert targets
-        for path in dict.fromkeys(target.name.rpartition(".")[0].rpartition(".")[0] for target in targets):
-            if path.endswith("experts"):
-                handles.append(watch_experts(sums, model.get_submodule(path), path))
-        for target in targets:
-            if ".experts." not in target.name:
-                handles.append(model.get_submodule(target.name).register_forward_pre_hook(add_squares(sums, target.name)))
+        handles = mixtures.watch(model, [target.name for target in targets], sums)
         with torch.no_grad():
             for batch in batches:
                 model(batch, use_cache=False)
@@ -160,7 +103,7 @@ def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: boo
             np.testing.assert_allclose(norm.numpy(), sums[target.name].sqrt().numpy(), rtol=1e-6, err_msg=target.name)
             matrix = oracle.weight(source, target.matrix.stored.name, target.matrix.transposed)
             mask = torch.from_numpy(oracle.row_masks(oracle.scores(matrix, norm.numpy()), adaptive))
-            weight(model, target.name, target.matrix.transposed).masked_fill_(~mask, 0)
+            mixtures.weight(model, target.name, target.matrix.transposed).masked_fill_(~mask, 0)
     return model
 
 
@@ -181,7 +124,7 @@ def test_pruned_propagation_is_the_slow_references(
     reference = check_slowly(source, pruner, norms, method == "emp-wanda", batches)
     pruner.use(norms)
     pruner.write(tmp_path)
-    reloaded = load_plainly(tmp_path)
+    reloaded = mixtures.load(tmp_path)
     with torch.no_grad():
         for batch, logits in zip(batches, in_memory, strict=True):
             assert torch.equal(reloaded(batch, use_cache=False).logits, logits)

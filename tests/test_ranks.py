@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from emp_llm.models.activations import Activations
@@ -104,10 +105,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of experts: a rank may see some that the others do not."""
+    return tiny.make_model(tmp_path_factory.mktemp("mixture") / "model", "mixtral", max_shard_size="80KB")
+
+
 @pytest.mark.parametrize(("count", "execution"), [(3, "model"), (2, "blocks")])
-def test_calibrating_with_ranks(text: Path, tmp_path: Path, count: int, execution: str) -> None:
+def test_calibrating_with_ranks(text: Path, mixture: Path, tmp_path: Path, count: int, execution: str) -> None:
     """Seven samples, two at a time: shares of two batches and one, and a batch that is not full."""
-    arguments = ["emp_llm.calibrate", "--model", DEMO, "--calibration", text, "--samples", 7, "--seqlen", 128]
+    model = DEMO if execution == "model" else mixture
+    arguments = ["emp_llm.calibrate", "--model", model, "--calibration", text, "--samples", 7, "--seqlen", 128]
     arguments += ["--batch-size", 2, "--execution", execution]
     launched(tmp_path, *arguments, "--output", "one.safetensors")
     done = launched(
@@ -116,14 +124,16 @@ def test_calibrating_with_ranks(text: Path, tmp_path: Path, count: int, executio
     assert done.stderr.count("all.safetensors: norms of") == 1
     one, several = (Activations.load(tmp_path / f"{name}.safetensors") for name in ("one", "all"))
     assert one.input_of == several.input_of
+    assert one.tokens == several.tokens
     assert several.about["ranks"] == count
     for name, norm in one.norms.items():
         assert torch.equal(norm, several.norms[name])
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
-def test_pruning_with_ranks(text: Path, tmp_path: Path, propagate: str) -> None:
-    arguments = ["emp_llm.prune", "--model", DEMO, "--calibration", text, "--samples", 5, "--seqlen", 128]
+def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, propagate: str) -> None:
+    model = DEMO if propagate == "dense" else mixture
+    arguments = ["emp_llm.prune", "--model", model, "--calibration", text, "--samples", 5, "--seqlen", 128]
     arguments += ["--batch-size", 2, "--propagate", propagate]
     launched(tmp_path, *arguments, "--output", "one")
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 256\n')

@@ -63,7 +63,11 @@ def find_stacks(model: PreTrainedModel, blocks: str | None = None) -> dict[str, 
     for name, module in model.named_modules():
         if not name.startswith(f"{path}.") or isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
             continue
-        own = {leaf: p for leaf, p in module.named_parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1}
+        own = {
+            leaf: p
+            for leaf, p in module.named_parameters(recurse=False)
+            if p.dim() == 3 and min(p.shape) > 1 and "bias" not in leaf
+        }
         transposed = _transposed(module, [tuple(p.shape) for p in own.values()], hidden)
         for leaf, parameter in own.items():
             block = int(name.removeprefix(f"{path}.").partition(".")[0])

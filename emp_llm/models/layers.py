@@ -69,7 +69,7 @@ class Layer:
     def role(self) -> str:
         """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), which the layers of all blocks share."""
         name = re.sub(r"^.*?\.\d+\.", "", self.name) if self.block is not None else self.name
-        return re.sub(r"\.\d+(?=\.)", ".*", name)
+        return re.sub(r"\.\d+(?=\.|$)", ".*", name) if self.routed else name
 
     @property
     def routed(self) -> bool:

@@ -158,4 +158,5 @@ def _slices(stack: Stack, piece: _Piece, checkpoint: Checkpoint) -> list[tuple[L
 
 
 def _layer(stack: Stack, leaf: str, place: Slice) -> Layer:
-    return Layer(f"{stack.module}.{place.expert}.{leaf}", "mlp", stack.block, place.transposed, place)
+    name = f"{stack.module}.{place.expert}.{leaf}".removesuffix(".weight")
+    return Layer(name, "attention" if "attention" in stack.module else "mlp", stack.block, place.transposed, place)

@@ -115,8 +115,8 @@ class Pruner:
             if norm is None or norm.numel() != inputs:
                 held = "no norms" if norm is None else f"norms of {norm.numel()} inputs, its weight has {inputs}"
                 raise UserError(
-                    f"{name}: for {target.name} they hold {held}. They are of another model or of other layers; run "
-                    "calibrate for this one."
+                    f"{name}: for {target.name} they hold {held}. They are of another model or of other layers (run calibrate "
+                    "for this one), or its forward pass does not call this layer (leave it out with --ignore)."
                 )
             self._take(target, norm, activations.tokens_of(target.name))
         if self.fallback and self.scheme.group == "all":

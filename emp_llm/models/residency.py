@@ -5,6 +5,8 @@ before every single call. Here they are read once, stay for as many calls as are
 by a thread while this one computes.
 """
 
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,6 +49,7 @@ class Outside:
     def __init__(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         inside = set(blocks.modules())
         self._modules = [m for m in model.modules() if m not in inside and _offload_hook(m) is not None]
+        self._embeddings = getattr(model, "get_input_embeddings", lambda: None)()
         self._held: dict[nn.Module, list[_Held]] = {}
         self.bytes_read = 0
 
@@ -55,6 +58,8 @@ class Outside:
         """While this lasts, whatever is called is brought first."""
         handles = [module.register_forward_pre_hook(lambda module, args: self._bring(module)) for module in self._modules]
         try:
+            if self._embeddings in self._modules:  # models ask them for their device before they call them
+                self._bring(self._embeddings)
             yield
         finally:
             for handle in handles:
@@ -99,9 +104,17 @@ class Residents:
             yield self._blocks[index]
         finally:
             _drop(held)
+            _trim()
 
     def _read(self, index: int) -> Future[list[_Held]]:
         return self._thread.submit(_read, list(self._blocks[index].modules()))
+
+
+def _trim() -> None:
+    """Give the heap's free pages back to the system, where the C library can: glibc keeps those between pieces in use."""
+    trim = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:

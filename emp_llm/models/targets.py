@@ -201,7 +201,7 @@ class Architecture:
         return {
             name: (layers[name] or math.prod(shape[:-2]), math.prod(shape))
             for name, shape in shapes.items()
-            if len(shape) >= 2 and min(shape) > 1
+            if len(shape) >= 2 and min(shape) > 1 and "bias" not in name.rpartition(".")[2]
         }
 
     @cached_property

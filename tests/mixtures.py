@@ -1,0 +1,72 @@
+"""Layers of any tiny model, experts' matrices among them, loaded, read and watched without the package's help."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+# What transformers makes of the stored matrices of an expert: the parameter, and which half of its rows.
+PARTS = {
+    "w1": ("gate_up_proj", 0),
+    "w3": ("gate_up_proj", 1),
+    "w2": ("down_proj", 0),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", 0),
+}
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """As a user does, the experts of a mixture one after another."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def weight(model: PreTrainedModel, layer: str, transposed: bool) -> Tensor:
+    """A view of a layer's weight, one output to a row."""
+    *path, number, leaf = layer.split(".")
+    if path[-1] != "experts":
+        found = model.get_submodule(layer).weight.data
+        return found.T if transposed else found
+    name, half = PARTS[leaf]
+    matrix = model.get_parameter(".".join([*path, name])).data[int(number)]
+    return matrix.chunk(2)[half] if name == "gate_up_proj" else matrix
+
+
+def watch(model: PreTrainedModel, layers: list[str], sums: dict[str, Tensor]) -> list[RemovableHandle]:
+    """Add up the squares of these layers' inputs, in float64."""
+    handles = []
+    for path in dict.fromkeys(layer.rsplit(".", 2)[0] for layer in layers):
+        if path.endswith(".experts"):
+            leaves = {layer.rpartition(".")[2] for layer in layers if layer.startswith(f"{path}.")}
+            handles.append(model.get_submodule(path).register_forward_pre_hook(_see_experts(sums, path, leaves)))
+    for layer in layers:
+        if ".experts." not in layer:
+            handles.append(model.get_submodule(layer).register_forward_pre_hook(_see(sums, layer)))
+    return handles
+
+
+def _add(sums: dict[str, Tensor], layer: str, inputs: Tensor) -> None:
+    sums[layer] = sums.get(layer, 0) + inputs.double().flatten(0, -2).square().sum(0)
+
+
+def _see(sums: dict[str, Tensor], layer: str) -> Callable[..., None]:
+    return lambda module, inputs: _add(sums, layer, inputs[0])
+
+
+def _see_experts(sums: dict[str, Tensor], path: str, leaves: set[str]) -> Callable[..., None]:
+    """The tokens routed to each, and what its gate makes of them."""
+
+    def see(module: Any, given: tuple[Tensor, ...]) -> None:
+        hidden, chosen = given[0], given[1]
+        for expert in range(len(module.gate_up_proj)):
+            tokens = hidden[(chosen == expert).any(-1)]
+            gate, up = nn.functional.linear(tokens, module.gate_up_proj[expert]).chunk(2, -1)
+            for leaf in leaves:
+                _add(sums, f"{path}.{expert}.{leaf}", module.act_fn(gate) * up if leaf in ("w2", "down_proj") else tokens)
+
+    return see

@@ -1,0 +1,250 @@
+"""Mixtures of experts of many structures: which matrices are found, where they lie, what they are shown; and if nothing."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mixtures
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+import transformers
+from torch import Tensor, nn
+
+from emp_llm.calibrate import calibrate
+from emp_llm.models import targets
+from emp_llm.models.activations import Activations
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.errors import UserError
+from emp_llm.models.layers import weight_of
+from emp_llm.models.loading import load_model
+from emp_llm.models.propagation import calibrate_blocks, calibrate_model
+from emp_llm.models.targets import Architecture
+from emp_llm.prune import prune
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
+COUNTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+# Family: more of its configuration, and the matrices of an expert as they are stored.
+STRUCTURES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "mixtral": ({}, {"w1", "w2", "w3"}),
+    "qwen2_moe": ({"shared_expert_intermediate_size": 24}, {"gate_proj", "up_proj", "down_proj"}),
+    "deepseek_v3": (
+        LATENT | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+        {"gate_proj", "up_proj", "down_proj"},
+    ),
+    "granitemoe": ({}, {"gate_up_proj", "down_proj"}),  # stored as one tensor
+    "gpt_oss": ({}, {"gate_up_proj", "down_proj"}),  # and with the inputs first, gate and up by turns
+    "llama4_text": (
+        {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
+        {"gate_up_proj", "down_proj"},
+    ),  # all at once
+    "nemotron_h": ({"hybrid_override_pattern": "E*"}, {"up_proj", "down_proj"}),  # without a gate
+}
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    made: dict[str, Path] = {}
+
+    def call(family: str) -> Path:
+        if family not in made:
+            folder = made[family] = tmp_path_factory.mktemp(family)
+            config = transformers.AutoConfig.for_model(
+                family, **SIZES | COUNTS | EXPERTS | {"pad_token_id": 0} | STRUCTURES[family][0]
+            )
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.normal_(0, 0.1)
+            model.save_pretrained(folder)
+            tiny.make_tokenizer().save_pretrained(folder)
+        return made[family]
+
+    return call
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
+    """Read from the file by our offsets, each is what transformers has in memory at our place."""
+    folder = make(family)
+    model = load_model(folder, "cpu")
+    architecture = Architecture(Checkpoint(folder), model)
+    chosen = architecture.select("all-linear")
+    coverage = architecture.coverage(chosen)
+    assert coverage.unreachable == ()
+    assert coverage.matrices - coverage.targets <= 2, "all but the routers"
+    experts = [target for target in chosen if target.layer.expert is not None]
+    assert {target.layer.leaf for target in experts} == STRUCTURES[family][1]
+    stacks = [parameter for parameter in model.parameters() if parameter.dim() == 3 and min(parameter.shape) > 1]
+    assert sum(target.matrix.numel for target in experts) == sum(stack.numel() for stack in stacks)
+    seen: set[tuple[Path, int]] = set()
+    for target in chosen:
+        with target.matrix.stored.shard.open("rb") as file:
+            read = target.matrix.read(file.fileno(), 0, target.matrix.rows)
+        assert torch.equal(read, weight_of(model, target.layer)), target.name
+        seen.add((target.matrix.stored.shard, target.matrix.start))
+    assert len(seen) == len(chosen)
+
+
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_what_experts_are_shown(make: Make, family: str) -> None:
+    """Watched at the door of the module: the tokens routed to each, and what its own gate makes of them."""
+    folder = make(family)
+    model = mixtures.load(folder)
+    layers = [target.layer for target in Architecture(Checkpoint(folder), model).select("all-linear")]
+    sums: dict[tuple[str, int, bool], Tensor] = {}
+
+    def watch(module: Any, given: tuple[Tensor, ...]) -> None:
+        hidden, chosen = given[0], given[1] if len(given) > 1 else None
+        count = module.down_proj.shape[0]
+        for expert in range(count):
+            if chosen is None:  # Llama 4 hands a part to each, zeros where a token is another's
+                mine = hidden.view(count, -1, hidden.shape[-1])[expert]
+            else:
+                mine = hidden[(chosen == expert).any(-1)]
+            first = module.up_proj[expert] if hasattr(module, "up_proj") else module.gate_up_proj[expert]
+            turned = chosen is None or module.is_transposed
+            middle = mine @ (first if turned else first.T)
+            if getattr(module, "has_bias", False):
+                middle = middle + module.gate_up_proj_bias[expert]
+            if chosen is None:
+                gate, up = middle.chunk(2, -1)
+                middle = up * module.act_fn(gate)
+            else:
+                middle = module._apply_gate(middle) if module.has_gate else module.act_fn(middle)
+            for inputs, down in ((mine, False), (middle, True)):
+                key = (names[module], expert, down)
+                sums[key] = sums.get(key, 0) + inputs.double().square().sum(0)
+
+    names = {module: name for name, module in model.named_modules() if name.endswith(".experts")}
+    handles = [module.register_forward_pre_hook(watch) for module in names]
+    with torch.no_grad():
+        for batch in tokens().split(2):
+            model(batch, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    norms = calibrate_model(model, layers, tokens(), 2)
+    experts = [layer for layer in layers if layer.expert is not None]
+    assert {norms.input_of[layer.name] for layer in experts} <= norms.tokens.keys()
+    for layer in experts:
+        assert layer.expert is not None
+        module = layer.expert.parameter.rpartition(".")[0]
+        wanted = sums[module, layer.expert.expert, layer.leaf in ("down_proj", "w2")].sqrt()
+        norm = norms.norm(layer.name)
+        assert norm is not None
+        np.testing.assert_allclose(norm.numpy(), wanted.numpy(), rtol=1e-5, err_msg=layer.name)
+    for module in names.values():
+        shown = {x.expert.expert: norms.tokens_of(x.name) or 0 for x in experts if x.expert and x.name.startswith(f"{module}.")}
+        assert sum(shown.values()) == tokens().numel() * (1 if family == "llama4_text" else 2)  # to whom each token goes
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "gpt_oss", "llama4_text", "nemotron_h"])
+@pytest.mark.parametrize("propagate", ["dense", "pruned"])
+def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path, family: str, propagate: Any) -> None:
+    runs = []
+    for where in ("cpu", "disk"):
+        out = tmp_path / where
+        prune(
+            str(make(family)), out, targets="all-linear", calibration=str(text), samples=4, seqlen=64, device_map=where,
+            propagate=propagate,
+        )  # fmt: skip
+        runs.append(out)
+    for shard in runs[0].glob("*.safetensors"):
+        assert shard.read_bytes() == (runs[1] / shard.name).read_bytes()
+        assert oracle.header(shard) == oracle.header(make(family) / shard.name)
+    model = mixtures.load(runs[0])
+    for target in Architecture(Checkpoint(runs[0]), model).select("all-linear"):
+        assert 0.02 < float((weight_of(model, target.layer) == 0).double().mean()) < 0.98, target.name
+
+
+def shown_nothing(models: Callable[[str], Path], text: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """One token to a block, so that two of four experts of each get none."""
+    common = {"calibration": str(text), "samples": 1, "seqlen": 1, "device_map": "cpu"} | options
+    return prune(str(models("mixtral")), out, "emp-wanda", **common)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("propagate", ["dense", "pruned"])
+def test_experts_without_tokens_are_scored_by_magnitude(
+    models: Callable[[str], Path], text: Path, tmp_path: Path, propagate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = shown_nothing(models, text, tmp_path / "out", min_expert_tokens=1, propagate=propagate)
+    by_magnitude = report["targets"]["scored_by_magnitude"]
+    assert set(by_magnitude.values()) == {0}
+    assert len(by_magnitude) == 2 * 2 * 3
+    assert any(
+        message.startswith("warning: 12 of 24 matrices are of experts that were shown fewer than 1")
+        for message in caplog.messages
+    )
+    norms = oracle.load_norms(tmp_path / "out" / "emp_llm" / "activations.safetensors")
+    for layer, entry in report["matrices"].items():
+        matrix = oracle.weight(models("mixtral"), entry["tensor"])
+        scores = oracle.scores(matrix) if layer in by_magnitude else oracle.scores(matrix, norms[layer])
+        kept = oracle.weight(tmp_path / "out", entry["tensor"]) != 0
+        np.testing.assert_array_equal(kept, oracle.row_masks(scores, True) & (matrix != 0), err_msg=layer)
+        assert (not norms[layer].any()) == (layer in by_magnitude)
+
+
+def test_the_least_number_of_tokens(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    """A file of norms says how many tokens each expert was shown, so that any later run can draw the line elsewhere."""
+    file = tmp_path / "norms.safetensors"
+    calibrate(str(models("mixtral")), file, str(text), samples=4, seqlen=64, device_map="cpu")
+    shown = Activations.load(file)
+    counts = {name: tokens for name in shown.input_of if ".experts." in name and (tokens := shown.tokens_of(name)) is not None}
+    assert len(counts) == 24
+    line = sorted(counts.values())[9]
+    report = prune(str(models("mixtral")), tmp_path / "out", activations=file, min_expert_tokens=line, device_map="cpu")
+    assert report["targets"]["scored_by_magnitude"] == {name: count for name, count in counts.items() if count < line}
+    assert report["recipe"]["min_expert_tokens"] == line
+    with pytest.raises(UserError, match=r"group all: .*experts\.\d\.w\d was shown \d+ calibration tokens.*--samples.*--ignore"):
+        prune(str(models("mixtral")), tmp_path / "all", activations=file, min_expert_tokens=line, group="all")
+    with pytest.raises(UserError, match=r"^--min-expert-tokens must be 0 or more, got -1"):
+        prune(str(models("mixtral")), tmp_path / "all", min_expert_tokens=-1)
+
+
+def test_what_cannot_be_reached(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(targets, "find_stacks", lambda model, blocks: {})
+    source, out = str(models("mixtral")), tmp_path / "out"
+    with pytest.raises(UserError, match=r"^91 % of the weights in decoder blocks are of no layer .*experts.*--allow-partial"):
+        prune(source, out, "magnitude", targets="all-linear")
+    with pytest.raises(UserError, match=r"91 % of the weights"):
+        calibrate(source, tmp_path / "norms.safetensors")
+    with pytest.raises(UserError, match=r"match nothing.*no layers: model\.layers\.0\.mlp\.experts"):
+        prune(source, out, "magnitude", targets="mlp")
+    assert not out.exists()
+    report = prune(source, out, "magnitude", targets="all-linear", allow_partial=True)
+    assert any("% of the weights in decoder blocks" in message and "stay dense" in message for message in caplog.messages)
+    assert {name.rpartition(".")[2] for name in report["matrices"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert report["targets"]["unreachable_share_of_blocks"] > 0.8
+    assert len(report["targets"]["unreachable"]) == 4
+    caplog.set_level(logging.WARNING)
+    caplog.clear()
+    prune(source, tmp_path / "attention", "magnitude", targets="attention")  # asked for: nothing is left out
+    assert caplog.messages == []
+
+
+def test_an_unknown_use_of_experts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are copied before they are multiplied cannot be told from others: that is said, not passed over."""
+    model = load_model(make("mixtral"), "cpu")
+    layers = [target.layer for target in Architecture(Checkpoint(make("mixtral")), model).select("mlp")]
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda inputs, weight, bias=None: linear(inputs, weight.clone(), bias))
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj: it was not seen how its experts use it.*--ignore"):
+        calibrate_model(model, layers, tokens(), 2)
+    with pytest.raises(UserError, match="not seen how"):
+        calibrate_blocks(BlockwiseModel(model), layers, tokens(), 2)
+    assert model.config._experts_implementation != "eager", "as it was before"
