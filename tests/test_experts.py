@@ -148,7 +148,7 @@ def test_what_experts_are_shown(make: Make, family: str) -> None:
         np.testing.assert_allclose(norm.numpy(), wanted.numpy(), rtol=1e-5, err_msg=layer.name)
     for module in names.values():
         shown = {x.expert.expert: norms.tokens_of(x.name) or 0 for x in experts if x.expert and x.name.startswith(f"{module}.")}
-        assert sum(shown.values()) == tokens().numel() * (1 if family == "llama4_text" else 2)  # to whom each token goes
+        assert sum(shown.values()) == 2 * tokens().numel()  # each token goes to two
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "gpt_oss", "llama4_text", "nemotron_h"])

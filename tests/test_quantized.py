@@ -1,7 +1,9 @@
 """Quantised models: pruned, quantised, and both."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +88,15 @@ def test_quantized_calibration_prunes_the_original_weights(tmp_path: Path) -> No
         assert torch.equal(weight[kept], dense.get_parameter(name)[kept])
     with pytest.raises(UserError, match="--propagate pruned sets weights to zero in memory"):
         prune(str(DEMO), tmp_path / "other", load_in_4bit=True, propagate="pruned")
+
+
+def test_quantized_calibration_of_experts(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    """bitsandbytes leaves parameters of three dimensions as they are; what they are shown comes from quantised layers."""
+    source = str(models("mixtral"))
+    how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    plain = calibrate(source, tmp_path / "plain.safetensors", **how)
+    norms = calibrate(source, tmp_path / "norms.safetensors", load_in_8bit=True, **how)
+    assert norms.norms.keys() == plain.norms.keys()
+    down = [norms.norm(f"model.layers.1.mlp.experts.{expert}.w2") for expert in range(4)]
+    assert all(norm is not None and norm.any() for norm in down)
+    assert not all(torch.equal(norm, plain.norms[name]) for name, norm in norms.norms.items())

@@ -140,7 +140,7 @@ def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, propagate
     evaluate = ["--evaluate", "suite.toml"] if propagate == "dense" else []
     done = launched(tmp_path, "torch.distributed.run", "--nproc-per-node", 3, "-m", *arguments, *evaluate, "--output", "all")
     shards = sorted(path.name for path in (tmp_path / "one").glob("*.safetensors"))
-    assert len(shards) == 2
+    assert len(shards) >= 2
     for shard in shards:
         assert (tmp_path / "one" / shard).read_bytes() == (tmp_path / "all" / shard).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "one", "suite.toml"]
