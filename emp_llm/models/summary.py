@@ -55,7 +55,7 @@ def summarise(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) -> di
     ]
     if pruner.fallback:
         names = [f"{name} ({tokens})" for name, tokens in pruner.fallback.items()]
-        listed = ", ".join(names[:3] + ["..."] * (len(names) > 3))
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.insert(
             0,
             f"{len(names)} of {len(outcomes)} matrices are of experts that were shown fewer than {pruner.least_tokens} tokens "

@@ -27,12 +27,13 @@ def plan_table(plan: dict[str, Any]) -> str:
     coverage, memory = plan["coverage"], "1 GB"
     if plan["model_bytes_to_calibrate"]:
         memory += f", and {size(plan['model_bytes_to_calibrate'])} to calibrate (less with --device-map disk)"
-    share = 100 * coverage["target_parameters"] / coverage["parameters"]
+    share, of_blocks = (coverage["target_parameters"] / (coverage[of] or 1) for of in ("parameters", "block_parameters"))
     return "\n".join(
         [
             table(rows),
             f"targets: {coverage['targets']} of {coverage['matrices']} matrices in blocks, "
-            f"{coverage['target_parameters']:,} of {coverage['parameters']:,} parameters ({share:.1f} %)",
+            f"{_percent(of_blocks)} % of the weights there, "
+            f"{coverage['target_parameters']:,} of {coverage['parameters']:,} parameters ({_percent(share)} %)",
             f"disk: {size(plan['disk_bytes'])} at {plan['output']}",
             f"memory: {memory}",
         ]
@@ -64,10 +65,11 @@ def pruning_table(report: dict[str, Any]) -> str:
         )
     targets = report["targets"]
     whole = (
-        f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets "
-        f"({targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
-        f"{_percent(targets['share_of_all_parameters'])} % of the weights), "
-        f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters"
+        f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets, "
+        f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters\n"
+        f"targets: {targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
+        f"{_percent(targets['share_of_blocks'])} % of the weights there, "
+        f"{_percent(targets['share_of_all_parameters'])} % of all parameters"
     )
     return f"{table(rows)}\n{whole}"
 
