@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=128)
-    parser.add_argument("--step", choices=("make", "blocks", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=("make", "blocks", "memory", "gpu"), help=argparse.SUPPRESS)
     parser.add_argument("--shape", choices=tuple(SHAPES), help=argparse.SUPPRESS)
     parser.add_argument("--place", choices=("cpu", "disk"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -51,6 +51,7 @@ def main() -> None:
             "make": lambda: make(options.folder, options.shape),
             "blocks": lambda: by_blocks(options.folder, tokens, options.place),
             "memory": lambda: in_memory(options.folder, tokens),
+            "gpu": lambda: on_gpu(options.folder, tokens),
         }
         print(json.dumps(steps[options.step]()))
         return
@@ -78,6 +79,12 @@ def measure(scratch: Path, samples: int, seqlen: int) -> None:
             read = f"{found['storage'] / 1e9:.2f} GB ({found['storage'] / size:.3f} x)"
             memory = f"{found['peak'] / 1e9:.2f} GB | {found['before'] / 1e9:.2f} GB before the first block"
             print(f"| {shape} | {place} | {size / 1e9:.2f} GB | {read} | {memory} | {found['seconds']:.1f} |", flush=True)
+    if torch.cuda.is_available():
+        rates = step("gpu", "1B")
+        print(
+            f"\n1B on {torch.cuda.get_device_name()}: {rates['plain']:,.0f} tokens/s without hooks, {rates['hooked']:,.0f} with"
+        )
+        print(f"them; block by block {rates['blocks']:,.0f}, and {rates['offloaded']:,.0f} with the blocks in CPU memory")
     found, other = step("memory", "1B"), step("blocks", "1B")
     plain, hooked, wall = found["plain"], found["hooked"], found["wall"]
     percent = 100 * (found["overhead"] - 1)
@@ -129,6 +136,35 @@ def in_memory(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
     ratios = [b / a for a, b in zip(plain[1:], hooked[1:], strict=True)]  # the first pair warms up
     median = statistics.median
     return {"plain": median(plain[1:]), "hooked": median(hooked[1:]), "overhead": median(ratios), "wall": median(wall[1:])}
+
+
+def on_gpu(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
+    """Tokens/s on a GPU, medians of five in turn: without hooks, with them, block by block, and so with the blocks offloaded."""
+    resident = load_model(folder, "cuda:0")
+    parts = {"model.embed_tokens": 0, "model.layers": "cpu", "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+    offloaded = load_model(folder, json.dumps(parts))
+    layers = [layer for layer in model_layers(resident) if layer.block is not None]
+
+    def plain() -> None:
+        with torch.no_grad():
+            for batch in torch.split(tokens, 1):
+                body_of(resident)(input_ids=batch.to("cuda:0"), use_cache=False)
+
+    ways: dict[str, Callable[[], object]] = {
+        "plain": plain,
+        "hooked": lambda: calibrate_model(resident, layers, tokens, 1),
+        "blocks": lambda: calibrate_blocks(BlockwiseModel(resident, None, "device"), layers, tokens, 1),
+        "offloaded": lambda: calibrate_blocks(BlockwiseModel(offloaded, None, "device"), layers, tokens, 1),
+    }
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(6):
+        for way, run in ways.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            rates[way].append(tokens.numel() / (time.perf_counter() - start))
+    return {way: statistics.median(found[1:]) for way, found in rates.items()}
 
 
 def _storage() -> int:
