@@ -139,7 +139,7 @@ def in_memory(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
 
 
 def on_gpu(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
-    """Tokens/s on a GPU, medians of five in turn: without hooks, with them, block by block, and so with the blocks offloaded."""
+    """Tokens/s on a GPU, medians of five in turn: without hooks, with them, by blocks, and by blocks that are offloaded."""
     resident = load_model(folder, "cuda:0")
     parts = {"model.embed_tokens": 0, "model.layers": "cpu", "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
     offloaded = load_model(folder, json.dumps(parts))
