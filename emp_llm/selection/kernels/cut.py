@@ -1,8 +1,8 @@
 """The second round of the row kernel for CPUs, compiled by numba: the cut of a row, and its write, while it lies in cache.
 
-`scores.sums` adds up scores; from the sums the budget says how many stay. Here the k-th largest key of each row is found by
-bisection on its bits, 16 at a time: the inner loop compares 16-bit integers with one number and counts, which processors do 16
-or 32 at once; then the row is written.
+`scores.sums` adds up scores; here the sums say how many stay, if the budget has not said it before. The k-th largest key of
+each row is found by bisection on its bits, 16 at a time: the inner loop compares 16-bit integers with one number and counts,
+which processors do 16 or 32 at once; then the row is written.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from emp_llm.selection.hill import RELATIVE_TOLERANCE
 from emp_llm.selection.kernels.scores import LANES, Array, float_of, fold, keys32, value16
 
 _COUNTED = 1 << 15  # how many comparisons a 16-bit counter can take
@@ -145,11 +146,10 @@ def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale:
     more[:] = 0.0
     whole = keys.size // LANES * LANES
     for start in range(0, whole, LANES):
-        some, stays = keys[start : start + LANES], kept[start : start + LANES]
-        for j in range(LANES):
-            value = _score(some[j], wide, shift, scale)
-            lanes[j] += value if stays[j] != 0 else 0.0
-            more[j] += value if some[j] > nu_key else 0.0
+        for j in range(LANES):  # no slices: numba takes longer to make one than to add up 64 numbers
+            value = _score(keys[start + j], wide, shift, scale)
+            lanes[j] += value if kept[start + j] != 0 else 0.0
+            more[j] += value if keys[start + j] > nu_key else 0.0
     for j in range(keys.size - whole):
         value = _score(keys[whole + j], wide, shift, scale)
         lanes[j] += value if kept[whole + j] != 0 else 0.0
@@ -157,28 +157,62 @@ def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale:
 
 
 @njit(nogil=True, cache=True)
+def _floor(value: Any) -> Any:
+    """`effective.floor`."""
+    return np.floor(value * (1 + RELATIVE_TOLERANCE))
+
+
+@njit(nogil=True, cache=True)
+def _number(total: Any, power: Any, columns: Any) -> Any:
+    """`Moments.number` of order 2."""
+    if total == 0:
+        return np.float64(columns)
+    number = total * total / power
+    nearest = np.rint(number)
+    if abs(number - nearest) <= RELATIVE_TOLERANCE * nearest:
+        number = nearest
+    return min(max(number, 1.0), np.float64(columns))
+
+
+@njit(nogil=True, cache=True)
+def _count_of(number: Any, total: Any, beta: Any, columns: Any) -> Any:
+    """`effective.keep_counts`."""
+    if total == 0:
+        return np.int64(columns)
+    return np.int64(min(max(_floor(beta * number), 1.0), np.float64(columns)))
+
+
+@njit(nogil=True, cache=True)
+def _share(total: Any, above: Any, ties: Any, value: Any) -> Any:
+    """`effective.kept_mass` of the floor(N_eff) largest."""
+    return 1.0 if total == 0 else min(1.0, (above + np.float64(ties) * value) / total)
+
+
+@njit(nogil=True, cache=True)
 def cut16(
     weights: Array,
     shift: Any,
     scale: Any,
-    counts: Array,
-    nus: Array,
+    beta: Any,
     n: Any,
     m: Any,
-    kept_mass: Array,
-    above_nu: Array,
-    nu_keys: Array,
-    nu_ties: Array,
+    total: Array,
+    power: Array,
+    counts: Array,
     zeros: Array,
+    kept_mass: Array,
+    n_eff: Array,
+    s_eff: Array,
 ) -> None:
-    """Keep the `counts[r]` largest |w| of row r, or n of every m where m is not 0; the others become zero, in place.
+    """Keep the largest |w| of every row; the others become zero, in place.
 
     Args:
-        weights, shift, scale: as for `sums`; uint16.
-        counts, nus: int64, shape (rows,): how many are kept, and floor(N_eff).
-        kept_mass, above_nu: float64, shape (rows,), filled: lane sums of the scores that stay, and of those above the key of
-            the nu-th largest, which goes into nu_keys (int64), and of how many equal ones it is one into nu_ties.
+        weights, shift, scale, total, power: as for `sums`; uint16.
+        beta: floor(beta * N_eff) are kept; 0: as many as `counts` says.
+        n, m: n of every m are kept, where m is not 0.
+        counts: int64, shape (rows,): how many are kept; filled, if beta is not 0.
         zeros: int64, shape (rows,), filled: how many of the row's weights are zero now.
+        kept_mass, n_eff, s_eff: float64, shape (rows,), filled.
     """
     columns = weights.shape[1]
     keys = np.empty(columns, np.uint16)
@@ -186,12 +220,16 @@ def cut16(
     places = _places(columns, m)
     before = np.empty_like(places)
     for r in range(weights.shape[0]):
-        row, k, nu = weights[r], counts[r], nus[r]
+        row = weights[r]
         for j in range(columns):
             keys[j] = row[j] & np.uint16(0x7FFF)
+        n_eff[r] = _number(total[r], power[r], columns)
+        nu = _count_of(n_eff[r], total[r], 1.0, columns)
+        if beta != 0:
+            counts[r] = _count_of(n_eff[r], total[r], beta, columns)
+        k = counts[r]
         nu_key = _kth16(keys, nu, 14)
-        above = _above16(keys, nu_key)
-        nu_keys[r], nu_ties[r] = np.int64(nu_key), nu - above
+        nu_above = above = _above16(keys, nu_key)
         key = nu_key
         if m:
             _write_pattern(row, keys, np.uint16(n), m, places, before)
@@ -201,7 +239,8 @@ def cut16(
                 above = _above16(keys, key)
             _write(row, keys, key, _end_of_ties(keys, key, k - above))
         _masses(keys, row, nu_key, False, shift, scale, first, second)
-        kept_mass[r], above_nu[r] = fold(first), fold(second)
+        kept_mass[r] = fold(first)
+        s_eff[r] = _share(total[r], fold(second), nu - nu_above, _score(nu_key, False, shift, scale))
         zeros[r] = _zeros(row, np.uint16(0x7FFF)) if m or key == 0 else columns - k
 
 
@@ -211,15 +250,16 @@ def cut32(
     norms: Array,
     shift: Any,
     scale: Any,
-    counts: Array,
-    nus: Array,
+    beta: Any,
     n: Any,
     m: Any,
-    kept_mass: Array,
-    above_nu: Array,
-    nu_keys: Array,
-    nu_ties: Array,
+    total: Array,
+    power: Array,
+    counts: Array,
     zeros: Array,
+    kept_mass: Array,
+    n_eff: Array,
+    s_eff: Array,
 ) -> None:
     """As `cut16`, of float32 scores: |w| * norm, or |w| of 32-bit weights, where there are no norms."""
     columns = weights.shape[1]
@@ -229,13 +269,17 @@ def cut32(
     places = _places(columns, m)
     before = np.empty_like(places)
     for r in range(weights.shape[0]):
-        row, k, nu = weights[r], counts[r], nus[r]
+        row = weights[r]
         keys32(row, norms, shift, scale, keys)
         for j in range(columns):
             high[j] = np.uint16(keys[j] >> np.uint32(16))
-        nu_key, above = _kth32(keys, high, low, nu)
-        nu_keys[r], nu_ties[r] = np.int64(nu_key), nu - above
-        key = nu_key
+        n_eff[r] = _number(total[r], power[r], columns)
+        nu = _count_of(n_eff[r], total[r], 1.0, columns)
+        if beta != 0:
+            counts[r] = _count_of(n_eff[r], total[r], beta, columns)
+        k = counts[r]
+        nu_key, nu_above = _kth32(keys, high, low, nu)
+        key, above = nu_key, nu_above
         if m:
             _write_pattern(row, keys, np.uint16(n), m, places, before)
         else:
@@ -243,7 +287,8 @@ def cut32(
                 key, above = _kth32(keys, high, low, k)
             _write(row, keys, key, _end_of_ties(keys, key, k - above))
         _masses(keys, row, nu_key, True, shift, scale, first, second)
-        kept_mass[r], above_nu[r] = fold(first), fold(second)
+        kept_mass[r] = fold(first)
+        s_eff[r] = _share(total[r], fold(second), nu - nu_above, _score(nu_key, True, shift, scale))
         if m or key == 0:
             zeros[r] = _zeros(row, weights.dtype.type(0x7FFFFFFF if weights.itemsize == 4 else 0x7FFF))
         else:

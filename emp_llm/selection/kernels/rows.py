@@ -9,17 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, PatternBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget
 from emp_llm.selection.criteria import CRITERIA
-from emp_llm.selection.effective import keep_counts
 from emp_llm.selection.hill import Moments, NonFiniteError
-from emp_llm.selection.masks import key_values
 from emp_llm.selection.rows import Selection, select_rows
 
 logger = logging.getLogger(__name__)
@@ -27,6 +24,7 @@ _COMPILED = ("magnitude", "wanda")
 # As of `scores.value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
 _SHIFTS = {torch.bfloat16: (16, 1.0), torch.float16: (13, 2.0**112), torch.float32: (0, 1.0)}
 _BITS = {2: torch.uint16, 4: torch.uint32}
+_PIECE = 1 << 18  # weights that a thread takes at a time
 
 
 @dataclass(frozen=True)
@@ -116,48 +114,53 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
     rows, columns = weight.shape
     if norms is not None and norms.shape != (columns,):  # the kernel does not look where it reads
         raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {columns} inputs need ({columns},)")
-    if isinstance(budget, PatternBudget) and columns % budget.m:
-        raise ValueError(f"{columns} inputs are not a multiple of {budget.m} (pattern {budget.n}:{budget.m})")
+    pattern = budget if isinstance(budget, PatternBudget) else None
+    if pattern is not None and columns % pattern.m:
+        raise ValueError(f"{columns} inputs are not a multiple of {pattern.m} (pattern {pattern.n}:{pattern.m})")
     bits = weight.view(_BITS[weight.element_size()]).numpy()
     factors = np.empty(0, np.float32) if norms is None else norms.detach().float().contiguous().cpu().numpy()
     shift, scale = np.uint32(_SHIFTS[weight.dtype][0]), np.float32(_SHIFTS[weight.dtype][1])
-    total, power, kept_mass, above_nu = (torch.empty(rows, dtype=torch.float64) for _ in range(4))
-    nu_keys, nu_ties, zeros = (torch.empty(rows, dtype=torch.int64) for _ in range(3))
+    total, power, kept_mass, n_eff, s_eff = np.empty((5, rows))
+    counts, zeros = np.empty((2, rows), np.int64)
 
-    _in_parallel(rows, lambda part: sums(bits[part], factors, shift, scale, total.numpy()[part], power.numpy()[part]))
-    if not bool(torch.isfinite(total).all()):
+    _in_parallel(rows, columns, lambda part: sums(bits[part], factors, shift, scale, total[part], power[part]))
+    if not np.isfinite(total).all():
         raise NonFiniteError("scores hold NaN or infinity")
-    size = torch.full((rows,), columns, dtype=torch.int64)
-    moments = Moments(2.0, size, torch.ones(rows, dtype=torch.float64), total, power)
-    nus = keep_counts(moments)
-    counts, n, m = budget.counts(moments, offset), 0, 0
-    if isinstance(budget, PatternBudget):
-        n, m = budget.n, budget.m
-        counts = size // m * n
-    outputs = [tensor.numpy() for tensor in (kept_mass, above_nu, nu_keys, nu_ties, zeros)]
+    beta = budget.beta if isinstance(budget, EffectiveBudget) else 0.0
+    if pattern is not None:
+        counts[:] = columns // pattern.m * pattern.n
+    elif not beta:
+        size, ones = torch.full((rows,), columns, dtype=torch.int64), torch.ones(rows, dtype=torch.float64)
+        counts[:] = budget.counts(Moments(2.0, size, ones, torch.from_numpy(total), torch.from_numpy(power)), offset).numpy()
+    outputs = (total, power, counts, zeros, kept_mass, n_eff, s_eff)
+    n, m = (pattern.n, pattern.m) if pattern is not None else (0, 0)
 
     def cut(part: slice) -> None:
-        wanted = (counts.numpy()[part], nus.numpy()[part], n, m, *(output[part] for output in outputs))
+        own = [output[part] for output in outputs]
         if norms is None and weight.element_size() == 2:
-            cut16(bits[part], shift, scale, *wanted)
+            cut16(bits[part], shift, scale, beta, n, m, *own)
         else:
-            cut32(bits[part], factors, shift, scale, *wanted)
+            cut32(bits[part], factors, shift, scale, beta, n, m, *own)
 
-    _in_parallel(rows, cut)
-    narrow = norms is None and weight.element_size() == 2
-    nu_values = key_values(nu_keys.to(torch.int16 if narrow else torch.int32), weight.dtype if narrow else torch.float32)
-    s_eff = torch.where(total == 0, 1.0, (above_nu + nu_ties * nu_values) / moments.mass).clamp(max=1.0)
-    return Pruned(counts, zeros, kept_mass, moments.mass, moments.number(), s_eff)
+    _in_parallel(rows, columns, cut)
+    return Pruned(*(torch.from_numpy(found) for found in (counts, zeros, kept_mass, total, n_eff, s_eff)))
 
 
-def _in_parallel(rows: int, work: Callable[[slice], Any]) -> None:
-    """Share rows among as many threads as torch uses."""
-    threads = min(torch.get_num_threads(), rows)
-    if threads == 1:
-        work(slice(0, rows))
-        return
-    edges = [rows * i // threads for i in range(threads + 1)]
-    list(_pool(threads).map(work, (slice(a, b) for a, b in pairwise(edges))))
+def _in_parallel(rows: int, columns: int, work: Callable[[slice], Any]) -> None:
+    """Share rows among as many threads as torch uses; each takes the next few when it is free, this one at once."""
+    few = max(1, _PIECE // columns)
+    parts = iter([slice(first, min(first + few, rows)) for first in range(0, rows, few)])
+
+    def take() -> None:
+        for part in parts:
+            work(part)
+
+    helpers = min(torch.get_num_threads(), -(-rows // few)) - 1
+    others = [_pool(helpers).submit(take) for _ in range(helpers)]
+    take()
+    for other in others:
+        if not other.cancel():
+            other.result()
 
 
 @cache
