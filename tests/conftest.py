@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which other packages do as well
+
 from tiny import make_model
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -18,7 +18,6 @@ from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.kernels import cuda_cut
 from emp_llm.selection.sums import LANES
 
-BUDGETS = (EffectiveBudget, RatioBudget, TotalBudget, PatternBudget)
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 # Rows up to this are held in registers, 64 numbers in each of 64 threads; longer ones are read again from the caches.
@@ -27,7 +26,6 @@ _CHUNK = 1024
 _REGISTERS = 128  # of a thread: for 16 warps on a processor
 # Of a processor's level 1 cache: rows under way at once should fit, or else be two, to have something to do while one waits.
 _CACHE = 160 * 1024
-_LONGEST = 2**31 - 2**17  # columns: positions are 32-bit
 
 
 def prune_rows(
@@ -39,7 +37,7 @@ def prune_rows(
         weight: bfloat16, float16 or float32, shape (rows, columns), contiguous, not empty; on a GPU, or anywhere if Triton runs
             in its interpreter.
         norms: shape (columns,); None: magnitude.
-        budget: one of BUDGETS, of order 2 and float64.
+        budget: effective, ratio, total or pattern, of order 2 and float64.
         offset: how many target weights come before this block.
         out: as `weight`, contiguous, the same tensor or one that does not overlap it; None: in place.
 
@@ -88,6 +86,7 @@ def prune_rows(
             BLOCK=how.block,
             WHOLE=how.block >= columns,
             CHUNK=how.chunk,
+            EVEN=columns % LANES == 0,
             num_warps=how.warps,
             maxnreg=_REGISTERS,
         )

@@ -13,6 +13,7 @@ import triton.language as tl
 from emp_llm.selection.kernels.cuda_scores import (
     LANES,
     fold,
+    is_less,
     kept_count,
     key_near,
     magnitude_bits,
@@ -42,13 +43,14 @@ def _count(
 ):
     """How many keys of a row are `least` (at least 1) or more; `keys` are all of them where WHOLE, else they are read again."""
     if WHOLE:
-        some = (keys >= least).to(tl.int32)
+        count = BLOCK + tl.sum(is_less(keys, least), 0)
     else:
         some = tl.zeros([BLOCK], tl.int32)
         for start in range(0, columns, BLOCK):
             part = row_keys(row, norms, start + tl.arange(0, BLOCK), columns, KIND, NORMS)
-            some += (part >= least).to(tl.int32)
-    return tl.sum(some, 0)
+            some += is_less(part, least)
+        count = (columns + BLOCK - 1) // BLOCK * BLOCK + tl.sum(some, 0)
+    return count
 
 
 @triton.jit
@@ -123,9 +125,9 @@ def _search(
 
 
 @triton.jit
-def _ties(keys, key, at, columns):
+def _ties(keys, key):
     """How many of some keys equal `key`, for every 64 columns."""
-    tied = ((keys == key) & (at < columns)).to(tl.int32)
+    tied = (keys == key).to(tl.int32)
     return tl.sum(tl.reshape(tied, [tied.shape[0] // LANES, LANES]), 1)
 
 
@@ -143,20 +145,20 @@ def _end_of_ties(
     WHOLE: tl.constexpr,
 ):
     """The column behind the first `ties` keys that equal `key`, where there are more than these."""
-    at = tl.arange(0, BLOCK)
     passed, whole = (
         ties * 0,
         ties * 0,
     )  # ties in the groups of 64 columns that do not reach `ties`, and how many groups these are
     if WHOLE:
-        reached = tl.cumsum(_ties(keys, key, at, columns), 0)
+        reached = tl.cumsum(_ties(keys, key), 0)
         passed = tl.max(tl.where(reached < ties, reached, 0), 0)
         whole = tl.sum((reached < ties).to(tl.int32), 0)
     else:
+        at = tl.arange(0, BLOCK)
         before = ties * 0
         for start in range(0, columns, BLOCK):
             part = row_keys(row, norms, start + at, columns, KIND, NORMS)
-            some = _ties(part, key, start + at, columns)
+            some = _ties(tl.where(start + at < columns, part, -1), key)
             reached = tl.cumsum(some, 0) + before
             passed = tl.maximum(passed, tl.max(tl.where(reached < ties, reached, 0), 0))
             whole += tl.sum((reached < ties).to(tl.int32), 0)
@@ -191,6 +193,7 @@ def _masses(
     M: tl.constexpr,
     KIND: tl.constexpr,
     NORMS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """The sums of the scores that are kept, and of those larger than `nu_key`."""
     lane = tl.arange(0, LANES)
@@ -198,11 +201,11 @@ def _masses(
     more = tl.zeros([LANES], tl.float64)
     for start in tl.range(0, columns, LANES, loop_unroll_factor=4):
         at = start + lane
-        key = row_keys(row, norms, at, columns, KIND, NORMS)
+        key = row_keys(row, norms, at, columns, KIND, NORMS, EVEN)
         if M > 0:
             keep = _pattern(row, norms, at, columns, n, M, KIND, NORMS)
         else:
-            keep = (key > cut) | ((key == cut) & (at < end))
+            keep = key >= tl.where(at < end, cut, cut + 1)
         kept += unscaled(tl.where(keep, key, 0), KIND, NORMS)
         more += unscaled(tl.where(key > nu_key, key, 0), KIND, NORMS)
     kept_sum, more_sum = fold(kept, more)
@@ -234,14 +237,15 @@ def _write(
             tl.debug_barrier()  # every thread has read its neighbours
         else:
             key = row_keys(row, norms, at, columns, KIND, NORMS)
-            keep = (key > cut) | ((key == cut) & (at < end))
-        bits = tl.where(keep, bits, 0)
+            keep = key >= tl.where(at < end, cut, cut + 1)
         inside = at < columns
         if length != CHUNK:
             inside = inside & (at < start + length)
+            keep = keep & inside
+        bits = tl.where(keep, bits, 0)
         tl.store(out + at, bits.to(out.dtype.element_ty), mask=inside)
-        some += (inside & (magnitude_bits(bits, KIND) == 0)).to(tl.int32)
-    return tl.sum(some, 0)
+        some += is_less(0, magnitude_bits(bits, KIND))
+    return columns + tl.sum(some, 0)
 
 
 @triton.jit
@@ -272,9 +276,10 @@ def _prune_row(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """One row; `counts`, `integers` and `floats` point to what belongs to it."""
-    total, power, largest = sums(row, norms, columns, KIND, NORMS)
+    total, power, largest = sums(row, norms, columns, KIND, NORMS, EVEN)
     if largest >= TOP:
         tl.store(flag, 1)
     else:
@@ -303,7 +308,7 @@ def _prune_row(
             end += columns
             if reach > k:
                 end = _end_of_ties(keys, cut, k - above, row, norms, columns, KIND, NORMS, BLOCK, WHOLE)
-        kept_mass, above_nu = _masses(row, norms, columns, cut, end, nu_key, n, M, KIND, NORMS)
+        kept_mass, above_nu = _masses(row, norms, columns, cut, end, nu_key, n, M, KIND, NORMS, EVEN)
         tl.debug_barrier()  # where `out` is `row`, all have read it
         zeros = _write(row, out, norms, columns, cut, end, n, M, KIND, NORMS, CHUNK)
         share = above_nu + (nu - nu_above).to(tl.float64) * scaled(unscaled(nu_key, KIND, NORMS), KIND, NORMS)
@@ -337,6 +342,7 @@ def prune(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Prune rows; nothing if `flag` is set, and set it for a row that holds NaN or infinity, which is not written.
 
@@ -349,7 +355,7 @@ def prune(
         beta: the bits of a float64, for BETA; n, M: for PATTERN, else 0.
         KIND: "bfloat16", "float16" or "float32"; TOP: the key of infinity.
         BLOCK: a power of two, at least 64; WHOLE: no less than the columns, so that the keys of a row are held.
-        CHUNK: how much is written at a time: a power of two, at least 64 and M.
+        CHUNK: how much is written at a time: a power of two, at least 64 and M; EVEN: the columns are a multiple of 64.
     """
     if tl.load(flag) == 0:
         for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -376,6 +382,7 @@ def prune(
                 BLOCK,
                 WHOLE,
                 CHUNK,
+                EVEN,
             )
 
 

@@ -21,9 +21,13 @@ _SCALE16, _UNSCALE16 = tl.constexpr(2.0**1008), tl.constexpr(2.0**-1008)
 
 
 @triton.jit
-def row_bits(row, at, columns):
-    """The bits of the weights at some columns, as int32; 0 behind the end of the row."""
-    return tl.load(row + at, mask=at < columns, other=0).to(tl.int32)
+def row_bits(row, at, columns, EVEN: tl.constexpr = False):
+    """The bits of the weights at some columns, as int32; 0 behind the end of the row, where EVEN says that none are."""
+    if EVEN:
+        bits = tl.load(row + at)
+    else:
+        bits = tl.load(row + at, mask=at < columns, other=0)
+    return bits.to(tl.int32)
 
 
 @triton.jit
@@ -37,9 +41,9 @@ def magnitude_bits(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr):
+def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
     """The keys of the scores at some columns: the bits of |w|, or of |w| * norm in float32; 0 behind the end."""
-    key = magnitude_bits(row_bits(row, at, columns), KIND)
+    key = magnitude_bits(row_bits(row, at, columns, EVEN), KIND)
     if NORMS:
         if KIND == "bfloat16":
             value = (key << 16).to(tl.float32, bitcast=True)
@@ -47,9 +51,18 @@ def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr):
             value = key.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         else:
             value = key.to(tl.float32, bitcast=True)
-        norm = tl.load(norms + at, mask=at < columns, other=0.0)
+        if EVEN:
+            norm = tl.load(norms + at)
+        else:
+            norm = tl.load(norms + at, mask=at < columns, other=0.0)
         key = (value * norm).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return key
+
+
+@triton.jit
+def is_less(keys, least):
+    """-1 where keys are less, else 0, by arithmetic: comparisons that are added up become bit masks, at twice the cost."""
+    return (keys - least) >> 31
 
 
 @triton.jit
@@ -104,14 +117,14 @@ def fold(first, second):
 
 
 @triton.jit
-def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr):
-    """sum s, sum s^2 and the largest key of a row."""
+def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr):
+    """sum s, sum s^2 and the largest key of a row; EVEN: the columns are a multiple of 64."""
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.float64)
     power = tl.zeros([LANES], tl.float64)
     largest = tl.zeros([LANES], tl.int32)
     for start in tl.range(0, columns, LANES, loop_unroll_factor=4):
-        key = row_keys(row, norms, start + lane, columns, KIND, NORMS)
+        key = row_keys(row, norms, start + lane, columns, KIND, NORMS, EVEN)
         score = scaled(unscaled(key, KIND, NORMS), KIND, NORMS)
         total += score
         power += score * score

@@ -1,7 +1,8 @@
-"""Rows pruned in place: by the compiled kernel where there is one for them, else by the plain torch reference.
+"""Rows pruned: by the compiled kernel where there is one for them, else by the plain torch reference.
 
-Both give the same bits: the same counts, masks and sums. The kernel takes bfloat16, float16 and float32 weights on the CPU, the
-criteria magnitude and wanda, and budgets that want order 2; everything else, and a machine without numba, is the reference's.
+All give the same bits: the same counts, masks and sums. The kernels take bfloat16, float16 and float32 weights on the CPU, by
+numba, and on NVIDIA GPUs, by Triton; the criteria magnitude and wanda; and budgets that want order 2. Everything else, and a
+machine without numba or Triton, is the reference's.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.rows import Selection, select_rows
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _COMPILED = ("magnitude", "wanda")
 # As of `scores.value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
 _SHIFTS = {torch.bfloat16: (16, 1.0), torch.float16: (13, 2.0**112), torch.float32: (0, 1.0)}
+_ON_GPUS = (EffectiveBudget, RatioBudget, TotalBudget, PatternBudget)  # the budgets that the Triton kernel knows
 _BITS = {2: torch.uint16, 4: torch.uint32}
 _PIECE = 1 << 18  # weights that a thread takes at a time
 
@@ -46,24 +48,36 @@ class Pruned:
     s_eff: Tensor | None
 
 
-def prune_rows(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget, offset: int = 0) -> Pruned:
+def prune_rows(
+    weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget, offset: int = 0, out: Tensor | None = None
+) -> Pruned:
     """Set to zero what a budget does not keep of each row.
 
     Args:
-        weight: shape (rows, columns), contiguous, floating; pruned in place.
+        weight: shape (rows, columns), contiguous, floating; pruned in place, unless there is an `out`.
         criterion: its name.
         norms: float32, shape (columns,), for criteria that need them.
         budget: how many to keep of each row (of every M columns, for an N:M pattern).
         offset: how many target weights come before this block.
+        out: where the result goes, as `weight` and not overlapping it; on a GPU this saves a pass over memory.
 
     Raises:
-        NonFiniteError: scores hold NaN or infinity; nothing is pruned then.
-        ValueError: an N:M pattern whose M does not divide the columns; norms missing, or of another shape.
+        NonFiniteError: scores hold NaN or infinity; nothing is pruned then (but an `out` may be half written).
+        ValueError: an N:M pattern whose M does not divide the columns; norms missing, or of another shape, or an `out`.
     """
-    if has_kernel(weight, criterion, budget):
+    if out is not None and (out.shape != weight.shape or out.dtype != weight.dtype or out.device != weight.device):
+        raise ValueError(f"out must be as the weights: {tuple(weight.shape)}, {weight.dtype}, {weight.device}")
+    kernel = has_kernel(weight, criterion, budget) and (out is None or out.is_contiguous())
+    if kernel:
         if CRITERIA[criterion].needs_norms and norms is None:
             raise ValueError(f"the {criterion} criterion needs the norms of the layer's inputs")
-        return _compiled(weight, norms if CRITERIA[criterion].needs_norms else None, budget, offset)
+        norms = norms if CRITERIA[criterion].needs_norms else None
+        if weight.device.type == "cuda":
+            return _on_gpu(weight, norms, budget, offset, out)
+    if out is not None:
+        weight = out.copy_(weight)
+    if kernel:
+        return _compiled(weight, norms, budget, offset)
     return prune_rows_plainly(weight, criterion, norms, budget, offset)
 
 
@@ -80,16 +94,15 @@ def apply(weight: Tensor, part: Selection) -> Pruned:
 
 
 def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
-    """Whether the compiled kernel takes these."""
+    """Whether a compiled kernel takes these."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in _SHIFTS
+        weight.dtype in _SHIFTS
         and weight.is_contiguous()
         and weight.numel() > 0
         and criterion in _COMPILED
         and budget.order == 2.0
         and getattr(budget, "dtype", "float64") == "float64"
-        and _has_numba()
+        and (_has_numba() if weight.device.type == "cpu" else isinstance(budget, _ON_GPUS) and _takes(weight.device))
     )
 
 
@@ -103,6 +116,32 @@ def _has_numba() -> bool:
             logger.warning("warning: numba cannot be used (%s); pruning goes on without it, more slowly.", error)
         return False
     return True
+
+
+@cache
+def _has_triton() -> bool:
+    """Whether Triton is here; torch brings it along where it is for CUDA."""
+    try:
+        from emp_llm.selection.kernels import cuda  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("warning: Triton cannot be used (%s); pruning on GPUs goes on without it, more slowly.", error)
+        return False
+    return True
+
+
+@cache
+def _takes(device: torch.device) -> bool:
+    """Whether the Triton kernel is for this device: an NVIDIA GPU that Triton compiles for."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return _has_triton()
+
+
+def _on_gpu(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int, out: Tensor | None) -> Pruned:
+    from emp_llm.selection.kernels import cuda
+
+    return Pruned(*cuda.prune_rows(weight, norms, budget, offset, out))
 
 
 def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int) -> Pruned:

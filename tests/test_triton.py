@@ -1,0 +1,218 @@
+"""The Triton kernel against the plain reference: the same bits. On a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import BUDGETS, DTYPES, weights
+from torch import Tensor
+
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.hill import NonFiniteError
+from emp_llm.selection.kernels import rows
+from emp_llm.selection.kernels.rows import has_kernel, prune_rows, prune_rows_plainly
+
+pytest.importorskip("triton")
+cuda = pytest.importorskip(
+    "emp_llm.selection.kernels.cuda"
+)  # imported with TRITON_INTERPRET, which conftest sets without a GPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FIELDS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
+
+
+def bits(weight: Tensor) -> Tensor:
+    return weight.cpu().view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
+
+
+def same(weight: Tensor, norms: Tensor | None, budget: Budget, in_place: bool = True) -> None:
+    """The kernel and the reference agree on a copy of `weight`."""
+    ours, theirs = weight.to(DEVICE, copy=True), weight.clone()
+    out = None if in_place else torch.full_like(ours, 7)
+    found = cuda.prune_rows(ours, norms, budget, 17, out)
+    wanted = prune_rows_plainly(theirs, "magnitude" if norms is None else "wanda", norms, budget, 17)
+    assert torch.equal(bits(ours if out is None else out), bits(theirs))
+    assert out is None or torch.equal(bits(ours), bits(weight))
+    for name, values in zip(FIELDS, found, strict=True):
+        assert values.dtype == getattr(wanted, name).dtype
+        assert torch.equal(values.cpu(), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy"])
+def test_every_kind_of_weights(dtype: torch.dtype, kind: str) -> None:
+    norms = torch.rand(90, generator=torch.Generator().manual_seed(1))
+    norms[5:9] = 0
+    if kind != "huge":
+        norms *= 100
+    weight = weights(kind, (2, 90), dtype, 0)
+    for place, budget in enumerate((EffectiveBudget(), EffectiveBudget(1.7), RatioBudget(0.5))):
+        same(weight, norms if (place + len(kind)) % 2 else None, budget, place % 2 == 0)
+        same(weight, None if (place + len(kind)) % 2 else norms, budget, place % 2 == 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_every_budget(dtype: torch.dtype, budget: Budget) -> None:
+    for kind, norms in (("normal", torch.rand(120) + 0.1), ("ties", None)):
+        same(weights(kind, (2, 120), dtype, 2), norms, budget)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["normal", "ties", "heavy", "zeros"]),
+    st.booleans(),
+    st.floats(0.05, 3),
+    st.booleans(),
+    st.integers(0, 1 << 30),
+)
+@settings(max_examples=40, deadline=None, database=None)
+def test_any_shape(
+    height: int, width: int, dtype: torch.dtype, kind: str, wanda: bool, beta: float, there: bool, seed: int
+) -> None:
+    norms = torch.rand(width, generator=torch.Generator().manual_seed(seed)) if wanda else None
+    same(weights(kind, (height, width), dtype, seed), norms, EffectiveBudget(beta), there)
+
+
+def test_one_column_and_counts_of_none_and_all() -> None:
+    for dtype in DTYPES:
+        for budget in (EffectiveBudget(), RatioBudget(0.5), TotalBudget(2, 4), TotalBudget(3999, 4000)):
+            same(weights("normal", (3, 1), dtype, 0), None, budget)
+    same(weights("ties", (1, 64), torch.bfloat16, 0), None, RatioBudget(0.0))
+    same(weights("ties", (1, 64), torch.bfloat16, 0), torch.rand(64), TotalBudget(3999, 4000))
+
+
+@pytest.mark.parametrize("width", [4096, 5003])
+def test_long_rows(width: int) -> None:
+    norms = torch.rand(width, generator=torch.Generator().manual_seed(1))
+    same(weights("normal", (1, width), torch.bfloat16, width), norms, EffectiveBudget())
+    same(weights("ties", (1, width), torch.float32, width), None, EffectiveBudget(0.7), in_place=False)
+    same(weights("normal", (1, width), torch.bfloat16, width), None, RatioBudget(0.5))
+
+
+def test_a_very_long_row() -> None:
+    same(weights("normal", (1, 65536 + 3), torch.bfloat16, 0), None, EffectiveBudget())
+
+
+def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows too long to hold are pruned, and N:M groups that end where no piece of a row does."""
+    monkeypatch.setattr(cuda, "_HELD", 64)
+    monkeypatch.setattr(cuda, "_CHUNK", 64)
+    for dtype in DTYPES:
+        same(weights("normal", (2, 300), dtype, 0), torch.rand(300) + 0.1, EffectiveBudget(0.6))
+        same(weights("ties", (2, 320), dtype, 1), None, EffectiveBudget())
+        same(weights("zeros", (2, 129), dtype, 2), None, RatioBudget(0.3))
+        same(weights("ties", (2, 130), dtype, 3), None, PatternBudget(3, 5))
+    same(weights("normal", (1, 2 * 90), torch.float16, 0), None, PatternBudget(40, 90))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers(dtype: torch.dtype, bad: float) -> None:
+    weight = weights("normal", (3, 70), dtype, 0)
+    weight[1, 69] = bad
+    before = weight.clone()
+    for norms in (None, torch.rand(70) + 0.1):
+        for out in (None, torch.empty_like(weight).to(DEVICE)):
+            given_weight = weight.to(DEVICE)
+            with pytest.raises(NonFiniteError):
+                cuda.prune_rows(given_weight, norms, EffectiveBudget(), out=out)
+            assert torch.equal(bits(given_weight), bits(before))
+
+
+def test_scores_that_overflow() -> None:
+    weight = weights("huge", (2, 70), torch.float32, 0).to(DEVICE)
+    with pytest.raises(NonFiniteError):
+        cuda.prune_rows(weight, torch.full((70,), 1e10), EffectiveBudget())
+
+
+def test_arguments_that_do_not_fit() -> None:
+    weight = weights("normal", (4, 70), torch.bfloat16, 0).to(DEVICE)
+    for wrong in (torch.rand(69), torch.rand(1), torch.rand(70, 1)):
+        with pytest.raises(ValueError, match=r"norms have shape .* need \(70,\)"):
+            cuda.prune_rows(weight, wrong, EffectiveBudget())
+    with pytest.raises(ValueError, match="not a multiple of 3"):
+        cuda.prune_rows(weight, None, PatternBudget(1, 3))
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        cuda.prune_rows(weight, None, EffectiveBudget(), out=weight.float())
+
+
+def test_how_it_is_launched() -> None:
+    for columns in (1, 64, 520, 4096, 4097, 11008, 65536, 200_000):
+        for m in (0, 4, 5, 1100):
+            how = cuda.launch(5000, columns, 2, m, 132)
+            assert how.block >= 64
+            assert how.chunk >= max(64, m)
+            assert 1 <= how.programs <= 5000
+    assert cuda.launch(3, 4096, 2, 0, 132).programs == 3
+    assert cuda.launch(10**6, 65536, 2, 0, 132).programs == 264
+
+
+def test_an_output_of_its_own() -> None:
+    weight, out = weights("normal", (3, 64), torch.bfloat16, 0), torch.empty(3, 64, dtype=torch.bfloat16)
+    before, pruned = weight.clone(), weight.clone()
+    prune_rows(pruned, "magnitude", None, EffectiveBudget())
+    prune_rows(weight, "magnitude", None, EffectiveBudget(), out=out)
+    assert torch.equal(out, pruned)
+    assert torch.equal(weight, before)
+
+
+def test_it_compiles_for_gpus(tmp_path: Path) -> None:
+    """Triton's compiler needs no GPU: it takes more offence than its interpreter, and shows what becomes of the arithmetic."""
+    program = Path(__file__).parent / "compile_triton.py"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGpu:
+    """Through the one mask function, with the CPU's results beside."""
+
+    def check(self, weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget) -> None:
+        assert has_kernel(weight.cuda(), criterion, budget)
+        results = []
+        for device, prune in (("cpu", prune_rows), ("cuda", prune_rows), ("cuda", prune_rows_plainly)):
+            pruned = weight.to(device, copy=True)
+            given_norms = None if norms is None else norms.to(device)
+            results.append((pruned, prune(pruned, criterion, given_norms, budget, 17)))
+        (reference, wanted), *others = results
+        for pruned, found in others:
+            assert torch.equal(bits(pruned), bits(reference))
+            for name in FIELDS:
+                assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("kind", ["normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy"])
+    @pytest.mark.parametrize("shape", [(300, 520), (40, 4096), (9, 11008), (3, 65536 + 3)])
+    def test_cpu_and_cuda(self, dtype: torch.dtype, kind: str, shape: tuple[int, int]) -> None:
+        norms = torch.rand(shape[1], generator=torch.Generator().manual_seed(1))
+        for budget in BUDGETS:
+            if not isinstance(budget, PatternBudget) or shape[1] % budget.m == 0:
+                self.check(weights(kind, shape, dtype, 0), "magnitude", None, budget)
+                self.check(weights(kind, shape, dtype, 0), "wanda", norms, budget)
+
+    def test_nothing_is_pruned_of_weights_that_are_no_numbers(self) -> None:
+        weight = weights("normal", (5000, 4096), torch.bfloat16, 0).cuda()
+        weight[0, 4095] = float("nan")
+        before = weight.clone()
+        with pytest.raises(NonFiniteError):
+            prune_rows(weight, "magnitude", None, EffectiveBudget())
+        assert torch.equal(bits(weight), bits(before))
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows._has_triton.cache_clear()
+    monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cuda", None)
+    monkeypatch.delattr("emp_llm.selection.kernels.cuda", raising=False)
+    try:
+        assert not rows._has_triton()
+    finally:
+        rows._has_triton.cache_clear()
