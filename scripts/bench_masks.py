@@ -1,16 +1,21 @@
 """Masks against a plain copy and against sorting: GB/s of weights, and ratios, in one run.
 
     python scripts/bench_masks.py [--threads 2] [--repeats 7] [--write]
+    python scripts/bench_masks.py --device cuda [--repeats 30] [--write]
 
 bfloat16 matrices of a 7 B model's MLP. The sort is pruning as Wanda's paper describes it: scores, a stable sort of every row,
 and zeros scattered to the places of the smallest; EMP's as the paper does it, with the counts of Algorithm 1. All
-three work on the same weights in turn; medians. `--write` puts the table in scripts/results/bench_masks.md.
+three work on the same weights in turn; medians. `--write` puts the table in scripts/results: bench_masks.md, bench_masks_cuda.md.
+
+On a GPU whole matrices are pruned, to another tensor and in place, and the copy is one within its memory. The GPU's own clock
+is read, with work queued ahead so that it never waits for Python; `call` is what a caller waits for prune_rows.
 """
 
 import argparse
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,26 +40,35 @@ BLOCK = 1 << 20  # weights, as a checkpoint is pruned
 def main() -> None:
     """Measure, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, help="default: 7, on a GPU 30")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda":
+        _on_gpu(arguments.repeats or 30, arguments.write)
+        return
+    repeats = arguments.repeats or 7
     lines = [
         "| matrix | method | copy | kernel | GB/s | kernel / copy | torch, no kernel | sort | sort / kernel |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
-        norms = torch.rand(shape[1], generator=generator) + 0.1
+        weight, norms = _matrix(shape)
         for name, criterion, budget in RUNS:
-            lines.append(_row(weight, norms, name, criterion, budget, arguments.repeats))
+            lines.append(_row(weight, norms, name, criterion, budget, repeats))
             print(lines[-1], flush=True)
     table = "\n".join(lines)
     print(f"\n{table}")
     if arguments.write:
-        _write(table, arguments.threads, arguments.repeats)
+        _write(table, arguments.threads, repeats)
+
+
+def _matrix(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+    return weight, torch.rand(shape[1], generator=generator) + 0.1
 
 
 def _row(weight: Tensor, norms: Tensor, name: str, criterion: str, budget: Budget, repeats: int) -> str:
@@ -107,9 +121,86 @@ def _sorted(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
         return
     omega = scores.float() / scores.float().sum(1, keepdim=True)
     removed = columns - (1 / omega.square().sum(1)).floor().long()
-    ranks = torch.arange(columns).expand_as(order)
+    ranks = torch.arange(columns, device=order.device).expand_as(order)
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, ranks < removed[:, None])
     weight[mask] = 0
+
+
+def _on_gpu(repeats: int, write: bool) -> None:
+    """The table for the current GPU."""
+    if not torch.cuda.is_available():
+        print("--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.", file=sys.stderr)
+        raise SystemExit(2)
+    lines = [
+        "| matrix | method | copy | kernel | GB/s | of the copy's speed | in place | of the copy's speed | call "
+        "| torch, no kernel | sort | sort / kernel |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for shape in SHAPES:
+        weight, norms = (tensor.cuda() for tensor in _matrix(shape))
+        for name, criterion, budget in RUNS:
+            lines.append(_gpu_row(weight, norms if criterion == "wanda" else None, name, criterion, budget, repeats))
+            print(lines[-1], flush=True)
+    table = "\n".join(lines)
+    print(f"\n{table}")
+    if write:
+        about = (
+            "# Masks at memory speed, on a GPU\n\n"
+            f"`python scripts/bench_masks.py --device cuda --repeats {repeats} --write`: {torch.cuda.get_device_name()}, "
+            f"torch {torch.__version__}. bfloat16 weights; medians of one run, in turn (the slow ones fewer times). GB/s: what "
+            "is read once and written once. kernel: to another tensor; call: prune_rows in place, until the caller has it.\n\n"
+        )
+        (Path(__file__).parent / "results" / "bench_masks_cuda.md").write_text(about + table + "\n", encoding="utf-8")
+
+
+def _gpu_row(weight: Tensor, norms: Tensor | None, name: str, criterion: str, budget: Budget, repeats: int) -> str:
+    if not has_kernel(weight, criterion, budget):
+        raise SystemExit("there is no kernel for this GPU here: it takes compute capability 8.0 and Triton")
+    from emp_llm.selection.kernels.cuda import enqueue
+
+    room, work = torch.empty_like(weight), weight.clone()
+    steps: dict[str, Callable[[], object]] = {
+        "copy": lambda: room.copy_(work),
+        "kernel": lambda: enqueue(work, norms, budget, out=room),
+        "in place": lambda: enqueue(work, norms, budget),
+        "call": lambda: prune_rows(work, criterion, norms, budget),
+        "plain": lambda: prune_rows_plainly(work, criterion, norms, budget),
+        "sort": lambda: _sorted(work, norms, budget),
+    }
+    times: dict[str, list[float]] = {step: [] for step in steps}
+    for repeat in range(-2, repeats):  # the first two, in which kernels are compiled, are not counted
+        for step, run in steps.items():
+            if step in ("plain", "sort") and repeat > 2:
+                continue
+            work.copy_(weight)
+            taken = _waited(run) if step == "call" else _gpu_time(run)
+            if repeat >= 0:
+                times[step].append(taken)
+    copy, kernel, in_place, call, plain, sort = (1e3 * statistics.median(times[step]) for step in steps)
+    speed = 2 * weight.nbytes / 1e6 / kernel
+    return (
+        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {copy:.3f} ms | {kernel:.3f} ms | {speed:.0f} | {copy / kernel:.0%} | {in_place:.3f} ms | {copy / in_place:.0%} | {call:.3f} ms | {plain:.1f} ms | {sort:.2f} ms "
+        f"| {sort / kernel:.0f} |"
+    )
+
+
+def _gpu_time(run: Callable[[], object]) -> float:
+    """Seconds by the GPU's clock; it is kept busy until everything is queued."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # cycles
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _waited(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def _write(table: str, threads: int, repeats: int) -> None:

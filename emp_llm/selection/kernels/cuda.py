@@ -48,6 +48,21 @@ def prune_rows(
         NonFiniteError: scores hold NaN or infinity; `weight` is as it was then, and another `out` is of no use.
         ValueError: an N:M pattern whose M does not divide the columns; norms or out of another shape.
     """
+    flag, integers, floats = enqueue(weight, norms, budget, offset, out)
+    if int(flag):
+        raise NonFiniteError("scores hold NaN or infinity")
+    return (*integers, *floats)
+
+
+def enqueue(
+    weight: Tensor, norms: Tensor | None, budget: Budget, offset: int = 0, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `prune_rows`, without waiting for the GPU.
+
+    Returns:
+        flag: int32, shape (1,), not 0 in the end if scores hold NaN or infinity; integers: int64, shape (2, rows): kept, zeros;
+        floats: float64, shape (4, rows): kept_mass, mass, n_eff, s_eff.
+    """
     out = weight if out is None else out
     _check_arguments(weight, norms, budget, out)
     rows, columns = weight.shape
@@ -65,8 +80,9 @@ def prune_rows(
         "TOP": _INFINITY[weight.dtype if norms is None else torch.float32],
     }
     how = launch(rows, columns, weight.element_size(), pattern.m if pattern else 0, _processors(device))
+    apart = room.data_ptr() != bits.data_ptr()
     with _on(device):
-        if room.data_ptr() == bits.data_ptr():
+        if not apart:
             cuda_cut.check[(rows,)](bits, factors, flag, columns, **kind, BLOCK=_CHUNK, num_warps=4)
         cuda_cut.prune[(how.programs,)](
             bits,
@@ -87,12 +103,11 @@ def prune_rows(
             WHOLE=how.block >= columns,
             CHUNK=how.chunk,
             EVEN=columns % LANES == 0,
+            APART=apart,
             num_warps=how.warps,
             maxnreg=_REGISTERS,
         )
-    if int(flag):
-        raise NonFiniteError("scores hold NaN or infinity")
-    return (*integers, *floats)
+    return flag, integers, floats
 
 
 class Launch(NamedTuple):

@@ -1,10 +1,10 @@
-"""The first half of the row kernel for CUDA, in Triton: scores, their keys and their sums; `cuda_cut` does the rest.
+"""The row kernel for CUDA, in Triton: scores, their keys and their sums, and how many of a row are kept.
 
 A score becomes an integer key that orders as it does (the bits of a non-negative float). Sums are added up in the order that
 `selection.sums` defines: a vector of 64 lanes goes along the row, then it is folded in halves.
 
-Why the bits are those of the reference although a compiler may contract a * b + c: the two products that something is added to,
-score * score (48 bits) and ties * score (24 bits, and as many as the ties need: below 2^29), are exact in float64. All other
+Why the bits are those of the reference although a compiler may contract a * b + c: every product that something is added to is
+exact in float64: score * score (48 bits), ties * score (24 bits, and as many as the ties need), score * power of two. All other
 operations are single IEEE ones, division included (div.rn.f64), and float32 products keep subnormals (mul.f32, no .ftz).
 """
 
