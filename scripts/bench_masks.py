@@ -4,8 +4,8 @@
     python scripts/bench_masks.py --device cuda [--repeats 30] [--write]
 
 bfloat16 matrices of a 7 B model's MLP. The sort is pruning as Wanda's paper describes it: scores, a stable sort of every row,
-and zeros scattered to the places of the smallest; EMP's as the paper does it, with the counts of Algorithm 1. All
-three work on the same weights in turn; medians. `--write` puts the table in scripts/results: bench_masks.md, bench_masks_cuda.md.
+and zeros scattered to the places of the smallest; EMP's as the paper does it, with the counts of Algorithm 1. All three
+work on the same weights in turn; medians. `--write` puts the table in scripts/results: bench_masks.md or bench_masks_cuda.md.
 
 On a GPU whole matrices are pruned, to another tensor and in place, and the copy is one within its memory. The GPU's own clock
 is read, with work queued ahead so that it never waits for Python; `call` is what a caller waits for prune_rows.
@@ -179,7 +179,8 @@ def _gpu_row(weight: Tensor, norms: Tensor | None, name: str, criterion: str, bu
     copy, kernel, in_place, call, plain, sort = (1e3 * statistics.median(times[step]) for step in steps)
     speed = 2 * weight.nbytes / 1e6 / kernel
     return (
-        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {copy:.3f} ms | {kernel:.3f} ms | {speed:.0f} | {copy / kernel:.0%} | {in_place:.3f} ms | {copy / in_place:.0%} | {call:.3f} ms | {plain:.1f} ms | {sort:.2f} ms "
+        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {copy:.3f} ms | {kernel:.3f} ms | {speed:.0f} "
+        f"| {copy / kernel:.0%} | {in_place:.3f} ms | {copy / in_place:.0%} | {call:.3f} ms | {plain:.1f} ms | {sort:.2f} ms "
         f"| {sort / kernel:.0f} |"
     )
 

@@ -1,56 +1,76 @@
-"""Compiles the Triton kernels for GPUs of two generations, without one, and looks at the arithmetic; run by test_triton."""
+"""Compiles what the Triton kernels are launched with for GPUs of two generations, without one; run by test_triton.
+
+A stand-in for the GPU's driver says which GPU it is, and the kernels are compiled and not run.
+"""
 
 import re
+import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from emp_llm.selection.kernels import cuda, cuda_cut
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
+from emp_llm.selection.kernels import cuda
 
-POINTERS = {"weights": "*i16", "out": "*i16", "norms": "*fp32", "counts": "*i64", "flag": "*i32"}
-POINTERS |= {"integers": "*i64", "floats": "*fp64"}
-SIGNATURE = POINTERS | {"rows": "i32", "columns": "i32", "beta": "i64", "n": "i32"}
+CASES: list[tuple[int, torch.dtype, bool, int, Budget]] = [
+    (80, torch.bfloat16, False, 4096, EffectiveBudget()),
+    (90, torch.bfloat16, True, 11008, RatioBudget(0.5)),
+    (90, torch.float16, True, 70, EffectiveBudget(0.7)),
+    (80, torch.float32, False, 11008, PatternBudget(2, 4)),
+    (90, torch.float16, False, 1, EffectiveBudget()),
+]
 
 
-def compiled(kernel: Any, capability: int, constants: dict[str, Any], warps: int) -> str:
-    """The PTX of a kernel."""
-    wide = {"weights": "*i32", "out": "*i32"} if constants["KIND"] == "float32" else {}
-    if not constants["NORMS"]:
-        constants = constants | {"norms": None}
-    types = SIGNATURE | wide | dict.fromkeys(constants, "constexpr")
-    names = kernel.arg_names
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*POINTERS, "columns") if name in names}
-    aligned = {place: value for place, value in aligned.items() if types[names[place[0]]] != "constexpr"}
-    source = ASTSource(
-        kernel, {name: types[name] for name in names}, {n: v for n, v in constants.items() if n in names}, aligned
-    )
-    options = {"num_warps": warps, "maxnreg": cuda._REGISTERS}
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-    return str(ptx)
+class Driver:
+    """As much of a GPU's driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # kernels are kept for each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def ptx_of(capability: int, dtype: torch.dtype, wanda: bool, columns: int, budget: Budget) -> list[str]:
+    """The PTX of all kernels that pruning such a matrix launches, in place and to an output."""
+    triton.runtime.driver.set_active(Driver(capability))
+    texts: list[str] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        texts.append(launch(self, *arguments, grid=grid, warmup=True, **options).asm["ptx"])
+
+    JITFunction.run = compile_only
+    try:
+        weight, norms = torch.ones(3, columns, dtype=dtype), torch.ones(columns) if wanda else None
+        cuda.enqueue(weight, norms, budget)
+        cuda.enqueue(weight, norms, budget, out=torch.empty_like(weight))
+    finally:
+        JITFunction.run = launch
+    return texts
 
 
 def main() -> None:
     """Compile, and see that float64 division and constants are so, and that subnormal numbers are not flushed."""
-    cases = [
-        (80, "bfloat16", False, 4096, 0, cuda_cut.EFFECTIVE),
-        (90, "bfloat16", True, 11008, 0, cuda_cut.GIVEN),
-        (90, "float16", True, 70, 0, cuda_cut.BETA),
-        (80, "float32", False, 11008, 4, cuda_cut.PATTERN),
-    ]
-    for capability, kind, norms, columns, m, budget in cases:
-        how = cuda.launch(5000, columns, 4 if kind == "float32" else 2, m, 132)
-        constants = {"KIND": kind, "NORMS": norms, "TOP": 0x7F800000 if norms or kind == "float32" else 0x7F80}
-        ways = {"BUDGET": budget.value, "M": m, "BLOCK": how.block, "WHOLE": how.block >= columns, "CHUNK": how.chunk}
-        ptx = compiled(cuda_cut.prune, capability, constants | ways | {"EVEN": columns % 64 == 0, "APART": m == 0}, how.warps)
-        ptx += compiled(cuda_cut.check, capability, constants | {"BLOCK": cuda._CHUNK}, 4)
-        divisions = set(re.findall(r"\bdiv\.\S*f64\b", ptx))
-        assert divisions == {"div.rn.f64"}, divisions
-        assert ".ftz" not in ptx
-        assert not norms or re.search(r"\bmul\.(rn\.)?f32\b", ptx)
-        assert "0d3FF0000000000100" in ptx  # 1 + 2^-44, not rounded to a float32
+    for case in CASES:
+        check, *others = ptx_of(*case)
+        assert len(others) == 2
+        assert not case[2] or re.search(r"\bmul\.(rn\.)?f32\b", check)
+        for ptx in others:
+            divisions = set(re.findall(r"\bdiv\.\S*f64\b", ptx))
+            assert divisions == {"div.rn.f64"}, divisions
+            assert ".ftz" not in ptx + check
+            assert "0d3FF0000000000100" in ptx  # 1 + 2^-44, not rounded to a float32
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

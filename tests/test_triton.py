@@ -161,6 +161,9 @@ def test_an_output_of_its_own() -> None:
     prune_rows(weight, "magnitude", None, EffectiveBudget(), out=out)
     assert torch.equal(out, pruned)
     assert torch.equal(weight, before)
+    for wrong in (out.float(), out[:2], torch.empty(1, 64, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="out must be as the weights"):
+            prune_rows(weight, "magnitude", None, EffectiveBudget(), out=wrong)
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:

@@ -155,12 +155,14 @@ def _given_counts(budget: Budget, rows: int, columns: int, offset: int) -> Tenso
     return budget.counts(Moments(2.0, size, nothing + 1, nothing, nothing), offset)
 
 
-def _code(budget: Budget) -> object:
+def _code(budget: Budget) -> int:
+    """Which of the kernel's budgets this is."""
+    code = cuda_cut.GIVEN
     if isinstance(budget, PatternBudget):
-        return cuda_cut.PATTERN
-    if isinstance(budget, EffectiveBudget):
-        return cuda_cut.EFFECTIVE if budget.beta == 1.0 else cuda_cut.BETA
-    return cuda_cut.GIVEN
+        code = cuda_cut.PATTERN
+    elif isinstance(budget, EffectiveBudget):
+        code = cuda_cut.EFFECTIVE if budget.beta == 1.0 else cuda_cut.BETA
+    return int(code.value)
 
 
 def _bits_of(value: float) -> int:

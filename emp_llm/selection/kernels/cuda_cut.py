@@ -11,6 +11,7 @@ from emp_llm.selection.kernels.cuda_scores import (
     LANES,
     fold,
     kept_count,
+    keys_of,
     magnitude_bits,
     number_of,
     row_bits,
@@ -59,13 +60,14 @@ def _masses(
     more = tl.zeros([LANES], tl.float64)
     for start in tl.range(0, columns, LANES, loop_unroll_factor=4):
         at = start + lane
-        key = row_keys(row, norms, at, columns, KIND, NORMS, EVEN)
+        bits = row_bits(row, at, columns, EVEN)
+        key = keys_of(bits, norms, at, columns, KIND, NORMS, EVEN)
         if M > 0:
             keep = _pattern(row, norms, at, columns, n, M, KIND, NORMS)
         else:
             keep = key >= tl.where(at < end, cut, cut + 1)
         if APART:
-            bits = tl.where(keep, row_bits(row, at, columns, EVEN), 0).to(out.dtype.element_ty)
+            bits = tl.where(keep, bits, 0).to(out.dtype.element_ty)
             if EVEN:
                 tl.store(out + at, bits)
             else:
@@ -98,7 +100,7 @@ def _write(
             keep = _pattern(row, norms, at, columns, n, M, KIND, NORMS)
             tl.debug_barrier()  # every thread has read its neighbours
         else:
-            key = row_keys(row, norms, at, columns, KIND, NORMS)
+            key = keys_of(bits, norms, at, columns, KIND, NORMS)
             keep = key >= tl.where(at < end, cut, cut + 1)
         inside = at < columns
         if length != CHUNK:

@@ -41,9 +41,9 @@ def magnitude_bits(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
-    """The keys of the scores at some columns: the bits of |w|, or of |w| * norm in float32; 0 behind the end."""
-    key = magnitude_bits(row_bits(row, at, columns, EVEN), KIND)
+def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
+    """The keys of the scores of some columns' weights: the bits of |w|, or of |w| * norm in float32."""
+    key = magnitude_bits(bits, KIND)
     if NORMS:
         if KIND == "bfloat16":
             value = (key << 16).to(tl.float32, bitcast=True)
@@ -57,6 +57,12 @@ def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, E
             norm = tl.load(norms + at, mask=at < columns, other=0.0)
         key = (value * norm).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return key
+
+
+@triton.jit
+def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
+    """The keys at some columns; 0 behind the end of the row, where EVEN says that none are."""
+    return keys_of(row_bits(row, at, columns, EVEN), norms, at, columns, KIND, NORMS, EVEN)
 
 
 @triton.jit
