@@ -34,7 +34,7 @@ RUNS: tuple[tuple[str, str, Budget], ...] = (
     ("wanda 50 %", "wanda", RatioBudget(0.5)),
     ("magnitude 2:4", "magnitude", PatternBudget(2, 4)),
 )
-BLOCK = 1 << 20  # weights, as a checkpoint is pruned
+BLOCK = 1 << 21  # weights, as a checkpoint is pruned
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from emp_llm.selection.kernels.rows import Pruned
 from emp_llm.selection.rows import select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
-BLOCK_WEIGHTS = 1 << 20
+BLOCK_WEIGHTS = 1 << 21
 _PER_ROW = ("kept", "kept_mass", "mass", "n_eff", "s_eff")
 
 

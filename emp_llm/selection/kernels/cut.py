@@ -11,7 +11,8 @@ import numpy as np
 from numba import njit
 
 from emp_llm.selection.hill import RELATIVE_TOLERANCE
-from emp_llm.selection.kernels.scores import LANES, Array, float_of, fold, keys32, value16
+from emp_llm.selection.kernels.lanes import AT_ONCE, LANES, add_masses, equal, trailing_zeros
+from emp_llm.selection.kernels.scores import Array, float_of, fold, keys32, value16
 
 _COUNTED = 1 << 15  # how many comparisons a 16-bit counter can take
 
@@ -30,14 +31,22 @@ def _count(keys: Array, least: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _kth16(keys: Array, k: Any, top: Any) -> Any:
-    """The k-th largest of some 16-bit keys, of which bit `top` is the highest."""
-    key = np.uint16(0)
-    for bit in range(top, -1, -1):
-        candidate = np.uint16(key | np.uint16(1 << bit))
-        if _count(keys, candidate) >= k:
-            key = candidate
-    return key
+def _kth16(keys: Array, k: Any, guess: Any) -> Any:
+    """The k-th largest of some 16-bit keys. From a guess (the key of the row before is a good one) it takes 3 or 4 counts."""
+    low, high = 0, 1 << 16  # k keys or more are `low` or larger, fewer are `high` or larger
+    candidate, step = np.int64(guess), 2
+    while high - low > 1:
+        if _count(keys, np.uint16(candidate)) >= k:
+            low = candidate
+            candidate = low + step
+        else:
+            high = candidate
+            candidate = high - step
+        if candidate >= high or candidate <= low:
+            candidate = (low + high) // 2
+        else:
+            step *= 4
+    return np.uint16(low)
 
 
 @njit(nogil=True, cache=True)
@@ -46,15 +55,26 @@ def _above16(keys: Array, key: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _kth32(keys: Array, high: Array, low: Array, k: Any) -> Any:
-    """The k-th largest of 32-bit keys, and how many are larger; `high`: their upper halves, `low`: room for as many."""
-    upper = _kth16(high, k, 14)
+def _kth32(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
+    """The k-th largest of 32-bit keys, and how many are larger; `high`: their upper halves, `low`: room for as many.
+
+    `guess`: a key whose upper half may be near.
+    """
+    upper = _kth16(high, k, np.uint32(guess) >> np.uint32(16))
     above = _above16(high, upper)
     some = 0
-    for j in range(keys.size):
-        low[some] = np.uint16(keys[j] & np.uint32(0xFFFF))
-        some += np.int64(high[j] == upper)
-    lower = _kth16(low[:some], k - above, 15)
+    whole = keys.size // AT_ONCE * AT_ONCE
+    for start in range(0, whole, AT_ONCE):
+        found = equal(high, start, upper)
+        while found:
+            low[some] = np.uint16(keys[start + trailing_zeros(found)] & np.uint32(0xFFFF))
+            some += 1
+            found = np.uint32(found & np.uint32(found - np.uint32(1)))
+    for j in range(whole, keys.size):
+        if high[j] == upper:
+            low[some] = np.uint16(keys[j] & np.uint32(0xFFFF))
+            some += 1
+    lower = _kth16(low[:some], k - above, 1 << 15)
     above += _above16(low[:some], lower)
     return np.uint32((np.uint32(upper) << np.uint32(16)) | np.uint32(lower)), above
 
@@ -145,11 +165,7 @@ def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale:
     lanes[:] = 0.0
     more[:] = 0.0
     whole = keys.size // LANES * LANES
-    for start in range(0, whole, LANES):
-        for j in range(LANES):  # no slices: numba takes longer to make one than to add up 64 numbers
-            value = _score(keys[start + j], wide, shift, scale)
-            lanes[j] += value if kept[start + j] != 0 else 0.0
-            more[j] += value if keys[start + j] > nu_key else 0.0
+    add_masses(keys, kept, nu_key, whole, shift, scale, lanes, more)
     for j in range(keys.size - whole):
         value = _score(keys[whole + j], wide, shift, scale)
         lanes[j] += value if kept[whole + j] != 0 else 0.0
@@ -219,6 +235,7 @@ def cut16(
     first, second = np.empty(LANES), np.empty(LANES)
     places = _places(columns, m)
     before = np.empty_like(places)
+    guess = np.uint16(1 << 14)
     for r in range(weights.shape[0]):
         row = weights[r]
         for j in range(columns):
@@ -228,14 +245,14 @@ def cut16(
         if beta != 0:
             counts[r] = _count_of(n_eff[r], total[r], beta, columns)
         k = counts[r]
-        nu_key = _kth16(keys, nu, 14)
+        guess = nu_key = _kth16(keys, nu, guess)
         nu_above = above = _above16(keys, nu_key)
         key = nu_key
         if m:
             _write_pattern(row, keys, np.uint16(n), m, places, before)
         else:
             if k != nu:
-                key = _kth16(keys, k, 14)
+                key = _kth16(keys, k, nu_key)
                 above = _above16(keys, key)
             _write(row, keys, key, _end_of_ties(keys, key, k - above))
         _masses(keys, row, nu_key, False, shift, scale, first, second)
@@ -268,6 +285,7 @@ def cut32(
     first, second = np.empty(LANES), np.empty(LANES)
     places = _places(columns, m)
     before = np.empty_like(places)
+    guess = np.uint32(1 << 30)
     for r in range(weights.shape[0]):
         row = weights[r]
         keys32(row, norms, shift, scale, keys)
@@ -278,13 +296,14 @@ def cut32(
         if beta != 0:
             counts[r] = _count_of(n_eff[r], total[r], beta, columns)
         k = counts[r]
-        nu_key, nu_above = _kth32(keys, high, low, nu)
+        nu_key, nu_above = _kth32(keys, high, low, nu, guess)
+        guess = nu_key
         key, above = nu_key, nu_above
         if m:
             _write_pattern(row, keys, np.uint16(n), m, places, before)
         else:
             if k != nu:
-                key, above = _kth32(keys, high, low, k)
+                key, above = _kth32(keys, high, low, k, nu_key)
             _write(row, keys, key, _end_of_ties(keys, key, k - above))
         _masses(keys, row, nu_key, True, shift, scale, first, second)
         kept_mass[r] = fold(first)

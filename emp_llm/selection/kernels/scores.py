@@ -3,8 +3,8 @@
 Scores and their squares are added up in the order that `selection.sums` defines (64 lanes, then halves). Nothing may be
 reordered by the compiler: no fastmath. (Squares of 32-bit floats are exact in float64, so contraction could change nothing.)
 
-numba's cache looks at the file of a function alone: after a change here, delete this folder's __pycache__, or `cut` keeps what
-it had inlined.
+numba's cache looks at the file of a function alone: after a change here or in `lanes`, delete this folder's __pycache__, or
+what had been inlined elsewhere stays as it was.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-LANES = 64
+from emp_llm.selection.kernels.lanes import LANES, add_scores
 
 Array = np.ndarray[Any, Any]
 
@@ -89,22 +89,14 @@ def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, pow
         first[:] = 0.0
         second[:] = 0.0
         if narrow:
-            for start in range(0, whole, LANES):
-                for j in range(LANES):
-                    value = np.float64(value16(row[start + j], shift, scale))
-                    first[j] += value
-                    second[j] += value * value
+            add_scores(row, whole, shift, scale, first, second)
             for j in range(columns - whole):
                 value = np.float64(value16(row[whole + j], shift, scale))
                 first[j] += value
                 second[j] += value * value
         else:
             keys32(row, norms, shift, scale, keys)
-            for start in range(0, whole, LANES):
-                for j in range(LANES):
-                    value = np.float64(float_of(keys[start + j]))
-                    first[j] += value
-                    second[j] += value * value
+            add_scores(keys, whole, shift, scale, first, second)
             for j in range(columns - whole):
                 value = np.float64(float_of(keys[whole + j]))
                 first[j] += value
