@@ -68,7 +68,7 @@ def calibrate(
     activations = text.run(loaded, layers, batch_size, about, how, resume=resume, quantization=quantization)
     if ranks().main:
         activations.save(output)
-    text.forget()
+    text.forget(resume)
     logger.info(
         "%s: norms of %d inputs of %d layers over %d tokens of %s.",
         output,

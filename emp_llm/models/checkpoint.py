@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import read_exactly, write_exactly
+from emp_llm.models.files import read_exactly, reading, write_exactly
 from emp_llm.models.headers import INDEX_LIMIT, check_layer_counts, check_links, check_shard_name, read_header, read_json, shown
 from emp_llm.models.headers import StoredTensor as StoredTensor
 
@@ -102,6 +102,7 @@ class Checkpoint:
             raise UserError(f"{folder}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
         check_links(folder)
         self.shards = [folder / name for name in self._shard_names()]
+        self._stats = {shard: _state(shard) for shard in self.shards}
         self.tensors: dict[str, StoredTensor] = {}
         for shard in self.shards:
             for tensor in read_header(shard):
@@ -137,11 +138,18 @@ class Checkpoint:
                 tensor = self.tensors[name]
                 digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
                 middle = tensor.start + (tensor.end - tensor.start) // 2
-                digest.update(os.pread(files[tensor.shard], min(256, tensor.end - middle), middle))
+                with reading(tensor.shard):
+                    digest.update(os.pread(files[tensor.shard], min(256, tensor.end - middle), middle))
         finally:
             for file in files.values():
                 os.close(file)
         return {"sha256_of_samples": digest.hexdigest()}
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where a shard is not the file any more that it was when the checkpoint was opened."""
+        for shard, state in self._stats.items():
+            if _state(shard) != state:
+                raise UserError(f"{shard}: it changed while it was read. See what writes there, and run the command again.")
 
     def side_files(self) -> list[Path]:
         """Files, relative to the folder, that belong to the model and hold no weights: config, tokenizer, licence, code."""
@@ -152,7 +160,7 @@ class Checkpoint:
                 continue
             if path.suffix in OTHER_WEIGHTS or relative.parts[0] == "emp_llm":
                 continue
-            if relative.name in ("README.md", "emp_report.json") or relative.name.endswith(".index.json"):
+            if relative.name in ("README.md", "emp_report.json", "emp_manifest.json") or relative.name.endswith(".index.json"):
                 continue
             found.append(relative)
         if self._weight_map:
@@ -196,6 +204,15 @@ class Checkpoint:
             if not (self.folder / name).is_file():
                 raise UserError(f"{self.folder / INDEX_NAME}: it names {name}, which is missing. Download the model again.")
         return names
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Size, time of the last change and number of a file: it is the same file where they are the same."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -7,7 +7,6 @@ replaced last and in one step, so that whatever moment a run is killed at, it an
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,6 @@ class Progress:
         for path in self.folder.iterdir():
             if path.name not in (_MANIFEST, f"hidden-{done}", f"sums-{done}.safetensors"):
                 path.unlink()
-
-    def remove(self) -> None:
-        """The calibration is finished, and its file is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def tokens_signature(tokens: Tensor) -> str:
