@@ -13,6 +13,7 @@ from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context, quantization_of
+from emp_llm.models.output import OutputFile
 from emp_llm.models.propagation import Execution, Mode
 from emp_llm.models.ranks import ranks
 from emp_llm.models.targets import Architecture, build_skeleton
@@ -62,13 +63,13 @@ def calibrate(
     tokenizer = load_tokenizer(source.folder, trust_remote_code)
     corpus = calibration_corpus(calibration, samples, seqlen, max_context(checkpoint.config))
     text = Calibration(checkpoint, tokenizer, corpus, seed)
-    loaded = load_model(source.folder, device_map, dtype, trust_remote_code, quantization)
     about = {"model": source.name, "revision": source.revision}
-    resume = output.with_name(f".{output.name}.progress")
-    activations = text.run(loaded, layers, batch_size, about, how, resume=resume, quantization=quantization)
-    if ranks().main:
-        activations.save(output)
-    text.forget(resume)
+    with OutputFile(output) as out:
+        loaded = load_model(source.folder, device_map, dtype, trust_remote_code, quantization)
+        activations = text.run(loaded, layers, batch_size, about, how, resume=out.progress, quantization=quantization)
+        if ranks().main:
+            activations.save(output)
+            out.publish()
     logger.info(
         "%s: norms of %d inputs of %d layers over %d tokens of %s.",
         output,

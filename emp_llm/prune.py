@@ -130,14 +130,16 @@ def prune(
                 models.dense(quantization)  # its loading is a stage of its own
                 layers = plan.layers_to_calibrate()
                 with stages("calibrate"):
-                    given = text.run(models.dense(), layers, batch_size, about, how, plan.pruner, plan.progress, quantization)
+                    given = text.run(
+                        models.dense(), layers, batch_size, about, how, plan.pruner, plan.output.calibration, quantization
+                    )
                 if quantization is not None:
                     models.free()
                 if out is not None:
                     given.save(out.files / ACTIVATIONS_NAME)
                     sync_tree(out.files)
                     out.work.note(calibrated={"norms": norms_digest(given), "stages": stages.record})
-            text.forget(plan.progress)
+            text.forget(plan.output.calibration)
             plan.pruner.use(given)
         if evaluation is not None:
             dense = models.dense()
@@ -207,7 +209,6 @@ class _Plan:
         if "quantization_config" in self.checkpoint.config:
             raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
         self.output = OutputFolder(output, self.checkpoint, overwrite)
-        self.progress = output.with_name(f".{output.name}.calibration")
         self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)

@@ -60,6 +60,8 @@ HEADERS: dict[str, tuple[str, bytes]] = {
     "negative size": ("shape of tensor a", raw({"a": entry(shape=[-2, -2])})),
     "size of 2^64": ("shape of tensor a", raw({"a": entry(shape=[2**64])})),
     "sizes without end": ("shape of tensor a", raw({"a": entry(shape=[2**62] * 50_000)})),
+    "size 2^62 of nothing": ("shape of tensor a is too large", raw({"a": entry(0, 0, [0, 2**62, 2**62])}, 0)),
+    "size -0": ("-0 is not a whole number", raw('{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}', 0)),
     "size true": ("shape of tensor a", raw({"a": entry(shape=[True, 4])})),
     "size 4.0": ("4.0 is not a whole number", raw({"a": entry(shape=[4.0])})),
     "size NaN": ("NaN is not a whole number", raw({"a": entry(shape=[float("nan")])})),

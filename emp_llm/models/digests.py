@@ -55,11 +55,14 @@ class Digests:
         del self._reached[path]
 
         def close() -> None:
-            self.finished[path.name] = self._hashes.pop(path).hexdigest()
+            if self._error is None:
+                self.finished[path.name] = self._hashes.pop(path).hexdigest()
 
         self._thread.submit(close)
 
     def _hash(self, path: Path, start: int, end: int) -> None:
+        if self._error is not None:
+            return
         try:
             digest = self._hashes.setdefault(path, hashlib.sha256())
             file = os.open(path, os.O_RDONLY)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from emp_llm.models.errors import UserError, reason
+from emp_llm.models.errors import ReadError, UserError, reason
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: it cannot be read ({reason(error)}).") from error
+        raise ReadError(f"{path}: it cannot be read ({reason(error)}). Run the command again when it can.") from error
 
 
 def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -76,18 +76,28 @@ def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 class Behind:
     """Jobs that a thread does one after the other, in order, while the caller goes on; to be used as a context.
 
-    The error of a job is raised by a later `do`, or at the end.
+    The error of a job is raised by a later `do`, or at the end; no job behind it is done.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-write")
         self._waiting: deque[Future[Any]] = deque()
+        self._failed = False
 
     def do(self, job: Callable[..., Any], *arguments: Any) -> None:
         """Have a job done; waits while too many do."""
-        self._waiting.append(self._thread.submit(job, *arguments))
+        self._waiting.append(self._thread.submit(self._run, job, *arguments))
         while len(self._waiting) > _WAITING:
             self._waiting.popleft().result()
+
+    def _run(self, job: Callable[..., Any], *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            job(*arguments)
+        except BaseException:
+            self._failed = True
+            raise
 
     def __enter__(self) -> "Behind":
         return self

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from emp_llm.models.errors import UserError, reason
 
@@ -70,7 +70,7 @@ def read_header(shard: Path) -> list[StoredTensor]:
             raw = file.read(length)
         if not raw.startswith(b"{"):
             raise ValueError("its header is not a JSON object")
-        header = _parse(raw, object_pairs_hook=_unique, parse_float=_no_number, parse_constant=_no_number)
+        header = _parse(raw, object_pairs_hook=_unique, parse_int=_whole, parse_float=_no_number, parse_constant=_no_number)
         _check_metadata(header.pop("__metadata__", {}))
         tensors = [_tensor(name, entry, shard, 8 + length, size) for name, entry in header.items()]
         tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
@@ -178,7 +178,11 @@ def _parse(raw: bytes, **hooks: Any) -> Any:
     return value
 
 
-def _no_number(text: str) -> None:
+def _whole(text: str) -> int:
+    return int(text) if text != "-0" else _no_number(text)
+
+
+def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{shown(text)} is not a whole number")
 
 
@@ -208,6 +212,8 @@ def _tensor(name: str, entry: Any, shard: Path, base: int, size: int) -> StoredT
         raise ValueError(f"the shape of tensor {title} is not a list of at most {_DIMENSIONS} sizes")
     if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
         raise ValueError(f"the data_offsets of tensor {title} do not lie within the file")
+    if math.prod(shape) * _BITS[dtype] >= _LARGEST or math.prod(filter(None, shape)) >= _LARGEST:
+        raise ValueError(f"the shape of tensor {title} is too large")
     if math.prod(shape) * _BITS[dtype] != (offsets[1] - offsets[0]) * 8:
         raise ValueError(f"tensor {title} does not have the bytes that its dtype and shape need")
     return StoredTensor(name, shard, dtype, tuple(shape), base + offsets[0], base + offsets[1])

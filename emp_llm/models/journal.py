@@ -21,7 +21,8 @@ from emp_llm.models.files import OpenFiles, read_exactly, write_exactly
 from emp_llm.models.hidden import bytes_of
 from emp_llm.models.work import Work
 
-_SECONDS = 1.0  # between two entries, at least; and ten times what an entry took, where the disk is slow
+_SECONDS = 1.0  # between two entries, at least
+_RATIO = 10  # and at least so many times what the last entry took, where the disk is slow
 STATISTICS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
 
 
@@ -103,10 +104,8 @@ class Journal:
         return {name: table[:, column] for column, name in enumerate(STATISTICS)}
 
     def forget(self) -> None:
-        """The source turned out to be another than when this began: nothing that was written counts."""
-        self._reached = self._start = (0, 0)
+        """Nothing that was written counts."""
         if self._work is not None:
-            self._thread.shutdown(cancel_futures=True)
             self._work.forget()
 
     def _wait(self) -> None:
@@ -123,4 +122,4 @@ class Journal:
         os.fsync(self._rows)
         self._work.note(pruned={"segments": segments, "units": units, "sha256": finished})
         now = time.monotonic()
-        self._next = now + max(_SECONDS, 10 * (now - began))
+        self._next = now + max(_SECONDS, _RATIO * (now - began))

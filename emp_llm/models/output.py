@@ -1,7 +1,6 @@
 """The output folder: it appears under its name only when it is complete."""
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -11,15 +10,13 @@ from typing import Any
 
 from emp_llm.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
 from emp_llm.models.errors import UserError, reason
+from emp_llm.models.faults import explained, way_on
 from emp_llm.models.files import sync_path, sync_tree
+from emp_llm.models.locks import Lock
+from emp_llm.models.ranks import ranks
 from emp_llm.models.work import Work
 
 logger = logging.getLogger(__name__)
-# What disks, networks and permissions answer; other errors are our own mistakes.
-_FAULTS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENXIO, errno.ENODEV),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET),
-}
 
 
 class OutputFolder:
@@ -42,6 +39,7 @@ class OutputFolder:
         self.path = Path(os.path.abspath(path))
         self.work = Work(self.path.with_name(f".{self.path.name}.partial"), f"--output {path}")
         self.files = self.work.files
+        self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
         self._overwrite = overwrite
         self._old = self.work.path / "replaced"
         self._made: list[Path] = []
@@ -65,21 +63,18 @@ class OutputFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        kept = self.work.started
         with contextlib.suppress(OSError):
             self.work.close()
         if not self.path.exists():
             for folder in reversed(self._made):
                 with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
                     folder.rmdir()
-        way_on = f"What is finished is kept in {self.work.path}; the same command goes on from there." if kept else ""
-        if isinstance(error, OSError) and error.errno in _FAULTS:
-            what = f"{error.filename or 'a file'} cannot be read or written ({reason(error)})."
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                what = "the disk is full. Free some space, or name an --output elsewhere."
-            raise UserError(f"--output {self.path}: {what} {way_on}".rstrip()) from error
-        if error is not None and kept:
-            logger.warning("%s", way_on)
+        kept = (self.work.path, self.calibration)
+        explanation = explained(error, self.path, kept)
+        if explanation is not None:
+            raise explanation from error
+        if error is not None and (sentence := way_on(kept)):
+            logger.warning("%s", sentence)
 
     def begin(self, signature: dict[str, Any]) -> None:
         """Take up the work of an earlier run of this signature, or begin.
@@ -126,6 +121,43 @@ class OutputFolder:
                 f"--output {self.path}: it needs {needed:,} bytes and the disk has {free:,} free. Free some "
                 "space, or name an --output elsewhere."
             )
+
+
+class OutputFile:
+    """An output of one file, for one run at a time: `with OutputFile(path) as out: ...; write it; out.publish()`.
+
+    Args:
+        path: the file. Finished work is kept beside it, in the folder `progress`, until `publish`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.progress = self.path.with_name(f".{self.path.name}.progress")
+        self._lock = Lock(self.path.with_name(f".{self.path.name}.lock"), f"--output {path}")
+
+    def __enter__(self) -> "OutputFile":
+        if ranks().main:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+            except OSError as error:
+                raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            self._lock.release()
+        explanation = explained(error, self.path, [self.progress])
+        if explanation is not None:
+            raise explanation from error
+        if error is not None and (sentence := way_on([self.progress])):
+            logger.warning("%s", sentence)
+
+    def publish(self) -> None:
+        """The file is written: see that it is on the disk, and delete what was kept for making it."""
+        sync_path(self.path)
+        sync_path(self.path.parent)
+        shutil.rmtree(self.progress, ignore_errors=True)
 
 
 def needed_bytes(source: Checkpoint) -> int:

@@ -4,20 +4,23 @@ The folder holds the hidden states between two blocks, the sums so far, and a ma
 replaced last and in one step, so that whatever moment a run is killed at, it and the files it names are of one block.
 """
 
+import errno
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.models.activations import InputSums
 from emp_llm.models.blockwise import Walk
 from emp_llm.models.errors import UserError, reason
-from emp_llm.models.files import read_exactly, write_exactly
+from emp_llm.models.files import read_exactly, replace_json, sync_path, write_exactly
 from emp_llm.models.hidden import bytes_of
 
 logger = logging.getLogger(__name__)
@@ -81,7 +84,12 @@ class Progress:
         finally:
             os.close(file)
         sums, finite = memory.state()
-        save_file(sums, self.folder / f"sums-{done}.safetensors")
+        try:
+            save_file(sums, self.folder / f"sums-{done}.safetensors")
+        except SafetensorError as error:  # it tells the system's error in words
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
+        sync_path(self.folder / f"sums-{done}.safetensors")
         manifest = {
             "signature": self._signature,
             "blocks": done,
@@ -89,9 +97,7 @@ class Progress:
             "inputs": memory.input_of,
             "finite": finite,
         }
-        partial = self.folder / f".{_MANIFEST}.partial"
-        partial.write_text(json.dumps(manifest), encoding="utf-8")
-        partial.replace(self.folder / _MANIFEST)
+        replace_json(self.folder / _MANIFEST, manifest)
         for path in self.folder.iterdir():
             if path.name not in (_MANIFEST, f"hidden-{done}", f"sums-{done}.safetensors"):
                 path.unlink()

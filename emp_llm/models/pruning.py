@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import ReadError, UserError
 from emp_llm.models.files import Behind, OpenFiles, ahead, copy_bytes
 from emp_llm.models.journal import Journal
 from emp_llm.models.targets import Target
@@ -64,7 +64,7 @@ class Pruner:
         checkpoint: the source; only read.
         targets: what to prune, in order (the order in which ties of a group of all targets are kept).
         scheme: how.
-        block_weights: weights in memory at a time; the masks do not depend on it.
+        block_weights: weights in memory at a time; the masks do not depend on it. None: BLOCK_WEIGHTS.
 
     Raises:
         UserError: an N:M pattern does not divide a target's inputs; one group of targets of several dtypes.
@@ -75,12 +75,12 @@ class Pruner:
         checkpoint: Checkpoint,
         targets: list[Target],
         scheme: Scheme,
-        block_weights: int = BLOCK_WEIGHTS,
+        block_weights: int | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
         self.scheme = scheme
-        self.block_weights = block_weights
+        self.block_weights = block_weights or BLOCK_WEIGHTS
         self.whole: tuple[float, float] | None = None  # N_eff and s_eff of all targets as one group, once written
         self._norms: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
@@ -152,45 +152,44 @@ class Pruner:
         Raises:
             UserError: a target holds NaN or infinity; a file cannot be read, or changes meanwhile.
         """
-        source, journal, segments = self.checkpoint.folder, journal or Journal(), self._segments()
-        outcomes: dict[str, Outcome] = {}
+        source, journal = self.checkpoint.folder, journal or Journal()
         for relative in self.checkpoint.side_files():
             (folder / relative.parent).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / relative, folder / relative)
-        with (
-            OpenFiles() as files,
-            journal.keeping(files),
-            Behind() as writing,
-            tqdm(total=sum(s.bytes for s in segments), desc="prune", unit="B", unit_scale=True, disable=None) as bar,
-        ):
-            everything = self._search(self.targets, files) if self.scheme.group == "all" else None
-            ends = {s.shard: s.end for s in segments if s.target is None}
+        try:
+            with OpenFiles() as files, journal.keeping(files), Behind() as writing:
+                outcomes = self._write(folder, journal, files, writing)
+            self.checkpoint.check_unchanged()
+        except ReadError:
+            raise
+        except UserError:  # the source is not what it was taken for, so that nothing made of it counts
+            journal.forget()
+            raise
+        return [outcomes[target.name] for target in self.targets]
+
+    def _write(self, folder: Path, journal: Journal, files: OpenFiles, writing: Behind) -> dict[str, Outcome]:
+        segments, outcomes = self._segments(), {}
+        total, ends = sum(s.bytes for s in segments), {s.shard: s.end for s in segments if s.target is None}
+        everything = self._search(self.targets, files) if self.scheme.group == "all" else None
+        with tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
             for number, segment in enumerate(segments):
-                name = segment.shard.name
-                here, there = files.reading(segment.shard), files.writing(folder / name)
+                path = folder / segment.shard.name
+                here, there = files.reading(segment.shard), files.writing(path)
                 if segment.target is None:
                     self._copy(number, segment, here, there, writing, journal)
                 else:
                     outcome = self._prune(number, segment.target, here, there, everything, files, writing, journal)
                     outcomes[segment.target.name] = outcome
-                writing.do(journal.reached, number + 1, 0)
                 last = segment.target is None and segment.end == ends[segment.shard] and everything is None
-                writing.do(journal.final, folder / name, segment.start, segment.end, last)
+                writing.do(journal.reached, number + 1, 0)
+                writing.do(journal.final, path, segment.start, segment.end, last)
                 if last:
-                    self._check_unchanged(journal)
+                    self.checkpoint.check_unchanged()
                 bar.update(segment.bytes)
-            if everything is not None:
-                mass = everything.effective_mass(self._score_dtype(self.targets[0]))
-                self.whole = (float(everything.moments.number()), mass)
-        self._check_unchanged(journal)
-        return [outcomes[target.name] for target in self.targets]
-
-    def _check_unchanged(self, journal: Journal) -> None:
-        try:
-            self.checkpoint.check_unchanged()
-        except UserError:
-            journal.forget()
-            raise
+        if everything is not None:
+            mass = everything.effective_mass(self._score_dtype(self.targets[0]))
+            self.whole = (float(everything.moments.number()), mass)
+        return outcomes
 
     def _copy(self, number: int, segment: "_Segment", here: int, there: int, writing: Behind, journal: Journal) -> None:
         def copy(first: int, last: int) -> None:
@@ -241,7 +240,7 @@ class Pruner:
                 columns["n_eff"][0] = selector.moments.number()
                 columns["s_eff"][0] = selector.effective_mass(self._score_dtype(target))
                 writing.do(journal.put, self._first_rows[target.name], {name: values[:1] for name, values in columns.items()})
-            n_eff, s_eff = columns["n_eff"][:1], columns["s_eff"][:1]
+            n_eff, s_eff = columns["n_eff"][:1].clone(), columns["s_eff"][:1].clone()
         elif selector is not None:
             n_eff = s_eff = None
         zeros = int(columns["zeros"].sum())
