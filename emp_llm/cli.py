@@ -15,6 +15,7 @@ COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "prune": "Prune a model and write the pruned checkpoint.",
+    "verify": "Look again at a pruned checkpoint: files, bytes and masks.",
 }
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 

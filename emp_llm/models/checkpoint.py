@@ -52,6 +52,11 @@ class Matrix:
         """Inputs."""
         return self.stored.shape[0 if self.transposed else 1]
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte and one past the last in the shard."""
+        return self.stored.start, self.stored.end
+
     def row_blocks(self, block_weights: int) -> Iterator[tuple[int, int]]:
         """(first, last + 1) of consecutive blocks of rows, each of at most `block_weights` weights or one row."""
         step = max(1, block_weights // max(1, self.columns))

@@ -86,7 +86,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune.")
     manifest = read_json(path, unique=True)
     files = manifest.get("files")
-    if manifest.get("format") != _FORMAT or not isinstance(files, dict):
+    complete = {"source", "recipe", "scheme", "activations"} <= manifest.keys()
+    if manifest.get("format") != _FORMAT or not isinstance(files, dict) or not complete:
         raise UserError(f"{path}: not a manifest that this version of emp-llm can read.")
     for name, entry in files.items():
         inside = name.isprintable() and not Path(name).is_absolute() and ".." not in Path(name).parts
