@@ -189,19 +189,22 @@ def tried(case: Case, folder: Path, whole: Bytes, disturb: Callable[[Path], str 
     return wrong or check_again(case, folder, whole), resumed
 
 
-def killed_after(case: Case, seconds: float, number: int, codes: tuple[int, ...]) -> Callable[[Path], str | None]:
-    """Disturb by a signal after a time."""
+def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: int) -> Callable[[Path], str | None]:
+    """Disturb by a signal after a time, counted from the start or from when something is written."""
 
     def disturb(folder: Path) -> str | None:
         child = in_fork(lambda: case.run(folder), folder / "log")
+        until = time.monotonic() + 60
+        while at_work and not any(path.is_dir() for path in folder.iterdir()) and time.monotonic() < until:
+            time.sleep(0.001)
         time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
         sent = time.monotonic()
-        code = ended(child)
-        if time.monotonic() - sent > 2:
+        ending = ended(child)
+        if time.monotonic() - sent > 3:
             return f"took {time.monotonic() - sent:.1f} s to stop"
-        return None if code in (0, *codes) else f"exit code {code}: {(folder / 'log').read_text()[-300:]}"
+        return None if ending in (0, code, -number) else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
 
     return disturb
 
@@ -264,7 +267,7 @@ def sharded_demo(folder: Path) -> Path:
 def main() -> None:
     """Torture, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="of each kind, for each run")
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILL, for each run; of the other kinds a quarter")
     parser.add_argument("--every", type=int, default=1, help="fail every so many-th call")
     parser.add_argument("--folder", help="where to work; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=0)
@@ -286,14 +289,16 @@ def main() -> None:
             whole, writes, calls, seconds = undisturbed(case, folder)
             shutil.rmtree(folder)
             kinds: dict[str, list[Callable[[Path], str | None]]] = {}
-            for name, number, code in (("SIGKILL", 9, -9), ("SIGTERM", 15, 143), ("SIGINT", 2, 130)):
-                times = [rng.uniform(0, seconds * 1.1) for _ in range(arguments.kills)]
-                kinds[f"{name}, at random times"] = [killed_after(case, after, number, (code, -number)) for after in times]
-            picked = [rng.randint(1, writes) for _ in range(arguments.kills)]
-            kinds[f"SIGKILL, at random calls of {writes}"] = [killed_at(case, call) for call in picked]
-            for code in (errno.EIO, errno.ENOSPC):
-                every = range(1, calls + 1, arguments.every)
-                kinds[f"{errno.errorcode[code]}, at each call of {calls}"] = [faulty_at(case, call, code) for call in every]
+            for name, number, code, share in (("SIGKILL", 9, -9, 1), ("SIGTERM", 15, 143, 4), ("SIGINT", 2, 130, 4)):
+                kinds[f"{name}, at random times"] = [
+                    killed_after(case, i % 4 > 0, rng.uniform(0, seconds * (0.4 if i % 4 else 1)), number, code)
+                    for i in range(arguments.kills // share)
+                ]
+            picked = [rng.randint(1, writes) for _ in range(arguments.kills // 4)]
+            kinds[f"SIGKILL, at random ones of {writes} calls"] = [killed_at(case, call) for call in picked]
+            for first, code in enumerate((errno.EIO, errno.ENOSPC)):
+                every = range(1 + first, calls + 1, arguments.every)
+                kinds[f"{errno.errorcode[code]}, at calls of {calls}"] = [faulty_at(case, call, code) for call in every]
             for kind, disturbances in kinds.items():
                 counts: Counter[str] = Counter()
                 for number, disturb in enumerate(disturbances):
