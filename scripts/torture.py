@@ -132,6 +132,7 @@ def in_fork(work: Callable[[], object], log: Path) -> int:
         os.dup2(file, 1)
         os.dup2(file, 2)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
         work()
         code = 0
     except UserError as error:
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to work; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="runs whose name holds this")
+    parser.add_argument("--kinds", default="", help="disturbances whose name holds this")
     parser.add_argument("--write", action="store_true", help="put the table in scripts/results/torture.md")
     arguments = parser.parse_args()
     make_hasty()
@@ -300,6 +302,8 @@ def main() -> None:
                 every = range(1 + first, calls + 1, arguments.every)
                 kinds[f"{errno.errorcode[code]}, at calls of {calls}"] = [faulty_at(case, call, code) for call in every]
             for kind, disturbances in kinds.items():
+                if arguments.kinds not in kind:
+                    continue
                 counts: Counter[str] = Counter()
                 for number, disturb in enumerate(disturbances):
                     wrong, resumed = tried(case, Path(scratch) / "run", whole, disturb)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,9 +49,10 @@ class Lock:
                 self._file = file
             else:  # the last holder has just deleted it
                 os.close(file)
-        os.ftruncate(self._file, 0)
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
+        with suppress(OSError):  # on a full disk the lock holds as well, without a name
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
 
     def release(self) -> None:
         """Delete the file and let the lock go."""
@@ -73,4 +75,4 @@ def _read_holder(file: int) -> str:
         holder = json.loads(os.pread(file, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has just begun"
+        return "which does not say who it is"

@@ -70,9 +70,8 @@ def write_manifest(folder: Path, definition: dict[str, Any], digests: dict[str, 
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        if name not in (MANIFEST_NAME, REPORT_NAME) and not path.name.startswith(
-            "."
-        ):  # those are of a run that was stopped here
+        half = path.name.startswith(".")  # of a run that was stopped just here
+        if not half and name not in (MANIFEST_NAME, REPORT_NAME):
             files[name] = {"bytes": path.stat().st_size, "sha256": digests.get(name) or digest_of(path)}
     replace_json(folder / MANIFEST_NAME, {"format": _FORMAT} | definition | {"files": files})
 

@@ -58,7 +58,11 @@ class OutputFolder:
             if self._old.is_dir():  # stopped between the two renames
                 self._put_back()
                 self._check_path()
+        except UserError:
+            self.work.release()
+            raise
         except OSError as error:
+            self.work.release()
             raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
         return self
 

@@ -56,9 +56,13 @@ class Work:
     def close(self) -> None:
         """Let the folder go; it stays only where something of it is finished."""
         if self.started:
-            self._lock.release()
+            self.release()
         else:
             self.remove()
+
+    def release(self) -> None:
+        """Let the folder go as it is."""
+        self._lock.release()
 
     def remove(self) -> None:
         """Delete the folder; the lock last, so that nobody begins in what is being deleted."""
