@@ -71,7 +71,14 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
 
 
 def make_hasty() -> None:
-    """Let small runs have many moments: small row blocks, and entries in the journal every few milliseconds."""
+    """Let small runs have many moments: small row blocks, a slow disk, and entries in the journal every few milliseconds."""
+    write = os.pwrite
+
+    def slow(*arguments: Any) -> int:
+        time.sleep(0.003)
+        return write(*arguments)
+
+    os.pwrite = slow
     pruning.BLOCK_WEIGHTS = 20_000
     journal._SECONDS, journal._RATIO = 0.005, 0
 

@@ -13,7 +13,7 @@ from emp_llm.models.errors import UserError
 def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     ones, input_of = torch.ones(4), {"q": "q", "k": "q", "up": "up", "down": "down", "odd": "odd"}
-    a = {"q": ones, "up": torch.tensor([0.0, 2.0]), "down": ones, "odd": ones}
+    a = {"q": ones, "up": torch.tensor([0.0, 2.0]), "down": ones.clone(), "odd": ones.clone()}
     b = {"q": ones, "up": torch.tensor([0.0, 2.5]), "down": ones * 1.01, "odd": torch.ones(3)}
     Activations(a, input_of, {"dtype": "bfloat16", "batch_size": 4}).save(one)
     Activations(b, input_of | {"new": "q"}, {"dtype": "float32", "batch_size": 4}).save(two)
