@@ -5,7 +5,8 @@
 Runs are started in forks of this process, so that none pays for its imports. For each of some prunes and calibrations:
 
 - SIGKILL, SIGTERM and SIGINT after a random time, and SIGKILL at random calls of the system's write, sync and rename functions;
-- every such call, and every positioned read, fails once with EIO, and once with ENOSPC.
+- every such call, and every positioned read, fails once with EIO, and once with ENOSPC;
+- the disk is too small, by more and less, until the second run (a tmpfs of limited size; for root only).
 
 After each, the output must be absent, or as it was before, or complete; a fault must be answered by a UserError. Then the same
 command runs undisturbed, and its files are compared byte for byte with those of a run that never was disturbed; of the
@@ -20,15 +21,17 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from emp_llm.calibrate import calibrate
@@ -245,6 +248,29 @@ def faulty_at(case: Case, call: int, code: int) -> Callable[[Path], str | None]:
     return disturb
 
 
+def tried_on_a_small_disk(case: Case, folder: Path, whole: Bytes, share: float) -> tuple[str | None, bool]:
+    """As `tried`, on a file system that has room for a share of the output until it is made larger."""
+    folder.mkdir(exist_ok=True)
+    size = int(share * sum(len(content) for content in whole.values()))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+
+    def work() -> None:
+        shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 40)  # type: ignore[assignment, return-value]
+        case.run(folder)
+
+    try:
+        ending = ended(in_fork(work, folder.with_name("log")))
+        said = folder.with_name("log").read_text()
+        wrong = check_state(folder, None, whole)
+        if (ending == 2 and "disk is full" not in said and "no space left" not in said) or ending not in (0, 2):
+            wrong = f"exit code {ending}: {said[-300:]}"
+        resumed = any((folder / place / "manifest.json").is_file() for place in (".out.partial", ".out.progress"))
+        subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
+        return wrong or check_again(case, folder, whole), resumed
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 def undisturbed(case: Case, folder: Path) -> tuple[Bytes, int, int, float]:
     """Run in peace: its files, how many calls write, how many write or read, and seconds."""
     case.run(folder)
@@ -297,7 +323,7 @@ def main() -> None:
             folder.mkdir()
             whole, writes, calls, seconds = undisturbed(case, folder)
             shutil.rmtree(folder)
-            kinds: dict[str, list[Callable[[Path], str | None]]] = {}
+            kinds: dict[str, Sequence[Callable[[Path], str | None] | float]] = {}
             for name, number, code, share in (("SIGKILL", 9, -9, 1), ("SIGTERM", 15, 143, 4), ("SIGINT", 2, 130, 4)):
                 kinds[f"{name}, at random times"] = [
                     killed_after(case, i % 4 > 0, rng.uniform(0, seconds * (0.4 if i % 4 else 1)), number, code)
@@ -308,12 +334,17 @@ def main() -> None:
             for first, code in enumerate((errno.EIO, errno.ENOSPC)):
                 every = range(1 + first, calls + 1, arguments.every)
                 kinds[f"{errno.errorcode[code]}, at calls of {calls}"] = [faulty_at(case, call, code) for call in every]
+            if os.geteuid() == 0:
+                kinds["a disk that is too small, by tmpfs"] = [(i + 1) / 22 for i in range(21)]
             for kind, disturbances in kinds.items():
                 if arguments.kinds not in kind:
                     continue
                 counts: Counter[str] = Counter()
                 for number, disturb in enumerate(disturbances):
-                    wrong, resumed = tried(case, Path(scratch) / "run", whole, disturb)
+                    if isinstance(disturb, float):
+                        wrong, resumed = tried_on_a_small_disk(case, Path(scratch) / "small", whole, disturb)
+                    else:
+                        wrong, resumed = tried(case, Path(scratch) / "run", whole, disturb)
                     counts["good"] += wrong is None
                     counts["resumed"] += resumed
                     if wrong is not None and len(bad) < 50:
