@@ -13,16 +13,19 @@ from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context, quantization_of
+from emp_llm.models.norms import NormsDifference, compare_norms
+from emp_llm.models.output import OutputFile
 from emp_llm.models.propagation import Execution, Mode
 from emp_llm.models.ranks import ranks
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.services.hub import find_model
+from emp_llm.services.terminal import show_difference
 
 logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    model: Annotated[str | None, Option(help="Model folder or Hub id.")] = None,
     output: Annotated[Path, Option(help="Activations file to write.")] = Path("activations.safetensors"),
     calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
     samples: Annotated[int | None, Option(help="Sequences; default: the recipe's.")] = None,
@@ -44,12 +47,21 @@ def calibrate(
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
-) -> Activations:
+    compare: Annotated[tuple[Path, Path] | None, Option(help="Only say by how much two activations files differ.")] = None,
+) -> Activations | NormsDifference:
     """Run a text through a model and keep the 2-norm of every input feature of its linear layers.
 
     One pass through the dense model; the file serves any number of prune runs (--activations). Started by torchrun or
     accelerate launch, every process runs its share of the text, and the first writes the file.
+
+    Returns what was collected; with `compare`, how two files differ, and nothing is run or written.
     """
+    if compare is not None:
+        if model is not None:
+            raise UserError("--compare looks at two files and runs no model; leave out --model.")
+        return compare_norms(*compare)
+    if model is None:
+        raise UserError("--model is missing: the folder or Hub id of the model to run.")
     output = Path(output)
     check_options(device_map, dtype)
     quantization = quantization_of(load_in_8bit, load_in_4bit)
@@ -68,13 +80,13 @@ def calibrate(
     tokenizer = load_tokenizer(source.folder, trust_remote_code)
     corpus = calibration_corpus(calibration, samples, seqlen, max_context(checkpoint.config))
     text = Calibration(checkpoint, tokenizer, corpus, seed)
-    loaded = load_model(source.folder, device_map, dtype, trust_remote_code, quantization)
     about = {"model": source.name, "revision": source.revision}
-    resume = output.with_name(f".{output.name}.progress")
-    activations = text.run(loaded, layers, batch_size, about, how, resume=resume, quantization=quantization)
-    if ranks().main:
-        activations.save(output)
-    text.forget()
+    with OutputFile(output) as out:
+        loaded = load_model(source.folder, device_map, dtype, trust_remote_code, quantization)
+        activations = text.run(loaded, layers, batch_size, about, how, resume=out.progress, quantization=quantization)
+        if ranks().main:
+            activations.save(output)
+            out.publish()
     logger.info(
         "%s: norms of %d inputs of %d layers over %d tokens of %s.",
         output,
@@ -86,5 +98,11 @@ def calibrate(
     return activations
 
 
+def show(result: Activations | NormsDifference) -> None:
+    """Print how two files differ; of a calibration there is nothing to print."""
+    if isinstance(result, NormsDifference):
+        show_difference(result)
+
+
 if __name__ == "__main__":
-    run(calibrate)
+    run(calibrate, show)

@@ -15,8 +15,17 @@ COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "prune": "Prune a model and write the pruned checkpoint.",
+    "verify": "Look again at a pruned checkpoint: files, bytes and masks.",
 }
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as KeyboardInterrupt is SIGINT."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 def run(
@@ -29,7 +38,8 @@ def run(
 
     The function itself prints nothing, so that from Python it is an ordinary function.
 
-    Exit codes: 0 done; 2 wrong input, answered with a sentence; 130 interrupted. Anything else keeps its traceback.
+    Exit codes: 0 done; 2 wrong input, answered with a sentence; 130 interrupted; 143 ended by SIGTERM. Anything else keeps
+    its traceback.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -46,21 +56,24 @@ def run(
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         transformers_logging.disable_progress_bar()
     # As for Ctrl-C, so that what was half done is cleared away when a scheduler ends the job.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _terminate)
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
     @wraps(command)
     def shown(**options: Any) -> None:
         try:
             result = command(**options)
+            if show is not None and rank == 0:
+                show(result)
         except UserError as error:
             print(f"{mark}error: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
-            print("interrupted; nothing half done was left behind.", file=sys.stderr)
+            print(f"{mark}interrupted; no half of an output was left.", file=sys.stderr)
             sys.exit(130)
-        if show is not None and rank == 0:
-            show(result)
+        except _Terminated:
+            print(f"{mark}ended by SIGTERM; no half of an output was left.", file=sys.stderr)
+            sys.exit(143)
 
     app.command()(shown)
     app(args=arguments, prog_name=name or f"python -m emp_llm.{command.__name__}")

@@ -1,7 +1,6 @@
 """`python -m emp_llm.prune`: checkpoint (+ activations) -> pruned checkpoint, and what it cost."""
 
 import gc
-import json
 import logging
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -18,9 +17,12 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
+from emp_llm.models.files import replace_json, sync_tree
 from emp_llm.models.hidden import Place
+from emp_llm.models.journal import Journal
 from emp_llm.models.layers import Layer
 from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
+from emp_llm.models.manifest import ACTIVATIONS_NAME, definition, norms_digest, write_manifest
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.propagation import Execution, Mode, Propagate
 from emp_llm.models.provenance import command_line, versions
@@ -38,7 +40,6 @@ from emp_llm.services.terminal import show_pruning as show
 
 logger = logging.getLogger(__name__)
 _BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
-ACTIVATIONS_NAME = Path("emp_llm") / "activations.safetensors"
 
 
 def prune(
@@ -118,21 +119,34 @@ def prune(
     measured: dict[str, Measures] = {}
     text: Calibration | None = None
     with plan.output if ranks().main else nullcontext() as out:
+        made_of: dict[str, Any] | None = None if given is None else {"norms": norms_digest(given)}
         if recipe.needs_activations and given is None:
             context = max_context(plan.checkpoint.config)
             corpus = calibration_corpus(calibration, samples, seqlen, context)
             text = Calibration(plan.checkpoint, models.tokenizer, corpus, seed)
-            about: dict[str, Any] = {"model": source.name, "revision": source.revision}
-            if propagate == "pruned":
-                about["pruned_by"] = recipe.record()
-            models.dense(quantization)  # its loading is a stage of its own
-            layers = plan.layers_to_calibrate()
-            with stages("calibrate"):
-                given = text.run(models.dense(), layers, batch_size, about, how, plan.pruner, plan.progress, quantization)
-            if quantization is not None:
-                models.free()
-            if out is not None:
-                given.save(out.partial / ACTIVATIONS_NAME)
+            made_of = text.signature(batch_size, how, quantization) | {"dtype": dtype, "device_map": device_map}
+        defined = definition(plan.checkpoint, recipe.record(), plan.pruner.scheme, made_of)
+        if out is not None:
+            out.begin(defined)
+        if text is not None:
+            given = ranks().share(calibrated(out, stages) if out is not None else None)
+            if given is None:
+                about: dict[str, Any] = {"model": source.name, "revision": source.revision}
+                if propagate == "pruned":
+                    about["pruned_by"] = recipe.record()
+                models.dense(quantization)  # its loading is a stage of its own
+                layers = plan.layers_to_calibrate()
+                with stages("calibrate"):
+                    given = text.run(
+                        models.dense(), layers, batch_size, about, how, plan.pruner, plan.output.calibration, quantization
+                    )
+                if quantization is not None:
+                    models.free()
+                if out is not None:
+                    given.save(out.files / ACTIVATIONS_NAME)
+                    sync_tree(out.files)
+                    out.work.note(calibrated={"norms": norms_digest(given), "stages": stages.record})
+            text.forget(plan.output.calibration)
             plan.pruner.use(given)
         if evaluation is not None:
             dense = models.dense()
@@ -142,8 +156,9 @@ def prune(
         models.free()
         report: dict[str, Any] = {}
         if out is not None:
+            journal = Journal(out.work)
             with stages("prune"):
-                outcomes = plan.pruner.write(out.partial)
+                outcomes = plan.pruner.write(out.files, journal)
             report = {
                 "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
                 "command": command_line(),
@@ -153,11 +168,11 @@ def prune(
                 "stages": stages.record,
                 **summarise(outcomes, plan.coverage, plan.pruner),
             }
-            write_report(report, out.partial)
+            write_report(report, out.files)
+            used = None if given is None else {"norms": norms_digest(given)}
+            write_manifest(out.files, defined | {"activations": used}, journal.digests.finished)
             out.publish()
     report = ranks().share(report)
-    if text is not None:
-        text.forget()
     for sentence in report["warnings"] if ranks().main else []:
         logger.warning("warning: %s", sentence)
     if evaluation is not None:
@@ -201,7 +216,6 @@ class _Plan:
         if "quantization_config" in self.checkpoint.config:
             raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
         self.output = OutputFolder(output, self.checkpoint, overwrite)
-        self.progress = output.with_name(f".{output.name}.calibration")
         self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)
@@ -274,11 +288,21 @@ class _Models:
             torch.cuda.empty_cache()
 
 
+def calibrated(out: OutputFolder, stages: Stages) -> Activations | None:
+    """The activations that a stopped run of the same command collected; None where it did not come so far."""
+    noted = out.work.get("calibrated")
+    if noted is None:
+        return None
+    given = Activations.load(out.files / ACTIVATIONS_NAME)
+    if norms_digest(given) != noted["norms"]:
+        raise UserError(f"{out.files / ACTIVATIONS_NAME}: it changed since it was written. Delete {out.work.path}.")
+    stages.record |= noted["stages"]
+    return given
+
+
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write emp_report.json, whole or not at all."""
-    partial = folder / f".{REPORT_NAME}.partial"
-    partial.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(folder / REPORT_NAME)
+    replace_json(folder / REPORT_NAME, report)
 
 
 if __name__ == "__main__":

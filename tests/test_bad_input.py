@@ -332,7 +332,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 def test_full_disk_foreseen(refused: Refused, small_disk: Callable[[int], Path]) -> None:
-    refused(r"disk/out: it needs .*free.*--output", output=small_disk(8) / "out", method="magnitude")
+    disk = small_disk(8)
+    for dry_run in (True, False):
+        refused(r"disk/out: it needs .*free.*--output", output=disk / "out", method="magnitude", dry_run=dry_run)
 
 
 @pytest.mark.parametrize(("what", "method"), [("activations", "emp-wanda"), ("shards", "magnitude"), ("report", "magnitude")])

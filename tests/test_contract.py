@@ -129,7 +129,9 @@ def test_only_targets_change(pruned: Pruning, family: str, method: str) -> None:
     targets = {name for name in stored if re.fullmatch(pattern, name)}
     assert len(targets) == number
     assert set(run.matrices().values()) == targets
-    ours = {"emp_report.json"} | ({"emp_llm/activations.safetensors"} if method.endswith("wanda") else set())
+    ours = {"emp_report.json", "emp_manifest.json"} | (
+        {"emp_llm/activations.safetensors"} if method.endswith("wanda") else set()
+    )
     assert oracle.digest(run.out).keys() == oracle.digest(run.source).keys() | ours
     for path in sorted(run.source.iterdir()):
         before, after = bytearray(path.read_bytes()), bytearray((run.out / path.name).read_bytes())

@@ -15,16 +15,17 @@ import transformers
 from torch import Tensor, nn
 
 from emp_llm.calibrate import calibrate
-from emp_llm.models import targets
+from emp_llm.models import journal, pruning, targets
 from emp_llm.models.activations import Activations
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.checkpoint import Checkpoint, Matrix
 from emp_llm.models.errors import UserError
 from emp_llm.models.layers import weight_of
 from emp_llm.models.loading import load_model
 from emp_llm.models.propagation import calibrate_blocks, calibrate_model
 from emp_llm.models.targets import Architecture
 from emp_llm.prune import prune
+from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
 COUNTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128}
@@ -168,6 +169,35 @@ def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path,
     model = mixtures.load(runs[0])
     for target in Architecture(Checkpoint(runs[0]), model).select("all-linear"):
         assert 0.02 < float((weight_of(model, target.layer) == 0).double().mean()) < 0.98, target.name
+    assert verify(runs[0], source=str(make(family)))["differences"] == []
+
+
+def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "BLOCK_WEIGHTS", 500)
+    monkeypatch.setattr(journal, "_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "_RATIO", 0)
+    options: dict[str, Any] = {"model": str(make("gpt_oss")), "method": "emp-magnitude", "targets": "all-linear"}
+    prune(output=tmp_path / "whole", **options)
+    write, written, stop = Matrix.write, [], True
+
+    def watched(self: Matrix, file: int, first: int, rows: Tensor) -> None:
+        write(self, file, first, rows)
+        written.append((self.stored.name, self.expert))
+        if stop and self.expert == 2 and first:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Matrix, "write", watched)
+    with pytest.raises(KeyboardInterrupt):
+        prune(output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    done, stop = set(written[:-8]), False
+    written.clear()
+    prune(output=tmp_path / "out", **options)
+    assert done
+    assert not done & set(written)
+    for name in ("model.safetensors", "emp_manifest.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert verify(tmp_path / "out", source=options["model"])["differences"] == []
 
 
 def shown_nothing(models: Callable[[str], Path], text: Path, out: Path, **options: Any) -> dict[str, Any]:
@@ -195,6 +225,7 @@ def test_experts_without_tokens_are_scored_by_magnitude(
         kept = oracle.weight(tmp_path / "out", entry["tensor"]) != 0
         np.testing.assert_array_equal(kept, oracle.row_masks(scores, True) & (matrix != 0), err_msg=layer)
         assert (not norms[layer].any()) == (layer in by_magnitude)
+    assert verify(tmp_path / "out", source=str(models("mixtral")))["differences"] == []
 
 
 def test_the_least_number_of_tokens(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One calibration: text and model in, activations with what made them out."""
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,6 @@ class Calibration:
     def __init__(self, checkpoint: Checkpoint, tokenizer: Any, corpus: Corpus, seed: int) -> None:
         self.tokens: Tensor = token_ids(corpus, tokenizer, seed)
         self._checkpoint = checkpoint
-        self._progress: Progress | None = None
         self._record = {"text": corpus_record(corpus), "seed": seed if corpus.shuffle else None}
 
     def run(
@@ -90,18 +90,24 @@ class Calibration:
             "fingerprint": self._checkpoint.fingerprint,
             "versions": versions(),
         }
+        progress: Progress | None = None
         if resume is not None and ranks().count == 1 and execution.by_blocks(model):
             names = [layer.name for layer in layers]
             signature = record | {"layers": names, "propagate": execution.propagate, "ids": tokens_signature(self.tokens)}
-            self._progress = Progress(resume, signature)
-        activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner, self._progress)
+            progress = Progress(resume, signature)
+        activations = execution.calibrate(model, layers, self.tokens, batch_size, pruner, progress)
         record |= activations.about
         return replace(activations, about=record)
 
-    def forget(self) -> None:
-        """Delete the notes of finished blocks: what they were for is written."""
-        if self._progress is not None:
-            self._progress.remove()
+    def signature(self, batch_size: int, execution: Execution, quantization: Quantization | None) -> dict[str, Any]:
+        """What the norms depend on beside the model, known before it is loaded, as JSON."""
+        how = {"execution": execution.mode, "propagate": execution.propagate, "quantization": quantization_record(quantization)}
+        return {"batch_size": batch_size, **how, **self._record, "ids": tokens_signature(self.tokens)}
+
+    def forget(self, resume: Path) -> None:
+        """Delete the folder of finished blocks: what they were for is written."""
+        if ranks().main:
+            shutil.rmtree(resume, ignore_errors=True)
 
 
 def warn_if_foreign(activations: Activations, checkpoint: Checkpoint) -> None:

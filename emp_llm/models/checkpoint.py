@@ -3,8 +3,6 @@
 Nothing here holds a shard: bytes are read by position, and what is not asked for is never touched.
 """
 
-import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from emp_llm.models.errors import UserError, reason
-from emp_llm.models.files import read_exactly, write_exactly
+from emp_llm.models.errors import UserError
+from emp_llm.models.files import bytes_of, read_exactly, reading, write_exactly
+from emp_llm.models.headers import INDEX_LIMIT, check_layer_counts, check_links, check_shard_name, read_header, read_json, shown
+from emp_llm.models.headers import StoredTensor as StoredTensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -25,30 +24,6 @@ SINGLE_NAME = "model.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a shard.
-
-    Attributes:
-        name: its name in the checkpoint.
-        shard: the file it lies in.
-        dtype: as safetensors writes it ("BF16").
-        shape: as stored.
-        start, end: first byte and one past the last, from the start of the file.
-    """
-
-    name: str
-    shard: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -102,7 +77,7 @@ class Matrix:
     def read(self, file: int, first: int, last: int) -> Tensor:
         """Rows first to last - 1, shape (last - first, columns), from an open file descriptor of the shard."""
         block = torch.empty((self.columns, last - first) if self.transposed else (last - first, self.columns), dtype=self.dtype)
-        raw = _bytes_of(block)
+        raw = bytes_of(block)
         for offset, begin, end in self._pieces(first, last):
             read_exactly(file, raw[begin:end], offset, self.stored.shard)
         return block.T if self.transposed else block
@@ -111,7 +86,7 @@ class Matrix:
         """Put rows, shape as read, back where rows first, first + 1, ... lie."""
         last = first + block.shape[0]
         laid = (block.T if self.transposed else block).contiguous()
-        raw = _bytes_of(laid)
+        raw = bytes_of(laid)
         for offset, begin, end in self._pieces(first, last):
             write_exactly(file, raw[begin:end], offset)
 
@@ -141,24 +116,26 @@ class Checkpoint:
         self.folder = folder
         if not folder.is_dir():
             raise UserError(f"{folder}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
+        check_links(folder)
         self.shards = [folder / name for name in self._shard_names()]
+        self._stats = {shard: _state(shard) for shard in self.shards}
         self.tensors: dict[str, StoredTensor] = {}
         for shard in self.shards:
             for tensor in read_header(shard):
                 if tensor.name in self.tensors:
-                    raise UserError(f"{shard}: tensor {tensor.name} is also in {self.tensors[tensor.name].shard.name}.")
+                    raise UserError(f"{shard}: tensor {shown(tensor.name)} is also in {self.tensors[tensor.name].shard.name}.")
                 self.tensors[tensor.name] = tensor
-        for name, file in self._weight_map.items():
-            if name not in self.tensors or self.tensors[name].shard.name != file:
-                raise UserError(
-                    f"{folder / INDEX_NAME}: it places {name} in {file}, which does not hold it. Index and shards are not of "
-                    "one model; download them again."
-                )
+        self._check_index()
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json; empty where there is none."""
-        return read_json(self.folder / "config.json") if (self.folder / "config.json").is_file() else {}
+        path = self.folder / "config.json"
+        if not path.is_file():
+            return {}
+        config = read_json(path)
+        check_layer_counts(path, config, len(self.tensors))
+        return config
 
     @cached_property
     def parameters(self) -> int:
@@ -177,11 +154,18 @@ class Checkpoint:
                 tensor = self.tensors[name]
                 digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
                 middle = tensor.start + (tensor.end - tensor.start) // 2
-                digest.update(os.pread(files[tensor.shard], min(256, tensor.end - middle), middle))
+                with reading(tensor.shard):
+                    digest.update(os.pread(files[tensor.shard], min(256, tensor.end - middle), middle))
         finally:
             for file in files.values():
                 os.close(file)
         return {"sha256_of_samples": digest.hexdigest()}
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where a shard is not the file any more that it was when the checkpoint was opened."""
+        for shard, state in self._stats.items():
+            if _state(shard) != state:
+                raise UserError(f"{shard}: it changed while it was read. See what writes there, and run the command again.")
 
     def side_files(self) -> list[Path]:
         """Files, relative to the folder, that belong to the model and hold no weights: config, tokenizer, licence, code."""
@@ -192,7 +176,7 @@ class Checkpoint:
                 continue
             if path.suffix in OTHER_WEIGHTS or relative.parts[0] == "emp_llm":
                 continue
-            if relative.name in ("README.md", "emp_report.json") or relative.name.endswith(".index.json"):
+            if relative.name in ("README.md", "emp_report.json", "emp_manifest.json") or relative.name.endswith(".index.json"):
                 continue
             found.append(relative)
         if self._weight_map:
@@ -204,10 +188,26 @@ class Checkpoint:
         path = self.folder / INDEX_NAME
         if (self.folder / SINGLE_NAME).is_file() or not path.is_file():
             return {}
-        weight_map = read_json(path).get("weight_map")
+        weight_map = read_json(path, unique=True, limit=INDEX_LIMIT).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{path}: its weight_map must map tensor names to file names. Download it again.")
         return weight_map
+
+    def _check_index(self) -> None:
+        """Raise UserError where the index and the shards do not tell the same."""
+        index = self.folder / INDEX_NAME
+        for name, file in self._weight_map.items():
+            if name not in self.tensors or self.tensors[name].shard.name != file:
+                raise UserError(
+                    f"{index}: it places {shown(name)} in {file}, which does not hold it. Index and shards are not of one "
+                    "model; download them again."
+                )
+        for name, tensor in self.tensors.items():
+            if self._weight_map and name not in self._weight_map:
+                raise UserError(
+                    f"{index}: it does not name {shown(name)}, which is in {tensor.shard.name}. Index and shards are not of "
+                    "one model; download them again."
+                )
 
     def _shard_names(self) -> list[str]:
         if (self.folder / SINGLE_NAME).is_file():
@@ -216,53 +216,19 @@ class Checkpoint:
             raise UserError(_why_no_safetensors(self.folder))
         names = sorted(set(self._weight_map.values()))
         for name in names:
-            if Path(name).name != name:
-                raise UserError(
-                    f"{self.folder / INDEX_NAME}: {name!r} is not the plain name of a file in this folder. Do not trust it."
-                )
+            check_shard_name(self.folder / INDEX_NAME, name)
             if not (self.folder / name).is_file():
                 raise UserError(f"{self.folder / INDEX_NAME}: it names {name}, which is missing. Download the model again.")
         return names
 
 
-def read_header(shard: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file in the order of their bytes; every byte after the header belongs to one.
-
-    Raises:
-        UserError: the file is truncated or corrupt.
-    """
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Size, time of the last change and number of a file: it is the same file where they are the same."""
     try:
-        with safe_open(shard, framework="pt"):  # the library's own checks: sizes, overlaps, gaps, duplicates
-            pass
-        with shard.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{shard}: not a complete safetensors file ({reason(error)}). Download or convert it again.") from error
-    base = 8 + length
-    tensors = [
-        StoredTensor(name, shard, entry["dtype"], tuple(entry["shape"]), *(base + o for o in entry["data_offsets"]))
-        for name, entry in header.items()
-        if name != "__metadata__"
-    ]
-    return sorted(tensors, key=lambda tensor: (tensor.start, tensor.end))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError where it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({reason(error)}). Download it again.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object.")
-    return value
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    view: Any = tensor.view(torch.uint8).reshape(-1).numpy()
-    return memoryview(view)
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _why_no_safetensors(folder: Path) -> str:

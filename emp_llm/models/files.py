@@ -1,27 +1,30 @@
 """Bytes by position: reading, writing and copying parts of files that are too large to hold."""
 
 import errno
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from emp_llm.models.errors import UserError
+import torch
+from torch import Tensor
+
+from emp_llm.models.errors import ReadError, UserError, reason
 
 T = TypeVar("T")
 
 _COPY_BYTES = 1 << 24
 _WAITING = 3  # jobs of a thread beside the work; what they hold is all the memory it costs
-# What copy_file_range answers where the two file systems cannot do it between them.
-_CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OpenFiles(ExitStack):
-    """Open files by path; written ones reach the disk before they are closed."""
+    """Open files by path; what is written reaches the disk with `sync`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,19 +32,33 @@ class OpenFiles(ExitStack):
 
     def reading(self, path: Path) -> int:
         """A descriptor to read from."""
-        return self._descriptor(path, os.O_RDONLY)
+        with reading(path):
+            return self._descriptor(path, os.O_RDONLY)
 
     def writing(self, path: Path) -> int:
-        """A descriptor to write to; the file is made, or emptied, when it is first asked for."""
-        return self._descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        """A descriptor to write to; the file is made where it is not there, and else goes on as it is."""
+        return self._descriptor(path, os.O_WRONLY | os.O_CREAT)
+
+    def sync(self) -> None:
+        """Return when all that was written so far is on the disk."""
+        for (_, flags), file in list(self._open.items()):
+            if flags != os.O_RDONLY:
+                os.fsync(file)
 
     def _descriptor(self, path: Path, flags: int) -> int:
         if (path, flags) not in self._open:
             file = self._open[path, flags] = os.open(path, flags, 0o666)
             self.callback(os.close, file)
-            if flags != os.O_RDONLY:
-                self.callback(os.fsync, file)
         return self._open[path, flags]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file that could not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ReadError(f"{path}: it cannot be read ({reason(error)}). Run the command again when it can.") from error
 
 
 def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -62,18 +79,28 @@ def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 class Behind:
     """Jobs that a thread does one after the other, in order, while the caller goes on; to be used as a context.
 
-    The error of a job is raised by a later `do`, or at the end.
+    The error of a job is raised by a later `do`, or at the end; no job behind it is done.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-write")
         self._waiting: deque[Future[Any]] = deque()
+        self._failed = False
 
     def do(self, job: Callable[..., Any], *arguments: Any) -> None:
         """Have a job done; waits while too many do."""
-        self._waiting.append(self._thread.submit(job, *arguments))
+        self._waiting.append(self._thread.submit(self._run, job, *arguments))
         while len(self._waiting) > _WAITING:
             self._waiting.popleft().result()
+
+    def _run(self, job: Callable[..., Any], *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            job(*arguments)
+        except BaseException:
+            self._failed = True
+            raise
 
     def __enter__(self) -> "Behind":
         return self
@@ -89,7 +116,8 @@ class Behind:
 def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
     """Fill all bytes from a position; `path` names the file in the error."""
     while raw:
-        got = os.preadv(file, [raw], offset)
+        with reading(path):
+            got = os.preadv(file, [raw], offset)
         if got == 0:
             raise UserError(f"{path}: it ends before byte {offset + len(raw)}; it changed while it was read.")
         raw, offset = raw[got:], offset + got
@@ -102,26 +130,61 @@ def write_exactly(file: int, raw: memoryview, offset: int) -> None:
         raw, offset = raw[written:], offset + written
 
 
-def copy_bytes(here: int, there: int, start: int, end: int) -> None:
-    """Copy a range of bytes between two open files, to the same offsets; by the kernel where the file systems allow it."""
-    if not hasattr(os, "copy_file_range"):
-        return _copy_by_hand(here, there, start, end)
+def copy_bytes(here: int, there: int, start: int, end: int, path: Path) -> None:
+    """Copy a range of bytes between two open files, to the same offsets; by the kernel where the file systems allow it.
+
+    `path` names the file that is read, in errors.
+    """
     try:
-        while start < end:
+        while start < end and hasattr(os, "copy_file_range"):
             copied = os.copy_file_range(here, there, min(end - start, _COPY_BYTES), start, start)
             if copied == 0:
-                raise UserError("a shard became shorter while it was read.")
+                break
             start += copied
     except OSError as error:
-        if error.errno not in _CANNOT:
+        if error.errno in _FULL:
             raise
-        _copy_by_hand(here, there, start, end)
-
-
-def _copy_by_hand(here: int, there: int, start: int, end: int) -> None:
+    # What is left, where the kernel could not: another file system, or an error, which here turns out to be of one side.
+    buffer = memoryview(bytearray(min(end - start, _COPY_BYTES)))
     while start < end:
-        piece = os.pread(here, min(end - start, _COPY_BYTES), start)
-        if not piece:
-            raise UserError("a shard became shorter while it was read.")
-        write_exactly(there, memoryview(piece), start)
+        piece = buffer[: min(end - start, _COPY_BYTES)]
+        read_exactly(here, piece, start, path)
+        write_exactly(there, piece, start)
         start += len(piece)
+
+
+def sync_path(path: Path) -> None:
+    """Return when a file's content, or a folder's list of names, is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync_path` of a folder and all that is in it."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Put JSON in a file's place, in one step that a crash of the machine does not split either."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

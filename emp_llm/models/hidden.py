@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import read_exactly, write_exactly
+from emp_llm.models.files import bytes_of, read_exactly, write_exactly
 
 Place = Literal["auto", "device", "cpu", "disk"]
 
@@ -99,8 +99,3 @@ def _available_memory() -> int | None:
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
     except (OSError, ValueError, StopIteration):
         return None
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+    except (ValueError, KeyError, OSError, ImportError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{folder}: no tokenizer that transformers can load ({reason(error)}). Copy the model's tokenizer files into the "
             "folder."

@@ -4,21 +4,22 @@ The folder holds the hidden states between two blocks, the sums so far, and a ma
 replaced last and in one step, so that whatever moment a run is killed at, it and the files it names are of one block.
 """
 
+import errno
 import json
 import logging
 import os
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.models.blockwise import Walk
 from emp_llm.models.errors import UserError, reason
-from emp_llm.models.files import read_exactly, write_exactly
-from emp_llm.models.hidden import bytes_of
+from emp_llm.models.files import bytes_of, read_exactly, replace_json, sync_path, write_exactly
 from emp_llm.models.input_sums import InputSums
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,12 @@ class Progress:
         finally:
             os.close(file)
         sums, finite = memory.state()
-        save_file(sums, self.folder / f"sums-{done}.safetensors")
+        try:
+            save_file(sums, self.folder / f"sums-{done}.safetensors")
+        except SafetensorError as error:  # it tells the system's error in words
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
+        sync_path(self.folder / f"sums-{done}.safetensors")
         manifest = {
             "signature": self._signature,
             "blocks": done,
@@ -91,16 +97,10 @@ class Progress:
             "finite": finite,
             "tokens": memory.tokens,
         }
-        partial = self.folder / f".{_MANIFEST}.partial"
-        partial.write_text(json.dumps(manifest), encoding="utf-8")
-        partial.replace(self.folder / _MANIFEST)
+        replace_json(self.folder / _MANIFEST, manifest)
         for path in self.folder.iterdir():
             if path.name not in (_MANIFEST, f"hidden-{done}", f"sums-{done}.safetensors"):
                 path.unlink()
-
-    def remove(self) -> None:
-        """The calibration is finished, and its file is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def tokens_signature(tokens: Tensor) -> str:

@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import ReadError, UserError
 from emp_llm.models.files import Behind, OpenFiles, ahead, copy_bytes
+from emp_llm.models.journal import Journal
 from emp_llm.models.targets import Target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
@@ -27,7 +28,7 @@ from emp_llm.selection.rows import select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
 BLOCK_WEIGHTS = 1 << 21
-_PER_ROW = ("kept", "kept_mass", "mass", "n_eff", "s_eff")
+_COPIED = 1 << 26  # bytes of a copy between two entries in the journal
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Pruner:
         checkpoint: the source; only read.
         targets: what to prune, in order (the order in which ties of a group of all targets are kept).
         scheme: how.
-        block_weights: weights in memory at a time; the masks do not depend on it.
+        block_weights: weights in memory at a time; the masks do not depend on it. None: BLOCK_WEIGHTS.
         least_tokens: matrices of experts that were shown fewer are scored by magnitude: norms over a few tokens say little.
 
     Attributes:
@@ -78,13 +79,13 @@ class Pruner:
         checkpoint: Checkpoint,
         targets: list[Target],
         scheme: Scheme,
-        block_weights: int = BLOCK_WEIGHTS,
+        block_weights: int | None = None,
         least_tokens: int = 0,
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
         self.scheme = scheme
-        self.block_weights = block_weights
+        self.block_weights = block_weights or BLOCK_WEIGHTS
         self.whole: tuple[float, float] | None = None  # N_eff and s_eff of all targets as one group, once written
         self.fallback: dict[str, int] = {}
         self.least_tokens = least_tokens
@@ -99,10 +100,11 @@ class Pruner:
                 )
         if scheme.group == "all" and len({self._score_dtype(target) for target in targets}) > 1:
             raise UserError("group all: the targets are stored in different dtypes, so their scores cannot compete.")
-        offset = 0
+        self._first_rows: dict[str, int] = {}
+        offset = rows = 0
         for target in targets:
-            self._offsets[target.name] = offset
-            offset += target.matrix.numel
+            self._offsets[target.name], self._first_rows[target.name] = offset, rows
+            offset, rows = offset + target.matrix.numel, rows + target.matrix.rows
 
     def use(self, activations: Activations, name: str = "the activations") -> None:
         """Take the input norms that the criterion needs; `name` stands for them in errors.
@@ -131,7 +133,8 @@ class Pruner:
         if target.layer.routed and tokens is not None and tokens < self.least_tokens:
             self.fallback[target.name] = tokens
 
-    def _scheme_of(self, target: Target) -> Scheme:
+    def scheme_of(self, target: Target) -> Scheme:
+        """How a target is decided: as all are, or by magnitude."""
         return replace(self.scheme, criterion_name="magnitude") if target.name in self.fallback else self.scheme
 
     def mask(self, target: Target, norm: Tensor | None, tokens: int | None = None) -> Tensor:
@@ -159,69 +162,119 @@ class Pruner:
                 mask[first : first + part.shape[0]] = part
         return mask
 
-    def write(self, folder: Path) -> list[Outcome]:
-        """Write the pruned shards and the checkpoint's other files into a folder that exists.
+    def write(self, folder: Path, journal: Journal | None = None) -> list[Outcome]:
+        """Write the pruned shards and the checkpoint's other files into a folder that exists; all is on the disk then.
+
+        Args:
+            folder: empty, or what a stopped run left there.
+            journal: how far that run came, and where it is noted how far this one is.
 
         Returns:
             One outcome for each target, in their order.
 
         Raises:
-            UserError: a target holds NaN or infinity.
+            UserError: a target holds NaN or infinity; a file cannot be read, or changes meanwhile.
         """
-        source = self.checkpoint.folder
-        total = sum(segment.bytes for segment in self._segments())
-        outcomes: dict[str, Outcome] = {}
-        with (
-            OpenFiles() as files,
-            Behind() as writing,
-            tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar,
-        ):
-            for relative in self.checkpoint.side_files():
-                (folder / relative.parent).mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source / relative, folder / relative)
-            everything = self._search(self.targets, files) if self.scheme.group == "all" else None
-            for segment in self._segments():
-                there = files.writing(folder / segment.shard.name)
-                here = files.reading(segment.shard)
-                if segment.target is None:
-                    writing.do(copy_bytes, here, there, segment.start, segment.end)
-                else:
-                    outcomes[segment.target.name] = self._prune(segment.target, here, there, everything, files, writing)
-                bar.update(segment.bytes)
-            if everything is not None:
-                mass = everything.effective_mass(self._score_dtype(self.targets[0]))
-                self.whole = (float(everything.moments.number()), mass)
+        source, journal = self.checkpoint.folder, journal or Journal()
+        for relative in self.checkpoint.side_files():
+            (folder / relative.parent).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / relative, folder / relative)
+        try:
+            with OpenFiles() as files, journal.keeping(files), Behind() as writing:
+                outcomes = self._write(folder, journal, files, writing)
+            self.checkpoint.check_unchanged()
+        except ReadError:
+            raise
+        except UserError:  # the source is not what it was taken for, so that nothing made of it counts
+            journal.forget()
+            raise
         return [outcomes[target.name] for target in self.targets]
 
+    def _write(self, folder: Path, journal: Journal, files: OpenFiles, writing: Behind) -> dict[str, Outcome]:
+        segments, outcomes = self._segments(), {}
+        total, ends = sum(s.bytes for s in segments), {s.shard: s.end for s in segments if s.target is None}
+        everything = self._search(self.targets, files) if self.scheme.group == "all" else None
+        with tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
+            for number, segment in enumerate(segments):
+                path = folder / segment.shard.name
+                here, there = files.reading(segment.shard), files.writing(path)
+                if segment.target is None:
+                    self._copy(number, segment, here, there, writing, journal)
+                else:
+                    outcome = self._prune(number, segment.target, here, there, everything, files, writing, journal)
+                    outcomes[segment.target.name] = outcome
+                last = segment.target is None and segment.end == ends[segment.shard] and everything is None
+                writing.do(journal.reached, number + 1, 0)
+                writing.do(journal.final, path, segment.start, segment.end, last)
+                if last:
+                    self.checkpoint.check_unchanged()
+                bar.update(segment.bytes)
+        if everything is not None:
+            mass = everything.effective_mass(self._score_dtype(self.targets[0]))
+            self.whole = (float(everything.moments.number()), mass)
+        return outcomes
+
+    def _copy(self, number: int, segment: "_Segment", here: int, there: int, writing: Behind, journal: Journal) -> None:
+        def copy(first: int, last: int) -> None:
+            copy_bytes(here, there, first, last, segment.shard)
+            journal.reached(number, last - segment.start)
+
+        for first in range(segment.start + journal.done(number, segment.bytes), segment.end, _COPIED):
+            writing.do(copy, first, min(first + _COPIED, segment.end))
+
     def _prune(
-        self, target: Target, here: int, there: int, everything: GroupSelector | None, files: OpenFiles, writing: Behind
+        self,
+        number: int,
+        target: Target,
+        here: int,
+        there: int,
+        everything: GroupSelector | None,
+        files: OpenFiles,
+        writing: Behind,
+        journal: Journal,
     ) -> Outcome:
+        rows = target.matrix.rows
+        done = journal.done(number, rows)
+        if (done < rows and self.scheme.group != "row") or everything is not None:
+            done = 0  # a group larger than a row is decided from its first weight on
         selector = everything
-        if self.scheme.group == "matrix":
+        if self.scheme.group == "matrix" and done < rows:
             selector = self._search([target], files)
         # Filled in place: small tensors that outlive a block, made between its large ones, would keep the heap from shrinking.
-        columns = {name: torch.zeros(target.matrix.rows, dtype=torch.float64) for name in _PER_ROW}
-        zeros = 0
-        for first, block, part in self._pruned(target, here, selector):
-            zeros += int(part.zeros.sum())
-            writing.do(target.matrix.write, there, first, block)
+        columns = journal.get(self._first_rows[target.name], done)
+        columns = {name: torch.cat((values, torch.zeros(rows - done, dtype=torch.float64))) for name, values in columns.items()}
+
+        def write(first: int, block: Tensor) -> None:
+            target.matrix.write(there, first, block)
+            last = first + block.shape[0]
+            journal.put(self._first_rows[target.name] + first, {name: values[first:last] for name, values in columns.items()})
+            journal.reached(number, last)
+
+        for first, block, part in self._pruned(target, here, selector, done):
             for name, values in columns.items():
                 found = getattr(part, name)
                 if found is not None:
                     values[first : first + block.shape[0]] = found
+            writing.do(write, first, block)
         n_eff: Tensor | None = columns["n_eff"]
         s_eff: Tensor | None = columns["s_eff"]
-        if selector is not None:
+        if self.scheme.group == "matrix":
+            if selector is not None:
+                columns["n_eff"][0] = selector.moments.number()
+                columns["s_eff"][0] = selector.effective_mass(self._score_dtype(target))
+                writing.do(journal.put, self._first_rows[target.name], {name: values[:1] for name, values in columns.items()})
+            n_eff, s_eff = columns["n_eff"][:1].clone(), columns["s_eff"][:1].clone()
+        elif selector is not None:
             n_eff = s_eff = None
-        if self.scheme.group == "matrix" and selector is not None:
-            n_eff = selector.moments.number()
-            s_eff = torch.tensor([selector.effective_mass(self._score_dtype(target))], dtype=torch.float64)
+        zeros = int(columns["zeros"].sum())
         return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
 
-    def _pruned(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor, Pruned]]:
+    def _pruned(
+        self, target: Target, here: int, selector: GroupSelector | None, done: int = 0
+    ) -> Iterator[tuple[int, Tensor, Pruned]]:
         """(first row, weights, what became of them) of each block of a target's rows; `selector`: of a larger group."""
-        scheme, norms = self._scheme_of(target), self._norms.get(target.name)
-        for first, block in self._read(target, here):
+        scheme, norms = self.scheme_of(target), self._norms.get(target.name)
+        for first, block in self._read(target, here, done):
             if selector is not None:
                 yield first, block, selector.prune(block, scheme.criterion.score(block, norms).contiguous())
                 continue
@@ -257,16 +310,17 @@ class Pruner:
     def _blocks(self, target: Target, here: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(first row, weights, scores) of each block of a target's rows."""
         for first, block in self._read(target, here):
-            yield first, block, self._scheme_of(target).criterion.score(block, self._norms.get(target.name)).contiguous()
+            yield first, block, self.scheme_of(target).criterion.score(block, self._norms.get(target.name)).contiguous()
 
-    def _read(self, target: Target, here: int) -> Iterator[tuple[int, Tensor]]:
-        """(first row, weights) of each block of a target's rows; the next ones are read meanwhile."""
+    def _read(self, target: Target, here: int, done: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """(first row, weights) of each block of a target's rows; the next ones are read meanwhile. `done` rows are left out."""
         matrix = target.matrix
 
         def reading(first: int, last: int) -> tuple[int, Tensor]:
             return first, matrix.read(here, first, last).contiguous()
 
-        return ahead(partial(reading, first, last) for first, last in matrix.row_blocks(self.block_weights))
+        blocks = matrix.row_blocks(self.block_weights)
+        return ahead(partial(reading, first, last) for first, last in blocks if last > done)
 
     def _segments(self) -> list["_Segment"]:
         """The pieces of all shards, in the order in which they are written."""
@@ -288,7 +342,7 @@ class Pruner:
 
     def _score_dtype(self, target: Target) -> torch.dtype:
         dtype = target.matrix.dtype
-        return torch.promote_types(dtype, torch.float32) if self._scheme_of(target).criterion.needs_norms else dtype
+        return torch.promote_types(dtype, torch.float32) if self.scheme_of(target).criterion.needs_norms else dtype
 
 
 @dataclass(frozen=True)

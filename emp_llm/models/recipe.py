@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from emp_llm.models.checkpoint import read_json
 from emp_llm.models.errors import UserError
+from emp_llm.models.headers import read_json
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group, Scheme

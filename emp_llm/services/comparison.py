@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
-from emp_llm.models.checkpoint import read_json
 from emp_llm.models.corpora import data_folder
 from emp_llm.models.errors import UserError
+from emp_llm.models.headers import read_json
 from emp_llm.services.tables import Rows, csv_table, markdown_table, table
 
 Record = dict[str, Any]

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from emp_llm.models.checkpoint import Checkpoint, read_json
+from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
+from emp_llm.models.headers import read_json
 from emp_llm.models.loading import Quantization, quantization_record
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.ranks import ranks

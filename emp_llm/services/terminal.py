@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+from emp_llm.models.norms import NormsDifference
 from emp_llm.services.comparison import compare
 from emp_llm.services.results import pruned_record
 from emp_llm.services.tables import table
@@ -16,6 +17,22 @@ def show_pruning(report: dict[str, Any]) -> None:
     print(pruning_table(report))
     if "evaluation" in report:
         print(evaluation_table(report))
+
+
+def show_difference(difference: NormsDifference) -> None:
+    """Print by how much the norms of two activations files differ: the worst ten layers, and all together."""
+    rows = [["layer", "largest", "mean"]]
+    rows += [[name, f"{largest:.3g}", f"{mean:.3g}"] for name, (largest, mean) in list(difference.layers.items())[:10]]
+    if difference.layers:
+        print(table(rows))
+    print(
+        f"relative differences of the norms of {len(difference.layers)} layers: {difference.largest:.3g} at most, "
+        f"{difference.mean:.3g} in the mean"
+    )
+    if difference.only:
+        print(f"{len(difference.only)} layers are not in both, or of other sizes: {', '.join(difference.only[:3])} ...")
+    for field, first, second in difference.about:
+        print(f"{field}: {first[:60]} | {second[:60]}")
 
 
 def plan_table(plan: dict[str, Any]) -> str:

@@ -1,0 +1,88 @@
+"""SHA-256 of files while they are written: a thread reads, behind the writer, what still lies in the page cache."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from emp_llm.models.files import read_exactly
+
+_CHUNK = 1 << 22
+
+
+class Digests:
+    """Digests of growing files; to be used as a context.
+
+    Args:
+        known: digests of files that are finished already, by name, in hexadecimal.
+    """
+
+    def __init__(self, known: dict[str, str] | None = None) -> None:
+        self.finished = dict(known or {})
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-hash")
+        self._hashes: dict[Path, Any] = {}
+        self._reached: dict[Path, int] = {}
+        self._buffer = memoryview(bytearray(_CHUNK))
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Digests":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def advance(self, path: Path, start: int, end: int, last: bool = False) -> None:
+        """Bytes start to end - 1 of a file are final; they are hashed if all before them are. `last`: there are no more."""
+        self._raise()
+        if path.name not in self.finished and start == self._reached.get(path, 0):
+            self._reached[path] = end
+            self._thread.submit(self._hash, path, start, end)
+            if last:
+                self._close(path)
+
+    def finish(self) -> dict[str, str]:
+        """The digests of all files by name, of which no byte will change; for files that were not read to their end, too."""
+        for path, start in list(self._reached.items()):
+            self._thread.submit(self._hash, path, start, path.stat().st_size)
+            self._close(path)
+        self._thread.submit(lambda: None).result()
+        self._raise()
+        return self.finished
+
+    def _close(self, path: Path) -> None:
+        del self._reached[path]
+
+        def close() -> None:
+            if self._error is None:
+                self.finished[path.name] = self._hashes.pop(path).hexdigest()
+
+        self._thread.submit(close)
+
+    def _hash(self, path: Path, start: int, end: int) -> None:
+        if self._error is not None:
+            return
+        try:
+            digest = self._hashes.setdefault(path, hashlib.sha256())
+            file = os.open(path, os.O_RDONLY)
+            try:
+                for first in range(start, end, _CHUNK):
+                    piece = self._buffer[: min(end - first, _CHUNK)]
+                    read_exactly(file, piece, first, path)
+                    digest.update(piece)
+            finally:
+                os.close(file)
+        except BaseException as error:  # raised where somebody waits for it
+            self._error = self._error or error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with Digests() as digests:
+        digests.advance(path, 0, path.stat().st_size, last=True)
+        return digests.finish()[path.name]

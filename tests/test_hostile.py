@@ -1,0 +1,265 @@
+"""Model folders that lie: refused in a sentence, with nothing read outside, and nothing allocated on their word."""
+
+import json
+import os
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fuzz_checkpoint as fuzz
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.errors import UserError
+from emp_llm.models.headers import read_header, read_json
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def entry(start: int = 0, end: int = 8, shape: Any = (2, 2), dtype: Any = "BF16") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def raw(header: Any, data: int = 8, claimed: int | None = None) -> bytes:
+    """A file of a header, as JSON or as it stands, and so many bytes of data."""
+    text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
+    return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + bytes(data)
+
+
+DEEP = "[" * 100_000
+HEADERS: dict[str, tuple[str, bytes]] = {
+    "empty": ("ends before its header", b""),
+    "seven bytes": ("ends before its header", bytes(7)),
+    "length of 16 EB": ("ends before its header", raw({"a": entry()}, claimed=2**64 - 1)),
+    "length one too long": ("ends before its header", raw({"a": entry()}, 0, claimed=len(json.dumps({"a": entry()})) + 1)),
+    "no object": ("not a JSON object", raw("[]", 0)),
+    "white space first": ("not a JSON object", raw(" {}", 0)),
+    "not UTF-8": ("invalid start byte", (4).to_bytes(8, "little") + b'{"\xff"'),
+    "deep": ("nested too deeply", raw('{"a":' + DEEP, 0)),
+    "deep objects": ("nested too deeply", raw('{"a":' * 100_000, 0)),
+    "duplicate name": ("a is in it twice", raw(f'{{"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}')),
+    "duplicate field": ("shape is in it twice", raw('{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}')),
+    "duplicate metadata": ("__metadata__ is in it twice", raw('{"__metadata__":{},"__metadata__":{}}', 0)),
+    "metadata of numbers": ("map of strings", raw({"__metadata__": {"a": 1}}, 0)),
+    "metadata null": ("map of strings", raw({"__metadata__": None}, 0)),
+    "overlap": ("b overlaps", raw({"a": entry(), "b": entry(4, 12)}, 12)),
+    "the same bytes": ("b overlaps", raw({"a": entry(), "b": entry()})),
+    "hole": ("b leaves a hole", raw({"a": entry(), "b": entry(9, 17)}, 17)),
+    "hole first": ("a leaves a hole", raw({"a": entry(1, 9)}, 9)),
+    "bytes of nobody": ("1 bytes at its end", raw({"a": entry()}, 9)),
+    "beyond the end": ("a do not lie within", raw({"a": entry()}, 7)),
+    "far beyond the end": ("a do not lie within", raw({"a": entry(0, 2**62, [2**61])})),
+    "backwards": ("a do not lie within", raw({"a": entry(8, 0)})),
+    "negative offset": ("a do not lie within", raw({"a": entry(-8, 0)})),
+    "negative size": ("shape of tensor a", raw({"a": entry(shape=[-2, -2])})),
+    "size of 2^64": ("shape of tensor a", raw({"a": entry(shape=[2**64])})),
+    "sizes without end": ("shape of tensor a", raw({"a": entry(shape=[2**62] * 50_000)})),
+    "size 2^62 of nothing": ("shape of tensor a is too large", raw({"a": entry(0, 0, [0, 2**62, 2**62])}, 0)),
+    "size -0": ("-0 is not a whole number", raw('{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}', 0)),
+    "size true": ("shape of tensor a", raw({"a": entry(shape=[True, 4])})),
+    "size 4.0": ("4.0 is not a whole number", raw({"a": entry(shape=[4.0])})),
+    "size NaN": ("NaN is not a whole number", raw({"a": entry(shape=[float("nan")])})),
+    "shape of text": ("shape of tensor a", raw({"a": entry(shape="22")})),
+    "three offsets": ("a do not lie within", raw({"a": entry() | {"data_offsets": [0, 8, 8]}})),
+    "no offsets": ("no dtype, shape and data_offsets", raw({"a": {"dtype": "BF16", "shape": [4]}})),
+    "entry of text": ("no dtype, shape and data_offsets", raw({"a": "b"})),
+    "wrong dtype": ("bytes that its dtype and shape need", raw({"a": entry(dtype="F32")})),
+    "unknown dtype": ("unknown dtype, F128", raw({"a": entry(dtype="F128")})),
+    "dtype of a list": ("unknown dtype", raw({"a": entry(dtype=["BF16"])})),
+    "name with a line break": ("not printable", raw({"a\nerror: all is well": entry()})),
+    "name of half a character": ("surrogate", raw('{"\\ud800":' + json.dumps(entry()) + "}")),
+}
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("says", "content"), [pytest.param(*case, id=name) for name, case in HEADERS.items()])
+def test_headers(tmp_path: Path, says: str, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+
+    def read() -> None:
+        with pytest.raises(UserError, match=rf"x\.safetensors: not a complete safetensors file.*{says}.*again") as caught:
+            read_header(tmp_path / "x.safetensors")
+        assert len(str(caught.value)) < 500
+        assert str(caught.value).isprintable()
+
+    assert peak_of(read) < 20e6
+
+
+def test_a_header_that_claims_what_a_sparse_file_has(tmp_path: Path) -> None:
+    """A file of 200 MB that takes up no space; its header is not read."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((150_000_000).to_bytes(8, "little") + b"{")
+    os.truncate(path, 200_000_000)
+
+    def read() -> None:
+        with pytest.raises(UserError, match="claims 150,000,000 bytes, and 100,000,000 are allowed"):
+            read_header(path)
+
+    assert peak_of(read) < 1e6
+
+
+def test_all_dtypes_that_the_library_writes(tmp_path: Path) -> None:
+    """Sub-byte and 8-bit floats among them: a mixed checkpoint is read, whatever of it can be pruned."""
+    import torch
+    from safetensors.torch import save_file
+
+    kinds = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2]
+    kinds += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint16, torch.uint32]
+    tensors = {str(dtype): torch.zeros((3, 5), dtype=dtype) for dtype in kinds} | {"empty": torch.zeros((0, 5))}
+    save_file(tensors | {"scalar": torch.zeros(())}, tmp_path / "x.safetensors", {"format": "pt", "é": "ü"})
+    found = {tensor.name: tensor for tensor in read_header(tmp_path / "x.safetensors")}
+    assert found.keys() == tensors.keys() | {"scalar"}
+    assert all(found[name].shape == tuple(tensor.shape) for name, tensor in tensors.items())
+
+
+@pytest.fixture
+def model(models: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models("llama"), tmp_path / "model"))
+
+
+def change_index(model: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((model / INDEX).read_text())
+    change(index["weight_map"])
+    (model / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", "", "config.json", "x.safetensors/", ".x.safetensors",
+        "a\0.safetensors", "a\n.safetensors", "x" * 300 + ".safetensors", "..\\x.safetensors",
+    ],
+)  # fmt: skip
+def test_index_that_points_elsewhere(model: Path, tmp_path: Path, name: str) -> None:
+    for place in (tmp_path, model / "sub"):
+        place.mkdir(exist_ok=True)
+        shutil.copyfile(model / SHARD, place / "x.safetensors")
+    change_index(model, lambda weights: weights.update({"lm_head.weight": name}))
+    with pytest.raises(UserError, match=rf"{INDEX}: .* is not the plain name of a safetensors file") as caught:
+        Checkpoint(model)
+    assert str(caught.value).isprintable()
+
+
+def test_index_and_shards_that_disagree(model: Path) -> None:
+    change_index(model, lambda weights: weights.pop("model.norm.weight"))
+    with pytest.raises(UserError, match=rf"{INDEX}: it does not name model\.norm\.weight"):
+        Checkpoint(model)
+
+
+def test_index_with_a_name_twice(model: Path) -> None:
+    (model / INDEX).write_text(f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}')
+    with pytest.raises(UserError, match=rf"{INDEX}: cannot be read .*a is in it twice"):
+        Checkpoint(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize(
+    ("says", "content"),
+    [
+        ("nested too deeply", '{"a":' + DEEP),
+        ("nested too deeply", '{"a":' * 100_000),
+        ("cannot be read", '{"a":' + "9" * 100_000 + "}"),
+        ("expected a JSON object", "[]"),
+    ],
+    ids=["lists", "objects", "digits", "list"],
+)
+def test_json_bombs(model: Path, name: str, says: str, content: str) -> None:
+    (model / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}: .*{says}"):
+        _ = Checkpoint(model).config
+
+
+def test_json_too_large(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", 1 << 31)
+
+    def read() -> None:
+        with pytest.raises(UserError, match=r"config\.json: .*2,147,483,648 bytes, and 16,777,216 are allowed"):
+            read_json(tmp_path / "config.json")
+
+    assert peak_of(read) < 1e6
+
+
+@pytest.mark.parametrize("where", ["num_hidden_layers", "text_config"])
+def test_config_of_a_billion_layers(model: Path, where: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config |= {where: 10**9 if where != "text_config" else {"n_layer": 10**9}}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config\.json: .* is 1000000000, and the checkpoint has \d+ tensors"):
+        _ = Checkpoint(model).config
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json", "notes.txt", "folder"])
+def test_links_that_lead_out(model: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    if (model / name).exists():
+        (model / name).rename(outside / name)
+    elif name != "folder":
+        (outside / name).write_text("a secret")
+    (model / name).symlink_to(outside if name == "folder" else outside / name)
+    with pytest.raises(UserError, match=rf"{name}: a link to .*outside the model folder"):
+        Checkpoint(model)
+    (model / name).unlink()
+    (model / name).symlink_to(name)
+    with pytest.raises(UserError, match=rf"{name}: a link that leads in a circle"):
+        Checkpoint(model)
+
+
+def test_links_of_the_hub_cache(model: Path, tmp_path: Path) -> None:
+    """snapshots/REVISION/FILE -> ../../blobs/HASH, seen through a link to the folder as well; and links within the folder."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(model.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    (snapshot / "LICENSE").symlink_to("config.json")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        assert len(Checkpoint(folder).shards) == 2
+
+
+@settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_readers_refuse_or_read(tmp_path: Path, rng: Any, whole_folder: bool) -> None:
+    """What the longer script does a million times."""
+    reader = fuzz.fuzz_folder if whole_folder else fuzz.fuzz_header
+    assert fuzz.outcome_of(reader, tmp_path, rng) in ("accepted", "refused")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+_ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["BF16", "F32", "U8", "F4", "X"]) | _JSON,
+        "shape": st.lists(st.integers(-1, 5), max_size=3) | _JSON,
+        "data_offsets": st.lists(st.integers(-1, 40), min_size=2, max_size=2) | _JSON,
+    }
+)
+
+
+@settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.text(max_size=3), _ENTRY | _JSON, max_size=4) | _JSON, st.integers(0, 40), st.integers(-2, 2))
+def test_any_json_as_a_header(tmp_path: Path, header: Any, data: int, off: int) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(raw(header, data, max(0, len(text) + off)))
+    with suppress(UserError):
+        assert sum(tensor.end - tensor.start for tensor in read_header(tmp_path / "x.safetensors")) == data

@@ -1,0 +1,155 @@
+"""What `verify` says of outputs that are sound, and of outputs in which one thing is not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from conftest import Run
+
+from emp_llm.calibrate import calibrate
+from emp_llm.models.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.verify import verify
+
+Models = Callable[[str], Path]
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def norms(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("norms")
+
+    def file(family: str) -> Path:
+        path = folder / f"{family}.safetensors"
+        if not path.exists():
+            calibrate(model=str(models(family)), output=path, calibration=str(text), samples=4, seqlen=64)
+        return path
+
+    return file
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "emp-wanda": {"method": "emp-wanda"},
+    "order and beta": {"method": "emp-magnitude", "order": 1.0, "beta": 0.7},
+    "neff in bfloat16": {"method": "emp-magnitude", "neff_dtype": "bfloat16"},
+    "matrix": {"method": "emp-magnitude", "group": "matrix", "targets": "all-linear"},
+    "all": {"method": "wanda", "group": "all"},
+    "pattern": {"method": "magnitude", "pattern": "2:4", "targets": "q_proj,down_proj"},
+    "head": {"method": "magnitude", "targets": "lm_head"},
+}
+
+
+@pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in RUNS.items()])
+def test_sound(models: Models, norms: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]) -> None:
+    source, out = models("llama"), tmp_path / "out"
+    given = norms("llama") if "wanda" in options["method"] else None
+    prune(model=str(source), output=out, activations=given, **options)
+    before = oracle.digest(tmp_path)
+    assert verify(out)["differences"] == []
+    found = verify(out, source=str(source), activations=given)
+    assert found["differences"] == []
+    assert found["checked"]["targets"] == len(json.loads((out / "emp_report.json").read_text())["matrices"])
+    sizes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert 0 < found["checked"]["other bytes"] < sizes
+    assert oracle.digest(tmp_path) == before, "only reading"
+
+
+def test_matched_totals_and_transposed_weights(models: Models, tmp_path: Path) -> None:
+    """The run that was matched may be gone by then; and GPT-2 stores its weights the other way round."""
+    source = str(models("gpt2"))
+    prune(model=source, output=tmp_path / "first", method="emp-magnitude")
+    prune(model=source, output=tmp_path / "out", method="magnitude", match=tmp_path / "first")
+    shutil.rmtree(tmp_path / "first")
+    assert verify(tmp_path / "out", source=source)["differences"] == []
+
+
+@pytest.fixture(scope="module")
+def sound(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sound") / "out"
+    prune(model=str(models("llama")), output=out, calibration=str(text), samples=4, seqlen=64)
+    return out
+
+
+def change(folder: Path, name: str, value: int, where: int = 0) -> None:
+    """Change the bits of a stored number; `where`: the first that is not zero, or the first that is."""
+    tensor = oracle.tensors(folder)[name]
+    bits = oracle.bits(tensor).reshape(-1)
+    at = next(i for i, number in enumerate(bits) if bool(number) == bool(where))
+    raw = bytearray(tensor.shard.read_bytes())
+    raw[tensor.start + 2 * at : tensor.start + 2 * at + 2] = value.to_bytes(2, "little")
+    tensor.shard.write_bytes(raw)
+
+
+def rehash(folder: Path) -> None:
+    """Let the manifest agree with what is there: the deeper checks have to see it."""
+    manifest = json.loads((folder / "emp_manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        entry |= {"bytes": (folder / name).stat().st_size, "sha256": oracle.digest(folder)[name][0]}
+    (folder / "emp_manifest.json").write_text(json.dumps(manifest))
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
+    "weight kept that should go": (lambda out: change(out, f"{DOWN}.weight", 0x3C00), r"SHA-256", rf"{DOWN}: 1 weights"),
+    "weight gone that should stay": (lambda out: change(out, f"{DOWN}.weight", 0, 1), r"SHA-256", rf"{DOWN}: 1 weights"),
+    "minus zero": (lambda out: change(out, f"{DOWN}.weight", 0x8000), r"SHA-256", rf"{DOWN}: 1 weights"),
+    "byte of no target": (
+        lambda out: change(out, "model.norm.weight", 0x3C00, 1),
+        r"SHA-256",
+        r"byte \d+,?\d* \(model\.norm\.weight\) is not the source's",
+    ),
+    "config": (lambda out: (out / "config.json").write_text("{}"), r"config\.json: it has 2 bytes", r"config\.json: not the"),
+    "file missing": (lambda out: (out / "config.json").unlink(), r"config\.json: it is missing", None),
+    "shard missing": (lambda out: next(out.glob("*.safetensors")).unlink(), r"it is missing", None),
+    "shard cut": (lambda out: next(out.glob("*.safetensors")).write_bytes(b""), r"it has 0 bytes", None),
+    "other weights": (lambda out: (out / "adapter.bin").write_bytes(b""), r"adapter\.bin: weights that the manifest", None),
+}
+
+
+@pytest.mark.parametrize(("spoil", "at_once", "deeper"), [pytest.param(*case, id=name) for name, case in WRONG.items()])
+def test_not_sound(
+    models: Models, sound: Path, tmp_path: Path, spoil: Callable[[Path], object], at_once: str, deeper: str | None
+) -> None:
+    import re
+
+    out = Path(shutil.copytree(sound, tmp_path / "out"))
+    spoil(out)
+    assert any(re.search(at_once, sentence) for sentence in verify(out)["differences"])
+    if deeper is not None:
+        rehash(out)
+        assert verify(out)["differences"] == []
+        (difference,) = verify(out, source=str(models("llama")))["differences"]
+        assert re.search(deeper, difference)
+
+
+def test_wrong_input(models: Models, sound: Path, norms: Callable[[str], Path], tmp_path: Path) -> None:
+    source = str(models("llama"))
+    with pytest.raises(UserError, match=r"no emp_manifest\.json in it; give the --output folder"):
+        verify(models("llama"))
+    with pytest.raises(UserError, match=r"--source .*not those that were pruned"):
+        verify(sound, source=str(models("qwen2")))
+    with pytest.raises(UserError, match=r"add --source"):
+        verify(sound, activations=tmp_path / "norms")
+    other = tmp_path / "other.safetensors"
+    calibrate(model=source, output=other, calibration="demo", samples=1, seqlen=16)
+    with pytest.raises(UserError, match=r"other\.safetensors: not the norms that decided"):
+        verify(sound, source=source, activations=other)
+    out = tmp_path / "out"
+    prune(model=source, output=out, method="wanda", activations=norms("llama"))
+    with pytest.raises(UserError, match=r"norms that are not in it.*--activations FILE"):
+        verify(out, source=source)
+    (out / "emp_manifest.json").write_text('{"format": "emp-llm manifest 1", "files": {"../x": {}}}')
+    with pytest.raises(UserError, match=r"emp_manifest\.json: not a manifest"):
+        verify(out)
+
+
+def test_from_the_shell(models: Models, sound: Path, run: Run, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(sound, tmp_path / "out"))
+    change(out, f"{DOWN}.weight", 0x3C00)
+    done = run("verify", out, "--source", models("llama"))
+    assert done.returncode == 1, done.stderr
+    assert "2 differences; looked at" in done.stdout
+    assert f"{DOWN}: 1 weights" in done.stdout
