@@ -42,7 +42,7 @@ from emp_llm.prune import prune
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]
 # What is failed or killed at: (module, function). Whole copies of small files count as one call.
-_WRITES = [(os, name) for name in ("pwrite", "copy_file_range", "fsync", "replace", "mkdir", "ftruncate")]
+_WRITES = [(os, name) for name in ("pwrite", "fsync", "replace", "mkdir", "ftruncate")]
 _WRITES += [(shutil, "copyfile"), (Path, "write_bytes")]  # type: ignore[list-item]
 _READS = [(os, name) for name in ("preadv", "pread")]
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emp_llm.models.direct import Buffers, Sink
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import bytes_of, read_exactly, reading, write_exactly
+from emp_llm.models.files import bytes_of, read_exactly, reading
 from emp_llm.models.headers import INDEX_LIMIT, check_layer_counts, check_links, check_shard_name, read_header, read_json, shown
 from emp_llm.models.headers import StoredTensor as StoredTensor
 
@@ -74,21 +75,30 @@ class Matrix:
         for first in range(0, self.rows, step):
             yield first, min(first + step, self.rows)
 
-    def read(self, file: int, first: int, last: int) -> Tensor:
-        """Rows first to last - 1, shape (last - first, columns), from an open file descriptor of the shard."""
-        block = torch.empty((self.columns, last - first) if self.transposed else (last - first, self.columns), dtype=self.dtype)
+    def read(self, file: int, first: int, last: int, buffers: Buffers | None = None) -> Tensor:
+        """Rows first to last - 1, shape (last - first, columns), from an open file descriptor of the shard.
+
+        Contiguous and in memory that is taken from `buffers`, where they are given; to be given back there.
+        """
+        buffers = buffers or Buffers()
+        shape = (self.columns, last - first) if self.transposed else (last - first, self.columns)
+        block = buffers.take(shape, self.dtype, next(self._pieces(first, last), (0,))[0])
         raw = bytes_of(block)
         for offset, begin, end in self._pieces(first, last):
             read_exactly(file, raw[begin:end], offset, self.stored.shard)
-        return block.T if self.transposed else block
+        if not self.transposed:
+            return block
+        turned = buffers.take((last - first, self.columns), self.dtype).copy_(block.T)
+        buffers.give(block)
+        return turned
 
-    def write(self, file: int, first: int, block: Tensor) -> None:
+    def write(self, file: Sink, first: int, block: Tensor) -> None:
         """Put rows, shape as read, back where rows first, first + 1, ... lie."""
         last = first + block.shape[0]
         laid = (block.T if self.transposed else block).contiguous()
         raw = bytes_of(laid)
         for offset, begin, end in self._pieces(first, last):
-            write_exactly(file, raw[begin:end], offset)
+            file.write(raw[begin:end], offset)
 
     def _pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """(offset in the file, begin, end in the block's bytes) of each contiguous piece of a block of rows."""

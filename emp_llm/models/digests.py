@@ -1,8 +1,8 @@
-"""SHA-256 of files while they are written: a thread reads, behind the writer, what still lies in the page cache."""
+"""SHA-256 of files while they are written, by a thread: of what is in memory, or still lies in the page cache."""
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,11 +36,17 @@ class Digests:
     def advance(self, path: Path, start: int, end: int, last: bool = False) -> None:
         """Bytes start to end - 1 of a file are final; they are hashed if all before them are. `last`: there are no more."""
         self._raise()
-        if path.name not in self.finished and start == self._reached.get(path, 0):
-            self._reached[path] = end
+        if self._next(path, start, end):
             self._thread.submit(self._hash, path, start, end)
             if last:
                 self._close(path)
+
+    def add(self, path: Path, start: int, content: memoryview) -> Future[None] | None:
+        """The same for bytes that are still in memory, where they must stay until the future is done; None if it is now."""
+        self._raise()
+        if not self._next(path, start, start + len(content)):
+            return None
+        return self._thread.submit(self._update, path, content)
 
     def finish(self) -> dict[str, str]:
         """The digests of all files by name, of which no byte will change; for files that were not read to their end, too."""
@@ -50,6 +56,17 @@ class Digests:
         self._thread.submit(lambda: None).result()
         self._raise()
         return self.finished
+
+    def _next(self, path: Path, start: int, end: int) -> bool:
+        """Whether these bytes come next in a file."""
+        if path.name in self.finished or start != self._reached.get(path, 0):
+            return False
+        self._reached[path] = end
+        return True
+
+    def _update(self, path: Path, content: memoryview) -> None:
+        if self._error is None:
+            self._hashes.setdefault(path, hashlib.sha256()).update(content)
 
     def _close(self, path: Path) -> None:
         del self._reached[path]
@@ -64,13 +81,12 @@ class Digests:
         if self._error is not None:
             return
         try:
-            digest = self._hashes.setdefault(path, hashlib.sha256())
             file = os.open(path, os.O_RDONLY)
             try:
                 for first in range(start, end, _CHUNK):
                     piece = self._buffer[: min(end - first, _CHUNK)]
                     read_exactly(file, piece, first, path)
-                    digest.update(piece)
+                    self._update(path, piece)
             finally:
                 os.close(file)
         except BaseException as error:  # raised where somebody waits for it

@@ -1,6 +1,5 @@
 """Bytes by position: reading, writing and copying parts of files that are too large to hold."""
 
-import errno
 import json
 import os
 from collections import deque
@@ -14,13 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from emp_llm.models.direct import Sink
 from emp_llm.models.errors import ReadError, UserError, reason
 
 T = TypeVar("T")
 
-_COPY_BYTES = 1 << 24
 _WAITING = 3  # jobs of a thread beside the work; what they hold is all the memory it costs
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OpenFiles(ExitStack):
@@ -28,28 +26,30 @@ class OpenFiles(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[tuple[Path, int], int] = {}
+        self._open: dict[Path, int] = {}
+        self._sinks: dict[Path, Sink] = {}
 
     def reading(self, path: Path) -> int:
-        """A descriptor to read from."""
-        with reading(path):
-            return self._descriptor(path, os.O_RDONLY)
+        """A descriptor to read from, from the beginning to the end at best."""
+        if path not in self._open:
+            with reading(path):
+                file = self._open[path] = os.open(path, os.O_RDONLY)
+            self.callback(os.close, file)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return self._open[path]
 
-    def writing(self, path: Path) -> int:
-        """A descriptor to write to; the file is made where it is not there, and else goes on as it is."""
-        return self._descriptor(path, os.O_WRONLY | os.O_CREAT)
+    def writing(self, path: Path) -> Sink:
+        """A file to write to."""
+        if path not in self._sinks:
+            self._sinks[path] = Sink(path)
+            self.callback(self._sinks[path].close)
+        return self._sinks[path]
 
     def sync(self) -> None:
         """Return when all that was written so far is on the disk."""
-        for (_, flags), file in list(self._open.items()):
-            if flags != os.O_RDONLY:
-                os.fsync(file)
-
-    def _descriptor(self, path: Path, flags: int) -> int:
-        if (path, flags) not in self._open:
-            file = self._open[path, flags] = os.open(path, flags, 0o666)
-            self.callback(os.close, file)
-        return self._open[path, flags]
+        for sink in list(self._sinks.values()):
+            sink.sync()
 
 
 @contextmanager
@@ -121,36 +121,6 @@ def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
         if got == 0:
             raise UserError(f"{path}: it ends before byte {offset + len(raw)}; it changed while it was read.")
         raw, offset = raw[got:], offset + got
-
-
-def write_exactly(file: int, raw: memoryview, offset: int) -> None:
-    """Write all bytes at a position."""
-    while raw:
-        written = os.pwrite(file, raw, offset)
-        raw, offset = raw[written:], offset + written
-
-
-def copy_bytes(here: int, there: int, start: int, end: int, path: Path) -> None:
-    """Copy a range of bytes between two open files, to the same offsets; by the kernel where the file systems allow it.
-
-    `path` names the file that is read, in errors.
-    """
-    try:
-        while start < end and hasattr(os, "copy_file_range"):
-            copied = os.copy_file_range(here, there, min(end - start, _COPY_BYTES), start, start)
-            if copied == 0:
-                break
-            start += copied
-    except OSError as error:
-        if error.errno in _FULL:
-            raise
-    # What is left, where the kernel could not: another file system, or an error, which here turns out to be of one side.
-    buffer = memoryview(bytearray(min(end - start, _COPY_BYTES)))
-    while start < end:
-        piece = buffer[: min(end - start, _COPY_BYTES)]
-        read_exactly(here, piece, start, path)
-        write_exactly(there, piece, start)
-        start += len(piece)
 
 
 def sync_path(path: Path) -> None:

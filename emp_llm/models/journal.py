@@ -10,14 +10,16 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from emp_llm.models.digests import Digests
-from emp_llm.models.files import OpenFiles, bytes_of, read_exactly, write_exactly
+from emp_llm.models.direct import write_exactly
+from emp_llm.models.errors import ReadError, UserError
+from emp_llm.models.files import OpenFiles, bytes_of, read_exactly
 from emp_llm.models.work import Work
 
 _SECONDS = 1.0  # between two entries, at least
@@ -44,7 +46,10 @@ class Journal:
 
     @contextmanager
     def keeping(self, files: OpenFiles) -> Iterator[None]:
-        """Keep the journal of what is written into some files; when the block ends well, all of it is on the disk."""
+        """Keep the journal of what is written into some files; when the block ends well, all of it is on the disk.
+
+        When it ends otherwise, what was written is noted once more, as far as that can be done.
+        """
         self._files = files
         if self._work is not None:
             self._rows = os.open(self._work.path / "rows", os.O_RDWR | os.O_CREAT, 0o666)
@@ -55,6 +60,12 @@ class Journal:
                 self._wait()
                 self.digests.finish()
                 self._write(*self._reached)
+        except BaseException as error:
+            if isinstance(error, ReadError) or not isinstance(error, UserError):
+                with suppress(OSError):
+                    self._wait()
+                    self._write(*self._reached)
+            raise
         finally:
             self._thread.shutdown(cancel_futures=True)
             if self._rows is not None:
@@ -77,6 +88,10 @@ class Journal:
         """Bytes start to end - 1 of a file will not change; with them the file is complete, where they are the `last`."""
         if self._work is not None:
             self.digests.advance(path, start, end, last)
+
+    def hash(self, path: Path, start: int, content: memoryview) -> Future[None] | None:
+        """The same for bytes in memory, before or while they are written; where they must stay until the future is done."""
+        return self.digests.add(path, start, content) if self._work is not None else None
 
     def put(self, first: int, statistics: dict[str, Tensor | None]) -> None:
         """Keep what became of rows.

@@ -17,10 +17,12 @@ from tqdm import tqdm
 
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.direct import Buffers
 from emp_llm.models.errors import ReadError, UserError
-from emp_llm.models.files import Behind, OpenFiles, ahead, copy_bytes
+from emp_llm.models.files import OpenFiles, ahead
 from emp_llm.models.journal import Journal
 from emp_llm.models.targets import Target
+from emp_llm.models.writing import Segment, Writer, segments_of
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.kernels.rows import Pruned
@@ -28,7 +30,6 @@ from emp_llm.selection.rows import select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
 BLOCK_WEIGHTS = 1 << 21
-_COPIED = 1 << 26  # bytes of a copy between two entries in the journal
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Pruner:
         self.whole: tuple[float, float] | None = None  # N_eff and s_eff of all targets as one group, once written
         self.fallback: dict[str, int] = {}
         self.least_tokens = least_tokens
+        self._buffers = Buffers()
         self._norms: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
         for target in targets:
@@ -180,8 +182,8 @@ class Pruner:
             (folder / relative.parent).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / relative, folder / relative)
         try:
-            with OpenFiles() as files, journal.keeping(files), Behind() as writing:
-                outcomes = self._write(folder, journal, files, writing)
+            with Writer(folder, journal, self._buffers) as writer:
+                outcomes = self._write(writer, journal)
             self.checkpoint.check_unchanged()
         except ReadError:
             raise
@@ -190,22 +192,19 @@ class Pruner:
             raise
         return [outcomes[target.name] for target in self.targets]
 
-    def _write(self, folder: Path, journal: Journal, files: OpenFiles, writing: Behind) -> dict[str, Outcome]:
-        segments, outcomes = self._segments(), {}
+    def _write(self, writer: Writer, journal: Journal) -> dict[str, Outcome]:
+        segments = segments_of(self.checkpoint, self.targets, in_order=self.scheme.group == "all")
+        outcomes: dict[str, Outcome] = {}
         total, ends = sum(s.bytes for s in segments), {s.shard: s.end for s in segments if s.target is None}
-        everything = self._search(self.targets, files) if self.scheme.group == "all" else None
+        everything = self._search(self.targets, writer.files) if self.scheme.group == "all" else None
         with tqdm(total=total, desc="prune", unit="B", unit_scale=True, disable=None) as bar:
             for number, segment in enumerate(segments):
-                path = folder / segment.shard.name
-                here, there = files.reading(segment.shard), files.writing(path)
                 if segment.target is None:
-                    self._copy(number, segment, here, there, writing, journal)
+                    writer.copy(number, segment)
                 else:
-                    outcome = self._prune(number, segment.target, here, there, everything, files, writing, journal)
-                    outcomes[segment.target.name] = outcome
+                    outcomes[segment.target.name] = self._prune(number, segment, segment.target, everything, writer, journal)
                 last = segment.target is None and segment.end == ends[segment.shard] and everything is None
-                writing.do(journal.reached, number + 1, 0)
-                writing.do(journal.final, path, segment.start, segment.end, last)
+                writer.end(number, segment, last)
                 if last:
                     self.checkpoint.check_unchanged()
                 bar.update(segment.bytes)
@@ -214,55 +213,39 @@ class Pruner:
             self.whole = (float(everything.moments.number()), mass)
         return outcomes
 
-    def _copy(self, number: int, segment: "_Segment", here: int, there: int, writing: Behind, journal: Journal) -> None:
-        def copy(first: int, last: int) -> None:
-            copy_bytes(here, there, first, last, segment.shard)
-            journal.reached(number, last - segment.start)
-
-        for first in range(segment.start + journal.done(number, segment.bytes), segment.end, _COPIED):
-            writing.do(copy, first, min(first + _COPIED, segment.end))
-
     def _prune(
         self,
         number: int,
+        segment: Segment,
         target: Target,
-        here: int,
-        there: int,
         everything: GroupSelector | None,
-        files: OpenFiles,
-        writing: Behind,
+        writer: Writer,
         journal: Journal,
     ) -> Outcome:
-        rows = target.matrix.rows
+        rows, row = target.matrix.rows, self._first_rows[target.name]
         done = journal.done(number, rows)
         if (done < rows and self.scheme.group != "row") or everything is not None:
             done = 0  # a group larger than a row is decided from its first weight on
         selector = everything
         if self.scheme.group == "matrix" and done < rows:
-            selector = self._search([target], files)
+            selector = self._search([target], writer.files)
         # Filled in place: small tensors that outlive a block, made between its large ones, would keep the heap from shrinking.
-        columns = journal.get(self._first_rows[target.name], done)
+        columns = journal.get(row, done)
         columns = {name: torch.cat((values, torch.zeros(rows - done, dtype=torch.float64))) for name, values in columns.items()}
-
-        def write(first: int, block: Tensor) -> None:
-            target.matrix.write(there, first, block)
-            last = first + block.shape[0]
-            journal.put(self._first_rows[target.name] + first, {name: values[first:last] for name, values in columns.items()})
-            journal.reached(number, last)
-
+        here = writer.files.reading(target.matrix.stored.shard)
         for first, block, part in self._pruned(target, here, selector, done):
             for name, values in columns.items():
                 found = getattr(part, name)
                 if found is not None:
                     values[first : first + block.shape[0]] = found
-            writing.do(write, first, block)
+            writer.rows(number, segment, first, block, row + first, columns)
         n_eff: Tensor | None = columns["n_eff"]
         s_eff: Tensor | None = columns["s_eff"]
         if self.scheme.group == "matrix":
             if selector is not None:
                 columns["n_eff"][0] = selector.moments.number()
                 columns["s_eff"][0] = selector.effective_mass(self._score_dtype(target))
-                writing.do(journal.put, self._first_rows[target.name], {name: values[:1] for name, values in columns.items()})
+                writer.note(row, {name: values[:1] for name, values in columns.items()})
             n_eff, s_eff = columns["n_eff"][:1].clone(), columns["s_eff"][:1].clone()
         elif selector is not None:
             n_eff = s_eff = None
@@ -311,52 +294,21 @@ class Pruner:
         """(first row, weights, scores) of each block of a target's rows."""
         for first, block in self._read(target, here):
             yield first, block, self.scheme_of(target).criterion.score(block, self._norms.get(target.name)).contiguous()
+            self._buffers.give(block)
 
     def _read(self, target: Target, here: int, done: int = 0) -> Iterator[tuple[int, Tensor]]:
         """(first row, weights) of each block of a target's rows; the next ones are read meanwhile. `done` rows are left out."""
         matrix = target.matrix
 
         def reading(first: int, last: int) -> tuple[int, Tensor]:
-            return first, matrix.read(here, first, last).contiguous()
+            return first, matrix.read(here, first, last, self._buffers)
 
         blocks = matrix.row_blocks(self.block_weights)
         return ahead(partial(reading, first, last) for first, last in blocks if last > done)
 
-    def _segments(self) -> list["_Segment"]:
-        """The pieces of all shards, in the order in which they are written."""
-        gaps, segments = [], []
-        for shard in self.checkpoint.shards:
-            position = 0
-            own = [target for target in self.targets if target.matrix.stored.shard == shard]
-            for target in sorted(own, key=lambda target: target.matrix.start):
-                start, end = target.matrix.start, target.matrix.end
-                gaps.append(_Segment(shard, position, start, None))
-                segments += [gaps[-1], _Segment(shard, start, end, target)]
-                position = end
-            gaps.append(_Segment(shard, position, shard.stat().st_size, None))
-            segments.append(gaps[-1])
-        if self.scheme.group != "all":
-            return segments
-        # Ties of the one group are spent in the order of the targets, whatever shards they lie in.
-        return gaps + [_Segment(t.matrix.stored.shard, t.matrix.start, t.matrix.end, t) for t in self.targets]
-
     def _score_dtype(self, target: Target) -> torch.dtype:
         dtype = target.matrix.dtype
         return torch.promote_types(dtype, torch.float32) if self.scheme_of(target).criterion.needs_norms else dtype
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Bytes start to end - 1 of a shard: one target, or bytes to be copied."""
-
-    shard: Path
-    start: int
-    end: int
-    target: Target | None
-
-    @property
-    def bytes(self) -> int:
-        return self.end - self.start
 
 
 @contextmanager
