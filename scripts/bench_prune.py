@@ -4,7 +4,8 @@
 
 Makes a checkpoint of random bfloat16 weights in three shards; then, in turn, copies it and prunes it (emp-magnitude, the MLP
 and all linear layers) as whole processes. Before each run the files are thrown out of the page cache; each run ends with the
-data on the disk (prune does so by itself, the copy is followed by sync). Prints medians, and the peak memory of a prune.
+data on the disk (prune does so by itself, the copy is followed by sync). `dd` with direct reads and writes, one after the other,
+tells what the disk itself takes. Prints medians, and the peak memory of a prune.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="put the table in scripts/results/bench_prune.md")
     arguments = parser.parse_args()
-    times: dict[str, list[float]] = {"cp -r": [], "prune, mlp": [], "prune, all-linear": []}
+    times: dict[str, list[float]] = {"cp -r": [], "dd, past the cache": [], "prune, mlp": [], "prune, all-linear": []}
     peak = 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         source, output = Path(scratch) / "model", Path(scratch) / "output"
@@ -41,6 +42,11 @@ def main() -> None:
                 if name == "cp -r":
                     subprocess.run(["cp", "-r", str(source), str(output)], check=True)
                     os.sync()
+                elif name.startswith("dd"):
+                    output.mkdir()
+                    for path in source.iterdir():
+                        line = ["dd", f"if={path}", f"of={output / path.name}", "bs=4M", "iflag=direct", "oflag=direct"]
+                        subprocess.run([*line, "conv=fsync", "status=none"], check=True)
                 else:
                     line = [sys.executable, "-m", "emp_llm.prune", "--model", str(source), "--output", str(output)]
                     peak = max(peak, run_and_watch([*line, "--method", "emp-magnitude", "--targets", name.split(", ")[1]]))

@@ -111,6 +111,7 @@ def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # as the library does, so that weights lie at multiples of their size
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(PIECE, generator=generator).mul_(0.02).bfloat16()
     with path.open("wb") as file:

@@ -339,14 +339,23 @@ def test_full_disk_foreseen(refused: Refused, small_disk: Callable[[int], Path])
 
 @pytest.mark.parametrize(("what", "method"), [("activations", "emp-wanda"), ("shards", "magnitude"), ("report", "magnitude")])
 def test_full_disk_hit(
-    refused: Refused, model: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, what: str, method: str
+    model: Path, text: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, what: str, method: str
 ) -> None:
-    """Others may fill the disk after we looked, or a quota may be less than what it shows."""
+    """Others may fill the disk after we looked, or a quota may be less than what it shows. With more space it goes on."""
     files = [path.stat().st_size for path in model.iterdir()]
     pages = {"activations": 1, "shards": 8, "report": sum(-(-file // 4096) for file in files)}
     disk = small_disk(pages[what])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-    refused(r"disk/out: the disk is full.*--output", output=disk / "out", method=method)
+    options: dict[str, Any] = {"model": str(model), "output": disk / "out", "method": method, "calibration": str(text)}
+    options |= {"samples": 4, "seqlen": 64, "device_map": "cpu"}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+        with pytest.raises(UserError, match=r"disk/out: the disk is full.*--output") as caught:
+            prune(**options)
+    check_sentences(str(caught.value))
+    assert not (disk / "out").exists()
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    prune(**options)
+    assert [path.name for path in disk.iterdir()] == ["out"]
 
 
 SHELL: dict[str, tuple[str, list[str]]] = {

@@ -19,6 +19,7 @@ from emp_llm.models import journal, pruning, targets
 from emp_llm.models.activations import Activations
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.checkpoint import Checkpoint, Matrix
+from emp_llm.models.direct import Source
 from emp_llm.models.errors import UserError
 from emp_llm.models.layers import weight_of
 from emp_llm.models.loading import load_model
@@ -93,8 +94,8 @@ def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
     assert sum(target.matrix.numel for target in experts) == sum(stack.numel() for stack in stacks)
     seen: set[tuple[Path, int]] = set()
     for target in chosen:
-        with target.matrix.stored.shard.open("rb") as file:
-            read = target.matrix.read(file.fileno(), 0, target.matrix.rows)
+        with Source(target.matrix.stored.shard) as file:
+            read = target.matrix.read(file, 0, target.matrix.rows)
         assert torch.equal(read, weight_of(model, target.layer)), target.name
         seen.add((target.matrix.stored.shard, target.matrix.start))
     assert len(seen) == len(chosen)

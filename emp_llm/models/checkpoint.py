@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.models.direct import Buffers, Sink
+from emp_llm.models.direct import Buffers, Sink, Source, bytes_of, reading
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import bytes_of, read_exactly, reading
 from emp_llm.models.headers import INDEX_LIMIT, check_layer_counts, check_links, check_shard_name, read_header, read_json, shown
 from emp_llm.models.headers import StoredTensor as StoredTensor
 
@@ -75,8 +74,8 @@ class Matrix:
         for first in range(0, self.rows, step):
             yield first, min(first + step, self.rows)
 
-    def read(self, file: int, first: int, last: int, buffers: Buffers | None = None) -> Tensor:
-        """Rows first to last - 1, shape (last - first, columns), from an open file descriptor of the shard.
+    def read(self, file: Source, first: int, last: int, buffers: Buffers | None = None) -> Tensor:
+        """Rows first to last - 1, shape (last - first, columns), from the shard.
 
         Contiguous and in memory that is taken from `buffers`, where they are given; to be given back there.
         """
@@ -85,7 +84,7 @@ class Matrix:
         block = buffers.take(shape, self.dtype, next(self._pieces(first, last), (0,))[0])
         raw = bytes_of(block)
         for offset, begin, end in self._pieces(first, last):
-            read_exactly(file, raw[begin:end], offset, self.stored.shard)
+            file.read(raw[begin:end], offset)
         if not self.transposed:
             return block
         turned = buffers.take((last - first, self.columns), self.dtype).copy_(block.T)

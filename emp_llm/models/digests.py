@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from emp_llm.models.files import read_exactly
+from emp_llm.models.direct import read_exactly
 
 _CHUNK = 1 << 22
 

@@ -5,16 +5,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from emp_llm.models.direct import Sink
-from emp_llm.models.errors import ReadError, UserError, reason
+from emp_llm.models.direct import Sink, Source
 
 T = TypeVar("T")
 
@@ -26,18 +22,15 @@ class OpenFiles(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[Path, int] = {}
+        self._sources: dict[Path, Source] = {}
         self._sinks: dict[Path, Sink] = {}
 
-    def reading(self, path: Path) -> int:
-        """A descriptor to read from, from the beginning to the end at best."""
-        if path not in self._open:
-            with reading(path):
-                file = self._open[path] = os.open(path, os.O_RDONLY)
-            self.callback(os.close, file)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._open[path]
+    def reading(self, path: Path) -> Source:
+        """A file to read from."""
+        if path not in self._sources:
+            self._sources[path] = Source(path)
+            self.callback(self._sources[path].close)
+        return self._sources[path]
 
     def writing(self, path: Path) -> Sink:
         """A file to write to."""
@@ -50,15 +43,6 @@ class OpenFiles(ExitStack):
         """Return when all that was written so far is on the disk."""
         for sink in list(self._sinks.values()):
             sink.sync()
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Name the file that could not be read."""
-    try:
-        yield
-    except OSError as error:
-        raise ReadError(f"{path}: it cannot be read ({reason(error)}). Run the command again when it can.") from error
 
 
 def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -113,16 +97,6 @@ class Behind:
             self._thread.shutdown(cancel_futures=True)
 
 
-def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
-    """Fill all bytes from a position; `path` names the file in the error."""
-    while raw:
-        with reading(path):
-            got = os.preadv(file, [raw], offset)
-        if got == 0:
-            raise UserError(f"{path}: it ends before byte {offset + len(raw)}; it changed while it was read.")
-        raw, offset = raw[got:], offset + got
-
-
 def sync_path(path: Path) -> None:
     """Return when a file's content, or a folder's list of names, is on the disk."""
     file = os.open(path, os.O_RDONLY)
@@ -153,8 +127,3 @@ def replace_json(path: Path, value: Any) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

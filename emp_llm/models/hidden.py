@@ -8,9 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from emp_llm.models.direct import write_exactly
+from emp_llm.models.direct import bytes_of, read_exactly, write_exactly
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import bytes_of, read_exactly
 
 Place = Literal["auto", "device", "cpu", "disk"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from emp_llm.models.digests import Digests
-from emp_llm.models.direct import write_exactly
+from emp_llm.models.direct import bytes_of, read_exactly, write_exactly
 from emp_llm.models.errors import ReadError, UserError
-from emp_llm.models.files import OpenFiles, bytes_of, read_exactly
+from emp_llm.models.files import OpenFiles
 from emp_llm.models.work import Work
 
 _SECONDS = 1.0  # between two entries, at least

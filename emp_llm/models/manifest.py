@@ -13,8 +13,9 @@ from typing import Any
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.digests import digest_of
+from emp_llm.models.direct import bytes_of
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import bytes_of, replace_json
+from emp_llm.models.files import replace_json
 from emp_llm.models.headers import read_json
 from emp_llm.models.provenance import versions
 from emp_llm.models.recipe import REPORT_NAME

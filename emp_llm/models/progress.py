@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.models.blockwise import Walk
-from emp_llm.models.direct import write_exactly
+from emp_llm.models.direct import bytes_of, read_exactly, write_exactly
 from emp_llm.models.errors import UserError, reason
-from emp_llm.models.files import bytes_of, read_exactly, replace_json, sync_path
+from emp_llm.models.files import replace_json, sync_path
 from emp_llm.models.input_sums import InputSums
 
 logger = logging.getLogger(__name__)

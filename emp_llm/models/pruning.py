@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.direct import Buffers
+from emp_llm.models.direct import Buffers, Source
 from emp_llm.models.errors import ReadError, UserError
 from emp_llm.models.files import OpenFiles, ahead
 from emp_llm.models.journal import Journal
@@ -253,7 +253,7 @@ class Pruner:
         return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
 
     def _pruned(
-        self, target: Target, here: int, selector: GroupSelector | None, done: int = 0
+        self, target: Target, here: Source, selector: GroupSelector | None, done: int = 0
     ) -> Iterator[tuple[int, Tensor, Pruned]]:
         """(first row, weights, what became of them) of each block of a target's rows; `selector`: of a larger group."""
         scheme, norms = self.scheme_of(target), self._norms.get(target.name)
@@ -266,7 +266,7 @@ class Pruner:
                 part = scheme.prune_rows(block, norms, offset)
             yield first, block, part
 
-    def _masks(self, target: Target, here: int, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor]]:
+    def _masks(self, target: Target, here: Source, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor]]:
         """(first row, mask) of each block of a target's rows."""
         for first, block, scores in self._blocks(target, here):
             if selector is not None:
@@ -290,13 +290,13 @@ class Pruner:
                 return selector
             feed = selector.search
 
-    def _blocks(self, target: Target, here: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _blocks(self, target: Target, here: Source) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(first row, weights, scores) of each block of a target's rows."""
         for first, block in self._read(target, here):
             yield first, block, self.scheme_of(target).criterion.score(block, self._norms.get(target.name)).contiguous()
             self._buffers.give(block)
 
-    def _read(self, target: Target, here: int, done: int = 0) -> Iterator[tuple[int, Tensor]]:
+    def _read(self, target: Target, here: Source, done: int = 0) -> Iterator[tuple[int, Tensor]]:
         """(first row, weights) of each block of a target's rows; the next ones are read meanwhile. `done` rows are left out."""
         matrix = target.matrix
 

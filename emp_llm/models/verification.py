@@ -16,8 +16,8 @@ from tqdm import tqdm
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import OTHER_WEIGHTS, Checkpoint, Matrix
 from emp_llm.models.digests import Digests
+from emp_llm.models.direct import Source, read_exactly
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import read_exactly
 from emp_llm.models.manifest import MANIFEST_NAME, norms_digest, scheme_of
 from emp_llm.models.pruning import Pruner
 from emp_llm.models.recipe import REPORT_NAME
@@ -171,8 +171,7 @@ def _wrong_weights(
     """How many weights of a target differ in their bits from what the reference yields."""
     wrong = 0
     path = pruned.folder / target.matrix.stored.shard.name
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with Source(path) as file:
         for first, block in _blocks(target):
             scores = scheme.criterion.score(block, norm).contiguous()
             try:
@@ -184,10 +183,8 @@ def _wrong_weights(
             except NonFiniteError as error:
                 raise UserError(f"{target.matrix.stored.shard}: {target.name} holds NaN or infinity.") from error
             expected = block.masked_fill(~part.mask, 0).contiguous()
-            found = target.matrix.read(file, first, first + block.shape[0]).contiguous()
+            found = target.matrix.read(file, first, first + block.shape[0])
             wrong += int((_bits(expected) != _bits(found)).sum())
-    finally:
-        os.close(file)
     return wrong
 
 
@@ -206,12 +203,9 @@ def _selector(targets: list[Target], scheme: Scheme, norms: dict[str, Tensor | N
 
 def _blocks(target: Target) -> Iterator[tuple[int, Tensor]]:
     """(first row, weights) of each block of a target's rows, from the source."""
-    file = os.open(target.matrix.stored.shard, os.O_RDONLY)
-    try:
+    with Source(target.matrix.stored.shard) as file:
         for first, last in target.matrix.row_blocks(_BLOCK_WEIGHTS):
-            yield first, target.matrix.read(file, first, last).contiguous()
-    finally:
-        os.close(file)
+            yield first, target.matrix.read(file, first, last)
 
 
 def _gaps(matrices: list[Matrix], size: int) -> Iterator[tuple[int, int]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.direct import Buffers, Sink
-from emp_llm.models.files import Behind, OpenFiles, ahead, bytes_of, read_exactly
+from emp_llm.models.direct import Buffers, Sink, bytes_of
+from emp_llm.models.files import Behind, OpenFiles, ahead
 from emp_llm.models.journal import Journal
 from emp_llm.models.targets import Target
 
@@ -82,7 +82,7 @@ class Writer(ExitStack):
 
         def reading(first: int, last: int) -> tuple[int, Tensor]:
             block = self._buffers.take((1, last - first), torch.uint8, first)
-            read_exactly(here, bytes_of(block), first, segment.shard)
+            here.read(bytes_of(block), first)
             return first, block
 
         def write(first: int, block: Tensor) -> None:

@@ -1,0 +1,150 @@
+"""Files by position, past the page cache and through it: the same bytes, whatever the places and whatever the system does."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emp_llm.models import direct
+from emp_llm.models.direct import PAGE, Buffers, Sink, Source, bytes_of
+from emp_llm.models.errors import UserError
+
+SIZE = 20 * PAGE + 123
+CONTENT = bytes(torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy())
+DTYPES = [torch.uint8, torch.bfloat16]
+ranges = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
+some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def write(path: Path, buffers: Buffers, cuts: list[int], aligned: bool) -> None:
+    """Write CONTENT in pieces, the last one first."""
+    sink = Sink(path)
+    for start, end in reversed(list(zip([0, *cuts], [*cuts, SIZE], strict=True))):
+        block = buffers.take((1, end - start), torch.uint8, start + (not aligned))
+        bytes_of(block)[:] = CONTENT[start:end]
+        sink.write(bytes_of(block), start)
+        buffers.give(block)
+    sink.sync()
+    sink.close()
+
+
+@some
+@given(cuts=st.lists(st.integers(0, SIZE), max_size=6).map(sorted), aligned=st.booleans(), direct_io=st.booleans())
+def test_written_in_pieces(tmp_path: Path, cuts: list[int], aligned: bool, direct_io: bool) -> None:
+    path = tmp_path / "file"
+    path.unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if not direct_io:
+            patch.setattr(direct, "_DIRECT", 0)
+        write(path, Buffers(), cuts, aligned)
+    assert path.read_bytes() == CONTENT
+
+
+@some
+@given(
+    places=st.lists(ranges, min_size=1, max_size=4), cold=st.booleans(), dtype=st.sampled_from([torch.uint8, torch.bfloat16])
+)
+def test_read_anywhere(tmp_path: Path, places: list[list[int]], cold: bool, dtype: torch.dtype) -> None:
+    path, buffers = tmp_path / "file", Buffers()
+    if not path.exists():
+        path.write_bytes(CONTENT)
+    with Source(path) as source:
+        if cold:
+            os.fsync(source.file)
+            os.posix_fadvise(source.file, 0, 0, os.POSIX_FADV_DONTNEED)
+        for start, end in places:
+            block = buffers.take((1, (end - start) // dtype.itemsize), dtype, start)
+            source.read(bytes_of(block), start)
+            assert bytes(bytes_of(block)) == CONTENT[start : start + block.numel() * dtype.itemsize]
+            buffers.give(block)
+
+
+def test_whole_pages_go_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system can: the middle of a block by the direct descriptor, its ends by the other."""
+    sink = Sink(tmp_path / "file")
+    if sink._direct is None:
+        pytest.skip("this file system has no direct access")
+    calls: list[tuple[bool, int]] = []
+    pwrite = os.pwrite
+
+    def watched(file: int, raw: Any, offset: int) -> int:
+        calls.append((file == sink._direct, len(raw)))
+        return pwrite(file, raw, offset)
+
+    monkeypatch.setattr(os, "pwrite", watched)
+    block = Buffers().take((1, 3 * PAGE), torch.uint8, 100)
+    sink.write(bytes_of(block), 100)
+    assert calls == [(False, PAGE - 100), (True, 2 * PAGE), (False, 100)]
+    sink.close()
+
+
+def test_the_cache_is_asked_first(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    with Source(path) as source:
+        if source._direct is None or source._cached._map is None:
+            pytest.skip("this system does not tell")
+        assert source._cached.share(0, 20 * PAGE) == 1
+        os.fsync(source.file)
+        os.posix_fadvise(source.file, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert source._cached.share(0, 20 * PAGE) < 0.5
+        block = Buffers().take((1, 20 * PAGE), torch.uint8, 0)
+        source.read(bytes_of(block), 0)
+        assert source._cached.share(0, 20 * PAGE) < 0.5, "it was read past the cache"
+        assert bytes(bytes_of(block)) == CONTENT[: 20 * PAGE]
+
+
+def short(file: int, raw: Any, offset: int, pwrite: Callable[..., int] = os.pwrite) -> int:
+    return pwrite(file, raw[: PAGE * 2] if len(raw) > PAGE * 2 else raw[: len(raw) // 2 + 1], offset)
+
+
+def no_direct(file: int, raw: Any, offset: int, pwrite: Callable[..., int] = os.pwrite) -> int:
+    if len(raw) >= PAGE and len(raw) % PAGE == 0:
+        raise OSError(errno.EINVAL, "no")
+    return pwrite(file, raw[: PAGE - 1], offset)
+
+
+@pytest.mark.parametrize("system", [short, no_direct])
+def test_what_the_system_does_by_halves_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: Any) -> None:
+    monkeypatch.setattr(os, "pwrite", system)
+    write(tmp_path / "file", Buffers(), [5000, 60000], aligned=True)
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    block = Buffers().take((1, SIZE + 1), torch.uint8, 0)
+    with Source(path) as source:
+        with pytest.raises(UserError, match=r"file: it ends before byte \d+"):
+            source.read(bytes_of(block), 0)
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(UserError, match=r"file: it cannot be read \(broken\)"):
+            source.read(bytes_of(block), 0)
+    monkeypatch.setattr(os, "pwrite", broken)
+    with pytest.raises(OSError, match="broken"):
+        Sink(path).write(bytes_of(block), 0)
+    with pytest.raises(UserError, match=r"absent: it cannot be read"):
+        Source(tmp_path / "absent")
+
+
+def test_memory_is_used_again() -> None:
+    buffers = Buffers()
+    first = buffers.take((100, 100), torch.bfloat16, 6)
+    assert first.shape == (100, 100)
+    assert (first.data_ptr() - 6) % PAGE == 0
+    memory = first.untyped_storage().data_ptr()
+    buffers.give(first)
+    second = buffers.take((50, 100), torch.float32, 4)
+    assert second.untyped_storage().data_ptr() == memory
+    assert (second.data_ptr() - 4) % PAGE == 0
+    assert buffers.take((1, 1), torch.float32).untyped_storage().data_ptr() != memory, "what is taken is nobody else's"
