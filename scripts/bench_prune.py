@@ -4,8 +4,8 @@
 
 Makes a checkpoint of random bfloat16 weights in three shards; then, in turn, copies it and prunes it (emp-magnitude, the MLP
 and all linear layers) as whole processes. Before each run the files are thrown out of the page cache; each run ends with the
-(prune does so by itself, the copy is followed by sync). `dd` with direct reads and writes tells what the disk takes.
-Prints medians, and the peak memory of a prune.
+data on the disk: prune does so by itself, the copy is followed by sync, and `dd` with direct reads and writes tells what the
+disk takes. Prints medians, and the peak memory of a prune.
 """
 
 import argparse
