@@ -15,23 +15,20 @@ from typer import Option
 from emp_llm.cli import run
 from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
-from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.files import replace_json, sync_tree
 from emp_llm.models.hidden import Place
 from emp_llm.models.journal import Journal
-from emp_llm.models.layers import Layer
 from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.manifest import ACTIVATIONS_NAME, definition, norms_digest, write_manifest
 from emp_llm.models.output import OutputFolder, needed_bytes
+from emp_llm.models.plan import Plan
 from emp_llm.models.propagation import Execution, Mode, Propagate
 from emp_llm.models.provenance import command_line, versions
-from emp_llm.models.pruning import Pruner
 from emp_llm.models.ranks import ranks
-from emp_llm.models.recipe import REPORT_NAME, Method, Recipe
+from emp_llm.models.recipe import REPORT_NAME, MatchBy, Method, Recipe
 from emp_llm.models.stages import Stages
 from emp_llm.models.summary import summarise
-from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures
 from emp_llm.services.hub import Source, find_model
@@ -51,6 +48,9 @@ def prune(
     sparsity: Annotated[float | None, Option(help="Share removed of every group (other methods); default 0.5.")] = None,
     pattern: Annotated[str | None, Option(help="N:M, N of every M inputs stay (other methods).")] = None,
     match: Annotated[Path | None, Option(help="Output of an earlier run: remove as many weights as it did.")] = None,
+    match_by: Annotated[
+        MatchBy | None, Option(help="As many of all weights as that run, or of every matrix; default: total.")
+    ] = None,
     group: Annotated[Group, Option(help="What competes for places.")] = "row",
     targets: Annotated[str, Option(help="mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp",
     ignore: Annotated[str | None, Option(help="Layers to leave out: suffixes a,b, or a regex.")] = None,
@@ -89,7 +89,19 @@ def prune(
     Returns the report that is also written as emp_report.json; for a dry run, what would be pruned and what it needs.
     """
     recipe = Recipe(
-        method, beta, order, neff_dtype, sparsity, pattern, match, group, targets, ignore, min_expert_tokens, allow_partial
+        method,
+        beta,
+        order,
+        neff_dtype,
+        sparsity,
+        pattern,
+        match,
+        group,
+        targets,
+        ignore,
+        min_expert_tokens,
+        allow_partial,
+        match_by,
     )
     recipe.check()
     check_options(device_map, dtype)
@@ -200,7 +212,7 @@ def check_pruned(recipe: Recipe, activations: Path | None, quantization: Quantiz
         raise UserError("--propagate pruned decides block by block, and --group all on all blocks at once; take row or matrix.")
 
 
-class _Plan:
+class _Plan(Plan):
     """What will be pruned and where to, from what the user asked; nothing is written or run yet."""
 
     def __init__(
@@ -212,33 +224,9 @@ class _Plan:
         trust_remote_code: bool,
         blocks: str | None = None,
     ) -> None:
-        self.checkpoint = Checkpoint(source.folder)
-        if "quantization_config" in self.checkpoint.config:
-            raise UserError(f"{source.name}: it is quantised already. Prune the original model and quantise the result.")
+        super().__init__(source.folder, source.name, recipe, trust_remote_code, blocks)
         self.output = OutputFolder(output, self.checkpoint, overwrite)
-        self.architecture = Architecture(self.checkpoint, self._skeleton(source, recipe, trust_remote_code), blocks)
-        self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
-        self.coverage = self.architecture.coverage(self.chosen)
-        self.coverage.check(recipe.targets, recipe.allow_partial)
-        scheme = recipe.scheme(self.coverage.target_parameters)
-        self.pruner = Pruner(self.checkpoint, self.chosen, scheme, least_tokens=recipe.min_expert_tokens)
-        no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
-        if recipe.needs_activations and no_inputs is not None:
-            raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method for it.")
-
-    def _skeleton(self, source: Source, recipe: Recipe, trust_remote_code: bool) -> PreTrainedModel | None:
-        try:
-            return build_skeleton(source.folder, trust_remote_code)
-        except UserError as error:
-            if recipe.needs_activations:
-                raise
-            logger.warning("%s Magnitude needs no model class: its layers are taken from the tensors' names.", error)
-            return None
-
-    def layers_to_calibrate(self) -> list[Layer]:
-        """Every linear layer, so that the activations serve other targets too, and whatever else was named."""
-        everything = self.architecture.select("all-linear") + self.chosen
-        return list(dict.fromkeys(target.layer for target in everything))
+        self.pruner = self.pruner_of(recipe)
 
     def describe(self, calibrates: bool) -> dict[str, Any]:
         """What would be pruned and what it needs, as data."""

@@ -80,7 +80,7 @@ def plan(source: Path, method: Any, **options: Any) -> Pruner:
     architecture = Architecture(checkpoint, build_skeleton(source))
     recipe = Recipe(method=method, targets="all-linear", **options)
     targets = architecture.select(recipe.targets)
-    return Pruner(checkpoint, targets, recipe.scheme(architecture.coverage(targets).target_parameters))
+    return Pruner(checkpoint, targets, recipe.scheme({target.name: target.matrix.numel for target in targets}))
 
 
 def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:

@@ -93,20 +93,16 @@ class Journal:
         """The same for bytes in memory, before or while they are written; where they must stay until the future is done."""
         return self.digests.add(path, start, content) if self._work is not None else None
 
-    def put(self, first: int, statistics: dict[str, Tensor | None]) -> None:
+    def put(self, first: int, statistics: dict[str, Tensor]) -> None:
         """Keep what became of rows.
 
         Args:
             first: the first of them, counted over all targets.
-            statistics: by the names of STATISTICS, one number for each row; None counts as zeros.
+            statistics: by the names of STATISTICS, one number for each row.
         """
         if self._rows is None:
             return
-        rows = next(len(values) for values in statistics.values() if values is not None)
-        table = torch.zeros((rows, len(STATISTICS)), dtype=torch.float64)
-        for column, name in enumerate(STATISTICS):
-            if (values := statistics[name]) is not None:
-                table[:, column] = values
+        table = torch.stack([statistics[name] for name in STATISTICS], dim=1)
         write_exactly(self._rows, bytes_of(table), first * 8 * len(STATISTICS))
 
     def get(self, first: int, rows: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ adds to it.
 """
 
 import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from emp_llm.models.files import replace_json
 from emp_llm.models.headers import read_json
 from emp_llm.models.provenance import versions
 from emp_llm.models.recipe import REPORT_NAME
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.scheme import Scheme
 
 MANIFEST_NAME = "emp_manifest.json"
 ACTIVATIONS_NAME = Path("emp_llm") / "activations.safetensors"
 _FORMAT = "emp-llm manifest 1"
-_BUDGETS = (EffectiveBudget, RatioBudget, PatternBudget, TotalBudget)
+_BUDGETS = (EffectiveBudget, RatioBudget, PatternBudget, TotalBudget, PartsBudget)
 
 
 def definition(
@@ -37,7 +38,8 @@ def definition(
         recipe: `Recipe.record()`.
         activations: what tells the norms from others; None where none are needed.
     """
-    budget = {"kind": type(scheme.budget).__name__, **asdict(scheme.budget)}  # type: ignore[call-overload]
+    fields = json.loads(json.dumps(asdict(scheme.budget)))  # type: ignore[call-overload]
+    budget = {"kind": type(scheme.budget).__name__, **fields}
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
         "source": checkpoint.fingerprint | {"bytes": {shard.name: shard.stat().st_size for shard in checkpoint.shards}},

@@ -5,9 +5,9 @@ Follow one weight: `Matrix.read` takes its bytes from the shard, the scheme's cr
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from emp_llm.models.direct import Buffers, Source
 from emp_llm.models.errors import ReadError, UserError
 from emp_llm.models.files import OpenFiles, ahead
 from emp_llm.models.journal import Journal
+from emp_llm.models.outcomes import Outcome, Rows
 from emp_llm.models.targets import Target
 from emp_llm.models.writing import Segment, Writer, segments_of
 from emp_llm.selection.budgets import PatternBudget
@@ -30,32 +31,6 @@ from emp_llm.selection.rows import select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
 BLOCK_WEIGHTS = 1 << 21
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one target.
-
-    Attributes:
-        target: the matrix.
-        kept: int64, shape (rows,).
-        kept_mass, mass: float64, shape (rows,): sums of scores, of the kept and of all.
-        n_eff, s_eff: float64, shape (rows,), or (1,) for the matrix as one group; None where the group is larger.
-        zeros: how many of its weights are zero now.
-    """
-
-    target: Target
-    kept: Tensor
-    kept_mass: Tensor
-    mass: Tensor
-    n_eff: Tensor | None
-    s_eff: Tensor | None
-    zeros: int
-
-    @property
-    def kept_fraction(self) -> Tensor:
-        """float64, shape (rows,)."""
-        return self.kept.double() / self.target.matrix.columns
 
 
 class Pruner:
@@ -192,6 +167,42 @@ class Pruner:
             raise
         return [outcomes[target.name] for target in self.targets]
 
+    def decide(self, see: Callable[[Target, int, Tensor], None]) -> list[Outcome]:
+        """Decide all targets as `write` does, and write nothing.
+
+        Args:
+            see: called with a target, the first row and the pruned rows (shape (rows, columns)) of each block, in order. Their
+                memory is used again.
+
+        Returns, raises: as `write`.
+        """
+        outcomes = []
+        total = sum(target.matrix.numel for target in self.targets)
+        with OpenFiles() as files, tqdm(total=total, desc="decide", unit="W", unit_scale=True, disable=None) as bar:
+            everything = self._search(self.targets, files) if self.scheme.group == "all" else None
+            for target in self.targets:
+                selector = self._search([target], files) if self.scheme.group == "matrix" else everything
+                rows = Rows(target.matrix.rows)
+                for first, block, part in self._pruned(target, files.reading(target.matrix.stored.shard), selector):
+                    rows.put(first, part)
+                    see(target, first, block)
+                    bar.update(block.numel())
+                    self._buffers.give(block)
+                outcomes.append(self._outcome(target, rows, selector))
+            self._end(everything)
+        self.checkpoint.check_unchanged()
+        return outcomes
+
+    def measured(self, target: Target, first: int, block: Tensor) -> Pruned:
+        """What this would make of a block of a target's rows, each a group of its own; the block stays as it is."""
+        return self._prune_rows(target, first, block.clone())
+
+    def blocks(self, target: Target, files: OpenFiles) -> Iterator[tuple[int, Tensor]]:
+        """(first row, weights) of each block of a target's rows; the memory of one is used again after the next."""
+        for first, block in self._read(target, files.reading(target.matrix.stored.shard)):
+            yield first, block
+            self._buffers.give(block)
+
     def _write(self, writer: Writer, journal: Journal) -> dict[str, Outcome]:
         segments = segments_of(self.checkpoint, self.targets, in_order=self.scheme.group == "all")
         outcomes: dict[str, Outcome] = {}
@@ -208,10 +219,13 @@ class Pruner:
                 if last:
                     self.checkpoint.check_unchanged()
                 bar.update(segment.bytes)
+        self._end(everything)
+        return outcomes
+
+    def _end(self, everything: GroupSelector | None) -> None:
         if everything is not None:
             mass = everything.effective_mass(self._score_dtype(self.targets[0]))
             self.whole = (float(everything.moments.number()), mass)
-        return outcomes
 
     def _prune(
         self,
@@ -229,28 +243,29 @@ class Pruner:
         selector = everything
         if self.scheme.group == "matrix" and done < rows:
             selector = self._search([target], writer.files)
-        # Filled in place: small tensors that outlive a block, made between its large ones, would keep the heap from shrinking.
-        columns = journal.get(row, done)
-        columns = {name: torch.cat((values, torch.zeros(rows - done, dtype=torch.float64))) for name, values in columns.items()}
+        found = Rows(rows, journal.get(row, done))
         here = writer.files.reading(target.matrix.stored.shard)
         for first, block, part in self._pruned(target, here, selector, done):
-            for name, values in columns.items():
-                found = getattr(part, name)
-                if found is not None:
-                    values[first : first + block.shape[0]] = found
-            writer.rows(number, segment, first, block, row + first, columns)
+            found.put(first, part)
+            writer.rows(number, segment, first, block, row + first, found.columns)
+        outcome = self._outcome(target, found, selector)
+        if self.scheme.group == "matrix" and selector is not None:
+            writer.note(row, {name: values[:1] for name, values in found.columns.items()})
+        return outcome
+
+    def _outcome(self, target: Target, rows: Rows, selector: GroupSelector | None) -> Outcome:
+        """What became of a target; of one that is a group, N_eff and s_eff come into its first row."""
+        columns = rows.columns
         n_eff: Tensor | None = columns["n_eff"]
         s_eff: Tensor | None = columns["s_eff"]
         if self.scheme.group == "matrix":
             if selector is not None:
                 columns["n_eff"][0] = selector.moments.number()
                 columns["s_eff"][0] = selector.effective_mass(self._score_dtype(target))
-                writer.note(row, {name: values[:1] for name, values in columns.items()})
             n_eff, s_eff = columns["n_eff"][:1].clone(), columns["s_eff"][:1].clone()
         elif selector is not None:
             n_eff = s_eff = None
-        zeros = int(columns["zeros"].sum())
-        return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
+        return rows.outcome(target, n_eff, s_eff)
 
     def _pruned(
         self, target: Target, here: Source, selector: GroupSelector | None, done: int = 0
@@ -261,10 +276,13 @@ class Pruner:
             if selector is not None:
                 yield first, block, selector.prune(block, scheme.criterion.score(block, norms).contiguous())
                 continue
-            offset = self._offsets[target.name] + first * target.matrix.columns
-            with _finite(target, first, block):
-                part = scheme.prune_rows(block, norms, offset)
-            yield first, block, part
+            yield first, block, self._prune_rows(target, first, block)
+
+    def _prune_rows(self, target: Target, first: int, block: Tensor) -> Pruned:
+        """Prune a block of a target's rows in place, each a group of its own."""
+        offset = self._offsets[target.name] + first * target.matrix.columns
+        with _finite(target, first, block):
+            return self.scheme_of(target).prune_rows(block, self._norms.get(target.name), offset)
 
     def _masks(self, target: Target, here: Source, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor]]:
         """(first row, mask) of each block of a target's rows."""

@@ -1,17 +1,19 @@
 """The recipe: everything that defines a pruning run, checked before anything is read."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from emp_llm.models.errors import UserError
 from emp_llm.models.headers import read_json
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group, Scheme
 
 Method = Literal["emp-wanda", "emp-magnitude", "wanda", "magnitude"]
+MatchBy = Literal["total", "matrix"]
 REPORT_NAME = "emp_report.json"
 
 
@@ -23,6 +25,7 @@ class Recipe:
         method: a criterion; with "emp-" in front the effective number decides how many stay, without it a fixed sparsity.
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
+        match_by: what of the run to be matched: how many weights it removed in all, or of every matrix. None: in all.
         group: what competes for places.
         targets, ignore: which layers.
         min_expert_tokens: experts that were shown fewer calibration tokens are scored by magnitude.
@@ -41,6 +44,7 @@ class Recipe:
     ignore: str | list[str] | None = None
     min_expert_tokens: int = 32
     allow_partial: bool = False
+    match_by: MatchBy | None = None
 
     @property
     def adaptive(self) -> bool:
@@ -55,14 +59,14 @@ class Recipe:
     def needs_activations(self) -> bool:
         return CRITERIA[self.criterion_name].needs_norms
 
-    def scheme(self, total: int) -> Scheme:
-        """The scheme this asks for, over `total` target weights.
+    def scheme(self, sizes: Mapping[str, int]) -> Scheme:
+        """The scheme this asks for, over targets of these numbers of weights, in their order.
 
         Raises:
             UserError: an option is out of range, or not of this method.
         """
         self.check()
-        return self._scheme(total)
+        return self._scheme(sizes)
 
     def check(self) -> None:
         """Raise UserError for whatever can be seen to be wrong without the model."""
@@ -83,14 +87,18 @@ class Recipe:
             raise UserError(f"--group {self.group!r} is none of {', '.join(get_args(Group))}.")
         if self.min_expert_tokens < 0:
             raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
+        if self.match_by is not None and self.match is None:
+            raise UserError(f"--match-by {self.match_by} says what of a run is matched; name the run with --match.")
+        if self.match_by is not None and self.match_by not in get_args(MatchBy):
+            raise UserError(f"--match-by {self.match_by!r} is none of {', '.join(get_args(MatchBy))}.")
         if self.match is None:
-            self._scheme(total=1)
+            self._scheme({"": 1})
         else:
             read_report(self.match)
 
-    def _scheme(self, total: int) -> Scheme:
+    def _scheme(self, sizes: Mapping[str, int]) -> Scheme:
         try:
-            return Scheme(self.criterion_name, self._budget(total), self.group)
+            return Scheme(self.criterion_name, self._budget(sizes), self.group)
         except UserError:
             raise
         except ValueError as error:
@@ -98,13 +106,15 @@ class Recipe:
 
     def record(self) -> dict[str, Any]:
         """For a report: what was asked, defaults filled in."""
-        fixed = (
+        fixed: dict[str, Any] = (
             {}
             if self.adaptive
             else {"sparsity": self.sparsity, "pattern": self.pattern, "match": self.match and str(self.match)}
         )
         if not self.adaptive and self.pattern is None and self.match is None and self.sparsity is None:
             fixed["sparsity"] = 0.5
+        if self.match is not None:
+            fixed["match_by"] = self.match_by or "total"
         adaptive = {
             "beta": 1.0 if self.beta is None else self.beta,
             "order": 2.0 if self.order is None else self.order,
@@ -115,19 +125,19 @@ class Recipe:
             common["min_expert_tokens"] = self.min_expert_tokens
         return common | (adaptive if self.adaptive else fixed)
 
-    def _budget(self, total: int) -> Budget:
+    def _budget(self, sizes: Mapping[str, int]) -> Budget:
         if self.adaptive:
             order = 2.0 if self.order is None else self.order
             return EffectiveBudget(1.0 if self.beta is None else self.beta, order, self.neff_dtype or "float64")
         if self.pattern is not None:
             return PatternBudget(*parse_pattern(self.pattern))
         if self.match is not None:
-            return TotalBudget(self._matched(total), total)
+            return self._matched(read_report(self.match), sizes)
         return RatioBudget(0.5 if self.sparsity is None else self.sparsity)
 
-    def _matched(self, total: int) -> int:
-        """How many weights the run that is to be matched removed."""
-        report = read_report(self.match or Path())
+    def _matched(self, report: dict[str, Any], sizes: Mapping[str, int]) -> Budget:
+        """What the run that is to be matched removed, by its report."""
+        total = sum(sizes.values())
         try:
             weights, kept = report["targets"]["weights"], report["targets"]["kept"]
         except (KeyError, TypeError) as error:
@@ -137,7 +147,20 @@ class Recipe:
                 f"{self.match}: that run had {weights} target weights, this one has {total}; match a run of the same model "
                 "with the same --targets."
             )
-        return int(weights - kept)
+        if self.match_by != "matrix":
+            return TotalBudget(int(weights - kept), total)
+        return PartsBudget(tuple(self._removed(report, name, size) for name, size in sizes.items()), tuple(sizes.values()))
+
+    def _removed(self, report: dict[str, Any], name: str, size: int) -> int:
+        """How many weights of a matrix the run that is to be matched removed."""
+        try:
+            entry = report["matrices"][name]
+            weights, kept = entry["rows"] * entry["columns"], int(entry["kept"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{self.match}: its {REPORT_NAME} does not say how many weights of {name} were kept.") from error
+        if weights != size:
+            raise UserError(f"{self.match}: in that run {name} had {weights} weights, here it has {size}; they do not match.")
+        return size - kept
 
 
 def parse_pattern(text: str) -> tuple[int, int]:

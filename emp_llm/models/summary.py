@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.models.pruning import Outcome, Pruner
+from emp_llm.models.outcomes import Outcome
+from emp_llm.models.pruning import Pruner
 from emp_llm.models.targets import Coverage
 from emp_llm.selection.effective import effective_mass_bound
 

@@ -5,7 +5,10 @@ weight stands among all targets, so that a total can be spread evenly.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -122,6 +125,33 @@ class TotalBudget:
             counts.append(size - (after - before))
             before = after
         return torch.tensor(counts, dtype=torch.int64, device=moments.size.device)
+
+
+@dataclass(frozen=True)
+class PartsBudget:
+    """A `TotalBudget` for each of several parts, one behind the other: `removed[i]` of the `sizes[i]` weights of part i.
+
+    The parts are the matrices of a run, so that each loses what another run took from it, and only its rows are made equal.
+    No group lies in two parts.
+    """
+
+    removed: tuple[int, ...]
+    sizes: tuple[int, ...]
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("removed", "sizes"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for removed, size in zip(self.removed, self.sizes, strict=True):
+            TotalBudget(removed, size)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate(self.sizes, initial=0))
+
+    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
+        part = bisect_right(self._starts, offset) - 1
+        return TotalBudget(self.removed[part], self.sizes[part]).counts(moments, offset - self._starts[part])
 
 
 def _bfloat16_counts(rows: Tensor, moments: Moments, beta: float) -> Tensor:

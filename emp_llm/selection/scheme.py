@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, PatternBudget
+from emp_llm.selection.budgets import Budget, PartsBudget, PatternBudget
 from emp_llm.selection.criteria import CRITERIA, Criterion
 from emp_llm.selection.effective import keep_counts
 from emp_llm.selection.hill import Moments
@@ -33,6 +33,8 @@ class Scheme:
     def __post_init__(self) -> None:
         if isinstance(self.budget, PatternBudget) and self.group != "row":
             raise ValueError(f"pattern N:M is a budget within rows; it goes with group row, not {self.group}")
+        if isinstance(self.budget, PartsBudget) and self.group == "all":
+            raise ValueError("match-by matrix fixes what every matrix loses; it goes with group row or matrix, not all")
         if getattr(self.budget, "dtype", "float64") != "float64" and self.group != "row":
             raise ValueError(
                 f"neff-dtype bfloat16 is the paper's arithmetic for rows; it goes with group row, not {self.group}"
