@@ -14,7 +14,9 @@ import typer
 COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
+    "measure": "Tell how many weights of a model matter, and write no weights.",
     "prune": "Prune a model and write the pruned checkpoint.",
+    "sweep": "Prune by many recipes, and measure each.",
     "verify": "Look again at a pruned checkpoint: files, bytes and masks.",
 }
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")

@@ -1,13 +1,18 @@
 """What became of the targets of a run: counts and sums of every row, filled in while blocks of rows are decided."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from emp_llm.models.journal import STATISTICS
 from emp_llm.models.targets import Target
+from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.kernels.rows import Pruned
+from emp_llm.selection.scheme import Scheme
+
+ALL_KEPT = "all kept"
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,17 @@ class Rows:
         columns = self.columns
         zeros = int(columns["zeros"].sum())
         return Outcome(target, columns["kept"].long(), columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
+
+
+def masks_digest(outcomes: list[Outcome], scheme: Scheme, fallback: dict[str, int]) -> str:
+    """A hash of the masks of some targets: equal ones are of equal masks, for the same weights and norms.
+
+    It is of what the masks follow from, the ranking of the scores and how many stay of every row. ALL_KEPT: nothing is removed.
+    """
+    if all(bool((outcome.kept == outcome.target.matrix.columns).all()) for outcome in outcomes):
+        return ALL_KEPT
+    pattern = asdict(scheme.budget) if isinstance(scheme.budget, PatternBudget) else None
+    digest = hashlib.sha256(f"{scheme.criterion_name} {scheme.group} {pattern} {sorted(fallback)}\n".encode())
+    for outcome in outcomes:
+        digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.contiguous().numpy().tobytes())
+    return digest.hexdigest()

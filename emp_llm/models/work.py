@@ -88,16 +88,16 @@ class Work:
         """
         signature = {"format": _FORMAT} | signature
         if self.started and self.files.is_dir():
-            difference = _difference(self._state.get("signature", {}), signature)
-            if difference is None:
+            found = difference(self._state.get("signature", {}), signature)
+            if found is None:
                 logger.info("%s: the work of an earlier run is continued.", self.path)
                 return
             if not anew:
                 raise UserError(
-                    f"{self._what}: {self.path} holds the work of an unfinished run with {difference}. Repeat its command to "
+                    f"{self._what}: {self.path} holds the work of an unfinished run with {found}. Repeat its command to "
                     "go on with it; to begin anew, add --overwrite or delete that folder."
                 )
-            logger.info("%s: the work of an unfinished run with %s is thrown away.", self.path, difference)
+            logger.info("%s: the work of an unfinished run with %s is thrown away.", self.path, found)
         self._state = {}
         self._manifest.unlink(missing_ok=True)
         shutil.rmtree(self.files, ignore_errors=True)
@@ -132,13 +132,13 @@ class Work:
             return {}
 
 
-def _difference(held: Any, asked: Any, name: str = "") -> str | None:
+def difference(held: Any, asked: Any, name: str = "") -> str | None:
     """The first field in which two signatures differ, in words."""
     if isinstance(held, dict) and isinstance(asked, dict):
         for key in [*asked, *(key for key in held if key not in asked)]:
-            difference = _difference(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
-            if difference is not None:
-                return difference
+            found = difference(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
+            if found is not None:
+                return found
         return None
     return None if held == asked else f"{name} {_short(held)}, this one has {_short(asked)}"
 
