@@ -94,6 +94,9 @@ def sweep(
     common = Recipe(
         group=group, targets=targets, ignore=ignore, min_expert_tokens=min_expert_tokens, allow_partial=allow_partial
     )
+    for point in points:
+        if point.baseline_of is None:
+            _recipe(point, common).check()
     if group == "all" and matched_baselines:
         raise UserError("--matched-baselines fix what every matrix loses; they go with --group row or matrix, not all.")
     if ranks().count > 1:

@@ -1,0 +1,398 @@
+"""Sweeps: every point is what prune would have made of the model, measured as from its checkpoint; nothing is done twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from conftest import Run
+
+from emp_llm import sweep as command
+from emp_llm.models.errors import UserError
+from emp_llm.models.in_memory import InMemory
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.plan import Plan
+from emp_llm.models.points import plan_points
+from emp_llm.models.recipe import Recipe
+from emp_llm.prune import prune
+from emp_llm.services import evaluation
+from emp_llm.services.evaluation import Evaluation
+from emp_llm.services.suites import find_suite
+from emp_llm.sweep import sweep
+from emp_llm.verify import verify
+
+Models = Callable[[str], Path]
+Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def suite(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A suite of one text, 3,000 tokens."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "text.txt").write_text(text.read_text()[:3000])
+    (folder / "short.toml").write_text('[perplexity]\nfile = "text.txt"\nseqlen = 100\n')
+    return str(folder / "short.toml")
+
+
+@pytest.fixture(scope="module")
+def options(text: Path, suite: str) -> Record:
+    """What the sweeps of these tests have in common."""
+    calibration = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    return {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsities": "0.4", "suite": suite} | calibration
+
+
+def entries(record: Record) -> dict[str, Record]:
+    return {point["name"]: point for point in record["points"]}
+
+
+def report_of(folder: Path, name: str) -> Record:
+    report: Record = json.loads((folder / "points" / name / "emp_report.json").read_text())
+    return report
+
+
+def perplexity_of(folder: Path, suite: str, dtype: str = "auto") -> float:
+    """Of a checkpoint, loaded anew."""
+    found = Evaluation(find_suite(suite), load_tokenizer(folder), 8).measure(load_model(folder, "cpu", dtype))
+    value: float = found["perplexity"]["perplexity"]
+    return value
+
+
+def test_points_and_their_baselines() -> None:
+    points = plan_points("emp-magnitude,wanda", "1,0.75,1", "2,1", "0.3", "2:4", True)
+    assert [point.name for point in points][:4] == [
+        "emp-magnitude-beta-1",
+        "magnitude-total-as-emp-magnitude-beta-1",
+        "magnitude-matrix-as-emp-magnitude-beta-1",
+        "emp-magnitude-beta-0.75",
+    ]
+    assert [point.name for point in points][-2:] == ["wanda-0.3", "wanda-2of4"]
+    assert len(points) == len({point.name for point in points}) == 2 * 2 * 3 + 2
+    assert "emp-magnitude-order-1-beta-0.75" in {point.name for point in points}
+    assert len({point.name for point in plan_points("emp-wanda", "1.00000001,1.00000002")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"methods": "emp-wanda,sparsegpt"}, "--methods: 'sparsegpt' is none of emp-wanda, "),
+        ({"methods": "emp-wanda,"}, "--methods 'emp-wanda,': expected values"),
+        ({"betas": "1,much"}, "--betas '1,much': expected numbers"),
+        ({"betas": "1,nan"}, "--betas '1,nan': expected numbers"),
+        ({"betas": "0"}, "--beta must be a number above 0"),
+        ({"orders": "-1"}, "--order must be"),
+        ({"sparsities": "1.5"}, "--sparsity must be"),
+        ({"methods": "emp-wanda", "betas": None}, "--sparsities is for wanda or magnitude"),
+        ({"methods": "wanda"}, "--betas is for emp-wanda or emp-magnitude"),
+        ({"methods": "wanda", "betas": None, "matched_baselines": True}, "--matched-baselines is for emp"),
+        ({"patterns": "2-4"}, "--patterns: pattern must be N:M"),
+        ({"group": "all", "matched_baselines": True}, "--matched-baselines .* not all"),
+        ({"group": "column"}, "--group 'column' is none of"),
+        ({"suite": "perplexty"}, "Did you mean perplexity"),
+        ({"limit": 0}, "--limit must be at least 1"),
+    ],
+)
+def test_wrong_options(models: Models, options: Record, tmp_path: Path, changes: Record, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        sweep(str(models("llama")), tmp_path / "out", **(options | changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral", "qwen3_moe", "phi3"])
+def test_a_point_measures_what_its_checkpoint_does(
+    models: Models, options: Record, suite: str, tmp_path: Path, family: str
+) -> None:
+    """To the last bit, experts, Conv1D and fused projections among them; and the report is that of prune."""
+    source, out = models(family), tmp_path / "sweep"
+    before = oracle.digest(source)
+    record = sweep(str(source), out, targets="all-linear", patterns="2:4", matched_baselines=True, **options)
+    assert oracle.digest(source) == before
+    norms = out / "activations.safetensors"
+    assert record == json.loads((out / "sweep.json").read_text())
+    assert record["dense"]["perplexity"]["perplexity"] == perplexity_of(source, suite)
+    assert len(record["points"]) == 8
+    for name, entry in entries(record).items():
+        match = out / "points" / entry["baseline_of"] if entry["baseline_of"] else None
+        own = {key: entry.get(key) for key in ("method", "beta", "order", "sparsity", "pattern")}
+        common = {"targets": "all-linear", "activations": norms, "match": match, "match_by": entry["match"]}
+        report = prune(str(source), tmp_path / name, **own, **common)
+        assert entry["evaluation"]["perplexity"]["perplexity"] == perplexity_of(tmp_path / name, suite), name
+        written = report_of(out, name)
+        for key in ("targets", "matrices", "warnings", "source"):
+            assert written[key] == report[key], (name, key)
+        assert written["recipe"] == report["recipe"] | {"device_map": "cpu"}
+        assert written["point"] == {key: value for key, value in entry.items() if key in written["point"]}
+        assert written["evaluation"]["pruned"] == entry["evaluation"]
+        assert written["evaluation"]["dense"] == record["dense"]
+        assert {path.name for path in (out / "points" / name).iterdir()} == {"emp_report.json"}
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"dtype": "float16"}, {"group": "matrix"}, {"group": "all"}])
+def test_other_dtypes_and_groups(models: Models, options: Record, suite: str, tmp_path: Path, changes: Record) -> None:
+    record = sweep(str(models("llama")), tmp_path / "sweep", **(options | changes))
+    for name, entry in entries(record).items():
+        own = {key: entry[key] for key in ("method", "beta", "order", "sparsity")} | {"group": changes.get("group", "row")}
+        report = prune(str(models("llama")), tmp_path / name, activations=tmp_path / "sweep/activations.safetensors", **own)
+        assert report["matrices"] == report_of(tmp_path / "sweep", name)["matrices"]
+        found = perplexity_of(tmp_path / name, suite, changes.get("dtype", "auto"))
+        assert entry["evaluation"]["perplexity"]["perplexity"] == found
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral"])
+def test_weights_come_back_bit_for_bit(models: Models, family: str) -> None:
+    model = load_model(models(family), "cpu")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    plan = Plan(models(family), family, Recipe(targets="all-linear"))
+    memory = InMemory(model, plan.pruner_of(Recipe("emp-magnitude")))
+    with pytest.raises(KeyError), memory:  # noqa: PT012
+        for recipe in (Recipe("magnitude", sparsity=0.9), Recipe("emp-magnitude", beta=1.5)):
+            memory.prune(plan.pruner_of(recipe))
+            assert any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+            assert not memory.fits()
+        raise KeyError("whatever ends the sweep")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.view(torch.int16), before[name].view(torch.int16)), name
+    assert memory.fits()
+
+
+def test_a_model_that_is_not_its_checkpoint_does_not_fit(models: Models) -> None:
+    model = load_model(models("llama"), "cpu")
+    pruner = Plan(models("llama"), "llama", Recipe()).pruner_of(Recipe("emp-magnitude"))
+    assert InMemory(model, pruner).fits()
+    assert not InMemory(load_model(models("llama"), "disk"), pruner).fits()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1  # type: ignore[index, union-attr, operator]
+    assert not InMemory(model, pruner).fits()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_offloaded_models_go_through_checkpoints(models: Models, options: Record, tmp_path: Path, keep: bool) -> None:
+    offloaded = sweep(str(models("llama")), tmp_path / "disk", **(options | {"device_map": "disk", "keep": keep}))
+    loaded = entries(sweep(str(models("llama")), tmp_path / "cpu", **options))
+    for name, entry in entries(offloaded).items():
+        assert entry["sparsity_of_targets"] == loaded[name]["sparsity_of_targets"]
+        found, expected = (e["evaluation"]["perplexity"]["perplexity"] for e in (entry, loaded[name]))
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert (tmp_path / "disk" / "points" / name / "config.json").exists() == keep
+    names = {path.name for path in (tmp_path / "disk").iterdir()}
+    assert names == {"sweep.json", "dense.json", "activations.safetensors", "points"}
+
+
+def test_kept_checkpoints(models: Models, options: Record, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole ones, that verify finds sound; also for points that were measured before, and are not measured again."""
+    source, out = str(models("mixtral")), tmp_path / "sweep"
+    first = sweep(source, out, **options)
+    monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: pytest.fail("measured again"))
+    assert entries(sweep(source, out, keep=True, **options)) == entries(first)
+    monkeypatch.undo()
+    for name, entry in entries(first).items():
+        folder = out / "points" / name
+        assert verify(folder, source)["differences"] == []
+        assert perplexity_of(folder, suite) == entry["evaluation"]["perplexity"]["perplexity"]
+        assert report_of(out, name)["evaluation"]["pruned"] == entry["evaluation"]
+
+
+def test_finished_parts_are_not_done_again(
+    models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither calibration, nor the dense model, nor points; more betas add points to what is there."""
+    source, out = str(models("llama")), tmp_path / "sweep"
+    first = sweep(source, out, **options)
+    monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert entries(sweep(source, out, **options)) == entries(first)
+    monkeypatch.undo()
+    measured: list[int] = []
+    whole = evaluation.perplexity
+    monkeypatch.setattr(evaluation, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
+    second = sweep(source, out, **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}))
+    assert len(measured) == 1
+    assert list(entries(second)) == ["emp-wanda-beta-2", "emp-wanda-beta-1", "emp-wanda-beta-0.5", "magnitude-0.4"]
+    assert entries(second)["magnitude-0.4"] == entries(first)["magnitude-0.4"]
+    assert second["stages"].keys() == first["stages"].keys() == {"load", "calibrate", "evaluate dense"}
+
+
+KILLED = """
+import os, signal, sys
+from emp_llm.cli import run
+from emp_llm.services import evaluation
+from emp_llm.sweep import show, sweep
+left, whole = int(sys.argv.pop(1)), evaluation.perplexity
+def counted(*given, **named):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*given, **named)
+evaluation.perplexity = counted
+run(sweep, show)
+"""
+
+
+def test_killed_sweeps_go_on(models: Models, options: Record, tmp_path: Path) -> None:
+    source, out = str(models("llama")), tmp_path / "killed"
+    expected = sweep(source, tmp_path / "whole", matched_baselines=True, **options)
+    (tmp_path / "killed.py").write_text(KILLED)
+    words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    line = ["--model", source, "--output", str(out), "--matched-baselines", *words]
+    for at in (1, 3):  # in the dense model, and the second point
+        done = subprocess.run([sys.executable, str(tmp_path / "killed.py"), str(at), *line], env=os.environ, check=False)
+        assert done.returncode == -signal.SIGKILL
+    assert len(json.loads((out / "sweep.json").read_text())["points"]) == 1
+    found = sweep(source, out, matched_baselines=True, **options)
+    for name, entry in entries(expected).items():
+        same = entries(found)[name]
+        assert same["masks"] == entry["masks"]
+        assert same["evaluation"]["perplexity"]["perplexity"] == entry["evaluation"]["perplexity"]["perplexity"]
+    assert not list(out.glob(".*"))
+    assert not list((out / "points").glob(".*"))
+
+
+def test_what_was_measured_of_a_point_is_kept(
+    models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = str(models("llama")), tmp_path / "sweep"
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "summarise", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sweep(source, out, **options)
+    noted = json.loads((out / "points" / ".emp-wanda-beta-0.5.measures.json").read_text())
+    measured = noted["measures"]["perplexity"]["perplexity"]
+    seconds = noted["measures"]["perplexity"]["seconds"] = 123.0  # so that it is told from another measurement
+    (out / "points" / ".emp-wanda-beta-0.5.measures.json").write_text(json.dumps(noted))
+    sweep(source, out, **options)
+    found = report_of(out, "emp-wanda-beta-0.5")["evaluation"]["pruned"]["perplexity"]
+    assert (found["perplexity"], found["seconds"]) == (measured, seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"targets": "attention"}, r"recipe\.targets mlp, this one has attention"),
+        ({"limit": 3}, r"limit None, this one has 3"),
+        ({"samples": 3}, r"activations\."),
+        ({"dtype": "float32"}, r"dtype auto, this one has float32"),
+    ],
+)
+def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Path, change: Record, named: str) -> None:
+    source, out = str(models("llama")), tmp_path / "sweep"
+    first = sweep(source, out, **(options | {"methods": "magnitude", "betas": None}))
+    sweep(source, out, **options)  # what needs a calibration may come to what needed none
+    with pytest.raises(UserError, match=named):
+        sweep(source, out, **(options | change))
+    with pytest.raises(UserError, match="sha256_of"):
+        sweep(str(models("mistral")), out, **options)
+    assert entries(json.loads((out / "sweep.json").read_text()))["magnitude-0.4"] == first["points"][0]
+    anew = sweep(source, out, overwrite=True, **(options | change))
+    assert len(anew["points"]) == 3
+    assert entries(anew)["magnitude-0.4"] != first["points"][0]
+
+
+def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_path: Path) -> None:
+    for name, path in (("file", tmp_path / "file"), ("folder", tmp_path / "folder" / "notes.txt")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+        with pytest.raises(UserError, match="it exists and holds no sweep"):
+            sweep(str(models("llama")), tmp_path / name, overwrite=True, **options)
+        assert path.read_text() == "mine"
+    with pytest.raises(UserError, match="it is the input"):
+        sweep(str(models("llama")), models("llama") / "sweep", **options)
+
+
+def test_equal_masks_are_measured_once(
+    models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At order 0 all weights that are not zero stay; and one matrix has the same baseline in all and by matrix."""
+    measured: list[int] = []
+    whole = evaluation.perplexity
+    monkeypatch.setattr(evaluation, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
+    only = {"methods": "emp-wanda", "betas": "1", "sparsities": None, "orders": "0,2", "matched_baselines": True}
+    targets = {"targets": r"model\.layers\.1\.mlp\.down_proj"}
+    record = sweep(str(models("llama")), tmp_path / "sweep", **(options | only | targets))
+    found = {name: entry["evaluation"].get("same_masks_as") for name, entry in entries(record).items()}
+    assert found == {
+        "emp-wanda-order-0-beta-1": "dense",
+        "wanda-total-as-emp-wanda-order-0-beta-1": "dense",
+        "wanda-matrix-as-emp-wanda-order-0-beta-1": "dense",
+        "emp-wanda-beta-1": None,
+        "wanda-total-as-emp-wanda-beta-1": None,
+        "wanda-matrix-as-emp-wanda-beta-1": "wanda-total-as-emp-wanda-beta-1",
+    }
+    assert len(measured) == 3
+
+
+def test_matched_baselines_are_uniform(models: Models, options: Record, tmp_path: Path) -> None:
+    """Each row of a matrix loses the same share, rounded down or up; the matrix, or all of them, lose what EMP took."""
+    source, out = models("mixtral"), tmp_path / "sweep"
+    sweep(str(source), out, keep=True, matched_baselines=True, **(options | {"methods": "emp-wanda", "sparsities": None}))
+    norms = oracle.load_norms(out / "activations.safetensors")
+    adaptive = report_of(out, "emp-wanda-beta-1")
+    for by in ("total", "matrix"):
+        name = f"wanda-{by}-as-emp-wanda-beta-1"
+        baseline = report_of(out, name)
+        assert baseline["targets"]["kept"] == adaptive["targets"]["kept"]
+        shares = set()
+        for layer, entry in baseline["matrices"].items():
+            if by == "matrix":
+                assert entry["kept"] == adaptive["matrices"][layer]["kept"], layer
+            kept = oracle.weight(out / "points" / name, entry["tensor"]) != 0
+            share = (adaptive["matrices"][layer] if by == "matrix" else baseline["targets"])["kept"] / (
+                kept.size if by == "matrix" else baseline["targets"]["weights"]
+            )
+            shares.add(share)
+            assert (np.abs(kept.sum(1) - share * kept.shape[1]) < 1).all(), layer
+            fallback = layer in baseline["targets"]["scored_by_magnitude"]
+            scores = oracle.scores(oracle.weight(source, entry["tensor"]), None if fallback else norms[layer])
+            expected = np.stack([oracle.keep(row, int(count)) for row, count in zip(scores, kept.sum(1), strict=True)])
+            np.testing.assert_array_equal(kept, expected, err_msg=layer)
+        assert (len(shares) > 1) == (by == "matrix")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"match_by": "matrix", "match": None}, "--match-by matrix says what of a run"),
+        ({"match_by": "rows"}, "--match-by 'rows' is none of total, matrix"),
+        ({"match_by": "matrix", "group": "all"}, "--match-by matrix .* not all"),
+        ({"match_by": "matrix", "targets": "attention"}, "that run had"),
+        ({"method": "emp-magnitude", "match_by": "matrix"}, "--match does not go with method emp-magnitude"),
+    ],
+)
+def test_wrong_matches(models: Models, tmp_path: Path, changes: Record, says: str) -> None:
+    source = str(models("llama"))
+    prune(source, tmp_path / "emp", "emp-magnitude")
+    with pytest.raises(UserError, match=says):
+        prune(source, tmp_path / "out", **({"method": "magnitude", "match": tmp_path / "emp"} | changes))
+
+
+@pytest.mark.parametrize("damage", [{}, {"kept": "many"}, {"rows": 7}])
+def test_damaged_report_of_a_match(models: Models, tmp_path: Path, damage: Record) -> None:
+    source = str(models("llama"))
+    report = prune(source, tmp_path / "emp", "emp-magnitude")
+    name = next(iter(report["matrices"]))
+    report["matrices"][name] = damage and report["matrices"][name] | damage
+    (tmp_path / "emp" / "emp_report.json").write_text(json.dumps(report))
+    with pytest.raises(UserError, match=name):
+        prune(source, tmp_path / "out", "magnitude", match=tmp_path / "emp", match_by="matrix")
+
+
+def test_from_the_shell(models: Models, text: Path, suite: str, run: Run, tmp_path: Path) -> None:
+    line = ["--model", models("llama"), "--calibration", text, "--samples", 4, "--seqlen", 64, "--suite", suite]
+    done = run("sweep", *line, "--methods", "emp-wanda,magnitude", "--betas", "0.5,1", "--limit", 5, "--output", "out")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:2] == ["point", "removed"]
+    assert lines[2].startswith("dense")
+    removed = [float(line.split()[1]) for line in lines[2:6]]
+    assert removed == sorted(removed)
+    assert {line.split()[0] for line in lines[3:6]} == {"emp-wanda-beta-1", "magnitude-0.5", "emp-wanda-beta-0.5"}
+    assert "partial" in lines[-1]
+    assert "3 of 3" in done.stderr
+    wrong = run("sweep", *line, "--methods", "wanda", "--betas", "1")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: --betas is for")
