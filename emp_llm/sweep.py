@@ -4,6 +4,7 @@ import gc
 import logging
 import shutil
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from emp_llm.models.journal import Journal
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
 from emp_llm.models.manifest import ACTIVATIONS_NAME, MANIFEST_NAME, definition, norms_digest, write_manifest
 from emp_llm.models.outcomes import ALL_KEPT, masks_digest
-from emp_llm.models.output import OutputFolder
+from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.plan import Plan
 from emp_llm.models.points import BETAS, Point, plan_points
 from emp_llm.models.propagation import Execution, Mode
@@ -37,7 +38,7 @@ from emp_llm.models.sweeps import SweepFolder
 from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures, missing
 from emp_llm.services.hub import Source, find_model
-from emp_llm.services.overview import sweep_table
+from emp_llm.services.overview import sweep_plan, sweep_table
 from emp_llm.services.results import ResultsFile, new_record
 from emp_llm.services.suites import find_suite
 
@@ -81,6 +82,7 @@ def sweep(
     keep: Annotated[bool, Option("--keep", help="Write the checkpoint of every point, too.")] = False,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be measured, and touch nothing.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Throw away a sweep of another kind at the output.")] = False,
 ) -> dict[str, Any]:
     """Prune a model by many recipes and measure each: the curves of beta and of sparsity, beside the dense model.
@@ -88,7 +90,7 @@ def sweep(
     The model is loaded and calibrated once; each point's weights are masked in memory, measured, and put back. Points that are
     finished are not measured again, and a killed sweep goes on with the same command; more betas or methods add points to it.
 
-    Returns what sweep.json holds.
+    Returns what sweep.json holds; for a dry run, the points.
     """
     points = plan_points(methods, betas, orders, sparsities, patterns, matched_baselines)
     common = Recipe(
@@ -112,7 +114,12 @@ def sweep(
     if given is not None:
         warn_if_foreign(given, plan.checkpoint)
         plan.pruner_of(_recipe(scored or points[0], common)).use(given, str(activations))
-    with SweepFolder(output or Path(f"{source.short_name}-sweep"), plan.checkpoint, points, overwrite) as folder:
+    place = SweepFolder(output or Path(f"{source.short_name}-sweep"), plan.checkpoint, points, overwrite)
+    if dry_run:
+        unfinished = [point.record() for point in points if place.report(point) is None]
+        disk = needed_bytes(plan.checkpoint) * len(points) if keep else 0
+        return {"dry_run": True, "points": unfinished, "coverage": asdict(plan.coverage), "disk_bytes": disk}
+    with place as folder:
         tokenizer = load_tokenizer(source.folder, trust_remote_code)
         text: Calibration | None = None
         made_of: dict[str, Any] | None = None if given is None else {"norms": norms_digest(given)}
@@ -137,7 +144,7 @@ def sweep(
 
 def show(record: dict[str, Any]) -> None:
     """Print the table of all points."""
-    print(sweep_table(record))
+    print(sweep_plan(record) if record.get("dry_run") else sweep_table(record))
 
 
 def _recipe(point: Point, common: Recipe) -> Recipe:
@@ -232,7 +239,8 @@ class _Sweep:
                         if memory is not None:
                             stack.enter_context(memory)
                     report = self._measure(point, memory, report)
-                    logger.info("%s: done, %d of %d.", point.name, number, len(points))
+                    removed = 100 * report["targets"]["sparsity_of_targets"]
+                    logger.info("%s: done, %.2f %% removed; %d of %d.", point.name, removed, number, len(points))
                 self._measured.setdefault(report["masks"], (point.name, report["evaluation"]["pruned"]))
                 self._folder.finish(point, report)
 

@@ -305,6 +305,16 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
         sweep(str(models("llama")), models("llama") / "sweep", **options)
 
 
+def test_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.show(sweep(str(models("llama")), tmp_path / "out", dry_run=True, keep=True, matched_baselines=True, **options))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["emp-wanda-beta-0.5", "wanda-total-as-emp-wanda-beta-0.5", "wanda-matrix-as-emp-wanda-beta-0.5"]
+    assert lines[7] == "7 points to measure, and the dense model"
+    assert lines[8] == "targets: 6 of 14 matrices in blocks"
+    assert lines[9].startswith("disk: ")
+    assert not list(tmp_path.iterdir())
+
+
 def test_equal_masks_are_measured_once(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from emp_llm.services.comparison import Value, values_of
 from emp_llm.services.tables import Rows, table
+from emp_llm.services.terminal import size
 
 Entry = dict[str, Any]
 _DEPTHS = 8  # columns of the table of measures that blocks are shared out to, at most
@@ -28,9 +29,20 @@ def sweep_table(record: dict[str, Any]) -> str:
     notes = [f"suite {record['suite']}; removed: of the targets, and of all parameters"]
     same = [(point["name"], point["evaluation"].get("same_masks_as")) for point in points]
     notes += [f"{name} has the same masks as {other}, and its figures" for name, other in same if other is not None]
+    if any(not name.startswith("perplexity") for name in names):
+        notes.append("accuracies in percent, their changes in points")
     if any(value.partial for value in dense.values()):
         notes.append("partial: not all examples, or not all of the text, were taken")
     return "\n".join([table(rows), *notes])
+
+
+def sweep_plan(plan: dict[str, Any]) -> str:
+    """What a sweep would measure: the names of the points, the targets, and the disk that kept checkpoints need."""
+    coverage = plan["coverage"]
+    lines = [point["name"] for point in plan["points"]]
+    lines.append(f"{len(lines)} points to measure, and the dense model")
+    lines.append(f"targets: {coverage['targets']} of {coverage['matrices']} matrices in blocks")
+    return "\n".join(lines + ([f"disk: {size(plan['disk_bytes'])} for the checkpoints"] if plan["disk_bytes"] else []))
 
 
 def measure_table(record: dict[str, Any]) -> str:
