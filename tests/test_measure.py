@@ -76,9 +76,9 @@ def test_each_matrix_is_read_once(
     rows: dict[str, int] = {}
     read = Matrix.read
 
-    def counted(self: Matrix, file: int, first: int, last: int) -> Any:
+    def counted(self: Matrix, file: int, first: int, last: int, *rest: Any) -> Any:
         rows[self.stored.name] = rows.get(self.stored.name, 0) + last - first
-        return read(self, file, first, last)
+        return read(self, file, first, last, *rest)
 
     monkeypatch.setattr(Matrix, "read", counted)
     record = measure(str(models("llama")), tmp_path / "m.json", orders="0.5,1,2", activations=norms("llama"))
