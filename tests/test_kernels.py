@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.kernels import rows
 from emp_llm.selection.kernels.rows import has_kernel, prune_rows, prune_rows_plainly
@@ -23,6 +23,7 @@ BUDGETS: list[Budget] = [
     RatioBudget(0.5),
     RatioBudget(0.0),
     TotalBudget(1000, 4000),
+    PartsBudget((10, 1000), (17, 4000)),
     PatternBudget(2, 4),
     PatternBudget(1, 2),
     PatternBudget(4, 8),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import magnitude, wanda
 from emp_llm.selection.hill import Moments
 from emp_llm.selection.masks import largest_mask
@@ -155,6 +155,27 @@ def test_total_is_exact_and_spread_evenly() -> None:
             kept += int(counts.sum())
             offset += rows * columns
         assert total - kept == removed
+
+
+def test_parts_lose_what_is_said_of_each() -> None:
+    """Row by row as a total of its own, however the rows of a part are cut into blocks."""
+    sizes, removed = [(30, 64), (7, 101), (1, 5)], (1000, 0, 4)
+    budget = PartsBudget(removed, tuple(rows * columns for rows, columns in sizes))
+    offset = 0
+    for part, (rows, columns) in enumerate(sizes):
+        own = TotalBudget(removed[part], rows * columns).counts(Moments.of_rows(torch.rand(rows, columns)))
+        for block in (1, 7, rows):
+            counts = [
+                budget.counts(Moments.of_rows(torch.rand(min(block, rows - first), columns)), offset + first * columns)
+                for first in range(0, rows, block)
+            ]
+            assert torch.equal(torch.cat(counts), own)
+        assert rows * columns - int(own.sum()) == removed[part]
+        offset += rows * columns
+    with pytest.raises(ValueError, match="cannot remove 5 of 5"):
+        PartsBudget((0, 5), (5, 5))
+    with pytest.raises(ValueError, match="match-by matrix .* not all"):
+        Scheme("magnitude", budget, "all")
 
 
 def test_bfloat16_arithmetic_is_the_papers() -> None:
