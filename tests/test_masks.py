@@ -174,7 +174,7 @@ def test_parts_lose_what_is_said_of_each() -> None:
         offset += rows * columns
     with pytest.raises(ValueError, match="cannot remove 5 of 5"):
         PartsBudget((0, 5), (5, 5))
-    with pytest.raises(ValueError, match="match-by matrix .* not all"):
+    with pytest.raises(ValueError, match=r"match-by matrix .* not all"):
         Scheme("magnitude", budget, "all")
 
 
