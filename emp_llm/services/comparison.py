@@ -167,7 +167,7 @@ def _rows(
         for known in published:
             if known:
                 value = _published_value(name, known)
-                mark = " †" if _in_percent(name) else ""
+                mark = " †" if in_percent(name) else ""
                 row.append("-" if value is None else f"{value:.3f}" if not mark else f"{value:.2f}{mark}")
         rows.append(row)
     return rows
@@ -200,7 +200,7 @@ def _notes(records: list[Record], measured: list[dict[str, Value]], published: l
         counts = [count for entry in first["tasks"].values() for count in entry["n-samples"].values()]
         what.append(f"{sum(count['effective'] for count in counts):,} examples by lm-eval")
     notes.append(f"suite {first['suite']}: {', '.join(what)}")
-    if any(_in_percent(name) for values in measured for name in values):
+    if any(in_percent(name) for values in measured for name in values):
         notes.append("accuracies in percent ± standard error, their changes in points")
     for known in published:
         if known:
@@ -211,22 +211,23 @@ def _notes(records: list[Record], measured: list[dict[str, Value]], published: l
     return notes
 
 
-def _in_percent(name: str) -> bool:
+def in_percent(name: str) -> bool:
+    """Whether a measure is an accuracy, shown in percent, whose changes are points."""
     return name.startswith("mean acc of ") or any(_is_accuracy(word) for word in name.split(" ")[1:])
 
 
 def _cell(name: str, value: Value | None) -> str:
     if value is None:
         return "-"
-    number = f"{value.value:.2f}" if _in_percent(name) else f"{value.value:.3f}"
-    error = f" ±{value.stderr:.2f}" if value.stderr is not None and _in_percent(name) else ""
+    number = f"{value.value:.2f}" if in_percent(name) else f"{value.value:.3f}"
+    error = f" ±{value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
     return f"{number}{error}{' *' if value.partial else ''}"
 
 
 def _change(name: str, base: Value | None, value: Value | None) -> str:
     if base is None or value is None:
         return "-"
-    if _in_percent(name):
+    if in_percent(name):
         return f"{value.value - base.value:+.2f}"
     return f"{100 * (value.value / base.value - 1):+.2f} %" if base.value else "-"
 
