@@ -58,6 +58,12 @@ def _read(path: Path) -> Iterator[Point]:
         raise UserError(f"{path}: it is not {_WHAT}.")
 
 
+def printable(text: str, limit: int = 200) -> str:
+    """Text of others as it may stand in a figure or page: without control characters, and of a length that fits one."""
+    text = "".join(letter if letter.isprintable() else "�" for letter in text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 class _Fields:
     """A JSON object whose values are asked for by key and kind; errors name the file and the place in it."""
 
@@ -80,7 +86,7 @@ class _Fields:
         value = self.raw.get(key)
         if not isinstance(value, str):
             raise self.wrong(key, "text")
-        return value
+        return printable(value)
 
     def number(self, key: str) -> float:
         value = self.raw.get(key)
@@ -130,7 +136,7 @@ def _run(report: _Fields, folder: Path, name: str | None = None, **more: Any) ->
         raise UserError(f"{report.where}: {error} is missing in its recipe or targets; make the file anew.") from error
     values: dict[str, Any] = {
         "id": str(folder.resolve()),
-        "name": name or folder.resolve().name,
+        "name": printable(name or folder.resolve().name),
         **_origin(source),
         **_method(recipe, report.raw.get("calibration")),
         "sparsity": targets.number("sparsity_of_targets"),
@@ -178,7 +184,7 @@ def _measures(file: _Fields, path: Path) -> Iterator[Point]:
         targets = entry.object("targets")
         values: dict[str, Any] = {
             "id": f"{path.resolve()}#{number}",
-            "name": f"{path.stem} {criterion} {order:g}",
+            "name": printable(f"{path.stem} {criterion} {order:g}"),
             **_origin(source),
             **_method(_Fields(recipe | scope, entry.where), file.raw.get("calibration")),
             "pruned": False,
@@ -192,7 +198,11 @@ def _result(record: _Fields, path: Path) -> Point:
     made_by = record.object("made_by")
     pruned = record.object("pruned") if record.raw.get("pruned") is not None else None
     about = made_by.raw | {"suite": record.raw.get("suite")}
-    common: dict[str, Any] = {"id": str(path.resolve()), "name": path.stem, "judgements": (_judgement(about, record),)}
+    common: dict[str, Any] = {
+        "id": str(path.resolve()),
+        "name": printable(path.stem),
+        "judgements": (_judgement(about, record),),
+    }
     if pruned is None:
         model = made_by.raw.get("model")
         source = (model if isinstance(model, dict) else {}) | {"model": record.text("model")}
@@ -222,7 +232,8 @@ def _judgement(about: dict[str, Any], measured: _Fields) -> Judgement:
         if not isinstance(value.value, int | float) or math.isnan(value.value):
             raise UserError(f"{measured.where}: {name} must be a number.")
     suite = str(about.get("suite")) if not isinstance(about.get("suite"), dict) else str(about["suite"].get("suite"))
-    name = f"{suite}, {bits}" if bits else suite
+    name = printable(f"{suite}, {bits}" if bits else suite)
+    values = {printable(measure): value for measure, value in values.items()}
     return Judgement(name, json.dumps(key | {"quantization": quantization}, sort_keys=True), values, blocks)
 
 
@@ -289,7 +300,7 @@ def _method(recipe: _Fields, calibration: Any) -> dict[str, Any]:
         "order": recipe.number("order") if adaptive else None,
         "group": group,
         "scope": _scope(recipe.raw.get("targets"), recipe.raw.get("ignore")),
-        "variant": ", ".join(words),
+        "variant": printable(", ".join(words)),
         "match": "total" if recipe.raw.get("match") else None,
     }
 
@@ -298,14 +309,14 @@ def _scope(targets: Any, ignore: Any) -> str:
     def words(value: Any) -> str:
         return ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
 
-    return words(targets) + (f" without {words(ignore)}" if ignore else "")
+    return printable(words(targets) + (f" without {words(ignore)}" if ignore else ""))
 
 
 def _facts(source: _Fields, recipe: _Fields, calibration: Any, targets: _Fields) -> dict[str, str]:
     """What a reader of the report wants to know of the model and how it was calibrated."""
     facts = {"model": source.text("model")}
     if source.raw.get("revision"):
-        facts["revision"] = str(source.raw["revision"])
+        facts["revision"] = printable(str(source.raw["revision"]))
     if targets.maybe("parameters") is not None:
         facts["parameters"] = f"{targets.count('parameters'):,}"
     if targets.maybe("weights") is not None:
@@ -316,7 +327,7 @@ def _facts(source: _Fields, recipe: _Fields, calibration: Any, targets: _Fields)
     text = calibration.get("text") if isinstance(calibration, dict) else None
     if isinstance(calibration, dict) and isinstance(text, dict):
         name = str(text.get("dataset") or PurePath(str(text.get("file", ""))).name)
-        facts["calibration"] = f"{name}, {text.get('samples')} x {text.get('seqlen')} tokens"
+        facts["calibration"] = printable(f"{name}, {text.get('samples')} x {text.get('seqlen')} tokens")
     return facts
 
 

@@ -51,6 +51,23 @@ class Study:
     def pruned(self) -> list[Point]:
         return [point for point in self.points if point.pruned]
 
+    @property
+    def measured(self) -> list[tuple[str, tuple[MatrixStats, ...]]]:
+        """Matrices with an effective number, under what it was measured by: every criterion, order and variant once, unless
+        the numbers differ."""
+        found: list[tuple[str, tuple[MatrixStats, ...]]] = []
+        seen: set[tuple[str, tuple[float | None, ...]]] = set()
+        for point in self.points:
+            numbers = tuple(matrix.redundancy for matrix in point.matrices)
+            label = label_of(point).removeprefix("EMP-")
+            label = label[:1].upper() + label[1:]
+            if not point.adaptive or all(number is None for number in numbers) or (label, numbers) in seen:
+                continue
+            known = any(name == label for name, _ in seen)
+            seen.add((label, numbers))
+            found.append((f"{label} ({point.name})" if known else label, point.matrices))
+        return found
+
 
 @dataclass(frozen=True)
 class Dot:
@@ -254,7 +271,7 @@ def main_measures(suite: Suite) -> list[str]:
 def grids(study: Study) -> list[Grid]:
     """N_eff / N by role and block, one for each criterion, order and variant that differs."""
     found: list[Grid] = []
-    for label, matrices in _by_measure(study):
+    for label, matrices in study.measured:
         cells = by_role_and_block(matrices)
         roles = tuple(dict.fromkeys(role for role, _ in cells))
         blocks = _blocks(cells)
@@ -292,28 +309,10 @@ def boxes(study: Study) -> list[Boxes]:
 def masses(study: Study) -> list[Masses]:
     """s_eff of every role and block beside its bound, one for each criterion and variant that differs."""
     found = []
-    for label, matrices in _by_measure(study):
+    for label, matrices in study.measured:
         cells = tuple(by_role_and_block([m for m in matrices if m.bound is not None and m.s_eff is not None]).values())
         if cells:
             found.append(Masses(label, cells))
-    return found
-
-
-def _by_measure(study: Study) -> list[tuple[str, tuple[MatrixStats, ...]]]:
-    """Matrices by what was measured of them: every criterion, order and variant once, unless the numbers differ."""
-    found: list[tuple[str, tuple[MatrixStats, ...]]] = []
-    seen: dict[tuple[str, tuple[float | None, ...]], None] = {}
-    for point in study.points:
-        numbers = tuple(matrix.redundancy for matrix in point.matrices)
-        if not point.adaptive or all(number is None for number in numbers):
-            continue
-        label = label_of(point).removeprefix("EMP-")
-        label = label[0].upper() + label[1:]
-        if (label, numbers) in seen:
-            continue
-        known = sum(name == label for name, _ in seen)
-        seen[label, numbers] = None
-        found.append((label if not known else f"{label} ({point.name})", point.matrices))
     return found
 
 
@@ -357,16 +356,12 @@ def _linked(points: list[Point]) -> list[Point]:
     linked = []
     for point in points:
         if not point.adaptive and point.pruned and point.baseline_of is None and point.group == "row":
-            same = [e for e in adaptive if e.criterion == point.criterion and _removed(e) == _removed(point)]
+            same = [e for e in adaptive if e.criterion == point.criterion and e.sparsity == point.sparsity]
             named = [e for e in same if point.matches and Path(point.matches).resolve() == Path(e.id)]
             if same:
                 point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
         linked.append(point)
     return _named_apart(linked)
-
-
-def _removed(point: Point) -> float | None:
-    return point.sparsity
 
 
 def _named_apart(points: list[Point]) -> list[Point]:

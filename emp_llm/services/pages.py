@@ -1,0 +1,166 @@
+"""A report as Markdown and as one HTML page that needs nothing else: the same headings, words, tables and figures."""
+
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emp_llm.services.plot_style import Drawing
+from emp_llm.services.report_tables import difference_rows, point_rows, role_rows, verdicts
+from emp_llm.services.series import Study
+from emp_llm.services.tables import Rows, markdown_table
+
+FIGURES = "figures"
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
+_ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --rule: #d0d0d0; --faint: #666666; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #181818; --rule: #444444; --faint: #a0a0a0; } }
+body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 880px; margin: 2em auto;
+  padding: 0 1em; }
+h1 { font-size: 1.6em; } h2 { font-size: 1.3em; border-bottom: 1px solid var(--rule); margin-top: 2em; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 9px; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; }
+.wide { overflow-x: auto; }
+figure { margin: 1.5em 0; } figure svg { width: 100%; height: auto; background: #ffffff; }
+figcaption, .note { color: var(--faint); font-size: 13px; }
+""".strip()
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Words:
+    text: str
+
+
+@dataclass(frozen=True)
+class Points:
+    """A list of sentences."""
+
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: Rows
+
+
+Part = Heading | Words | Points | Table | Drawing
+
+
+def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list[Part]:
+    """A report from top to bottom."""
+    parts: list[Part] = [Heading(title, 1)]
+    for study, drawings in studies:
+        parts.append(Heading(study.title))
+        facts = next((point.facts for point in study.points if len(point.facts) > 1), {"model": study.model})
+        parts.append(Points(tuple(f"{name}: {fact}" for name, fact in facts.items())))
+        left = {drawing.name: drawing for drawing in drawings}
+        told = [sentence for suite in study.suites for sentence in verdicts(study, suite)]
+        if told:
+            parts += [Heading("Is EMP better at the same sparsity?", 3), Points(tuple(told))]
+        parts += [left.pop(drawing.name) for drawing in drawings if drawing.answers]
+        for suite in study.suites:
+            rows = difference_rows(study, suite)
+            parts += [Table(rows), Words(_HOW)] if len(rows) > 1 else []
+        if len(study.pruned):
+            parts += [Heading("All points", 3), Table(point_rows(study))]
+        rows = role_rows(study)
+        if len(rows) > 1:
+            parts += [Heading("Where the model is redundant", 3), Table(rows)]
+        parts += left.values()
+    return parts
+
+
+_HOW = (
+    "EMP − baseline: of a perplexity in percent, with the standard error of the paired losses of all blocks of the text where the "
+    "results hold these; of accuracies in points, with both standard errors added as if the examples were not the same, which "
+    "is on the safe side. Both have the same number of zeros, in total or in every matrix."
+)
+
+
+def markdown_page(parts: Sequence[Part]) -> str:
+    """As `report.md`, with figures in their folder beside it."""
+    lines = []
+    for part in parts:
+        match part:
+            case Heading():
+                lines.append(f"{'#' * part.level} {_escaped(part.text)}")
+            case Words():
+                lines.append(_escaped(part.text))
+            case Points():
+                lines.append("\n".join(f"- {_escaped(sentence)}" for sentence in part.sentences))
+            case Table():
+                lines.append(markdown_table([[_escaped(cell) for cell in row] for row in part.rows]))
+            case Drawing():
+                caption = _escaped(part.caption)
+                lines += [f"![{caption}]({FIGURES}/{part.name}.svg)", caption]
+    return "\n\n".join(lines) + "\n"
+
+
+def html_page(title: str, parts: Sequence[Part]) -> str:
+    """As `report.html`: figures inline, no scripts, nothing from elsewhere."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    head = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>"
+    )
+    return "\n".join([head, *(_html(part) for part in parts), "</body>\n</html>\n"])
+
+
+def _html(part: Part) -> str:
+    match part:
+        case Heading():
+            return f"<h{part.level}>{html.escape(part.text)}</h{part.level}>"
+        case Words():
+            return f'<p class="note">{html.escape(part.text)}</p>'
+        case Points():
+            return "<ul>\n" + "\n".join(f"<li>{html.escape(sentence)}</li>" for sentence in part.sentences) + "\n</ul>"
+        case Table():
+            return f'<div class="wide">\n{_html_table(part.rows)}\n</div>'
+        case Drawing():
+            return f"<figure>\n{inline_svg(part)}\n<figcaption>{html.escape(part.caption)}</figcaption>\n</figure>"
+
+
+def _html_table(rows: Rows) -> str:
+    def line(row: list[str], kind: str) -> str:
+        return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in row) + "</tr>"
+
+    return "\n".join(
+        [
+            "<table>",
+            f"<thead>{line(rows[0], 'th')}</thead>",
+            "<tbody>",
+            *(line(r, "td") for r in rows[1:]),
+            "</tbody>",
+            "</table>",
+        ]
+    )
+
+
+def inline_svg(drawing: Drawing) -> str:
+    """The svg element of a figure for a page with others: without prologue, labelled, its ids its own."""
+    text = drawing.svg.decode("utf-8")
+    text = text[text.index("<svg") :].rstrip()
+
+    def own(match: re.Match[str]) -> str:
+        attribute, before, name, after = match.groups()
+        if attribute != "id" and before is None:
+            return match.group(0)
+        return f'{attribute}="{before or ""}{drawing.name}-{name}{after}"'
+
+    text = _ID.sub(own, text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(drawing.caption)}"', 1)
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is; table cells have their bars escaped by the table."""
+    return _MARKDOWN.sub(r"\\\1", text)

@@ -1,0 +1,178 @@
+"""The figure that answers whether EMP is better at the same sparsity: a measure against β and sparsity, with its baselines."""
+
+from typing import Any
+
+from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, Drawing, drawn, new_figure, styled
+from emp_llm.services.series import (
+    Curve,
+    Difference,
+    Study,
+    Suite,
+    curves,
+    differences,
+    in_percent,
+    lower_is_better,
+)
+
+_LINES = {"emp": "-", "total": "--", "matrix": ":"}
+_BESIDE = {"total": "as many weights left in total", "matrix": "as many left in every matrix"}
+_LOG_FROM = 3.0  # largest over smallest value from which a perplexity's axis is logarithmic
+_Style = dict[str, Any]
+
+
+def sparsity_figures(study: Study, suite: Suite, measure: str, name: str) -> list[Drawing]:
+    """One figure of all methods; one for each criterion where there is more than one order to tell apart."""
+    found = curves(study, suite, measure)
+    beside = [each for each in differences(study, suite) if each.measure == measure]
+    if len({curve.order for curve in found if curve.allocation == "emp"}) <= 1:
+        return [_figure(study, suite, measure, found, beside, name)] if found else []
+    drawings = []
+    for criterion in dict.fromkeys(curve.criterion for curve in found):
+        own = [curve for curve in found if curve.criterion == criterion]
+        gaps = [each for each in beside if each.point.criterion == criterion]
+        drawings.append(_figure(study, suite, measure, own, gaps, f"{name}-{criterion}"))
+    return drawings
+
+
+def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside: list[Difference], name: str) -> Drawing:
+    with styled():
+        betas = {dot.beta for curve in found for dot in curve.dots if dot.beta is not None}
+        figure = new_figure(6.4 if beside else 3.9)
+        grid = figure.add_gridspec(2 if beside else 1, 2, height_ratios=(3, 2) if beside else (1,))
+        styles = _styles(found)
+        by_sparsity = figure.add_subplot(grid[0, 1] if len(betas) > 1 else grid[0, :])
+        panels = [by_sparsity]
+        if len(betas) > 1:
+            by_beta = figure.add_subplot(grid[0, 0], sharey=by_sparsity)
+            by_beta.set_xlabel("β (EMP keeps β · N_eff of each row)")
+            by_beta.set_ylabel(measure)
+            by_sparsity.tick_params(labelleft=False)
+            panels.insert(0, by_beta)
+            for curve in found:
+                dots = sorted((dot.beta, dot.value, dot.stderr) for dot in curve.dots if dot.beta is not None)
+                _line(by_beta, dots, styles[curve])
+        else:
+            by_sparsity.set_ylabel(measure)
+        by_sparsity.set_xlabel("weights removed, % of the targets")
+        for curve in found:
+            _line(by_sparsity, [(100 * dot.sparsity, dot.value, dot.stderr) for dot in curve.dots], styles[curve])
+        _scale(by_sparsity, measure, found)
+        dense = suite.dense.values.get(measure) if suite.dense else None
+        if dense is not None:
+            for panel in panels:
+                panel.axhline(dense.value, color=GREY, linewidth=1.2)
+            where = (panels[0].get_xlim()[1], dense.value)
+            panels[0].annotate(
+                f"dense {dense.value:.4g}", where, (-2, 2), textcoords="offset points", ha="right", va="bottom", color=GREY
+            )
+        if beside:
+            _differences(figure.add_subplot(grid[1, :]), measure, beside, found, styles)
+        handles, labels = _legend(panels)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), handlelength=3.2)
+        figure.suptitle(f"{study.title}: {measure}, suite {suite.name}", x=0.01, ha="left", fontsize=11, weight="bold")
+        return drawn(figure, f"{name}-{_slug(measure)}", _caption(study, suite, measure, bool(beside)), answers=True)
+
+
+def _styles(found: list[Curve]) -> dict[Curve, _Style]:
+    """Colour by criterion, or by order where only that differs; line and filling by how the zeros are shared out."""
+    keys = list(dict.fromkeys((curve.criterion, curve.order) for curve in found if curve.allocation == "emp"))
+    keys += [key for key in dict.fromkeys((curve.criterion, None) for curve in found) if key[0] not in {k[0] for k in keys}]
+    styles = {}
+    for curve in found:
+        own = [number for number, key in enumerate(keys) if key == (curve.criterion, curve.order)]
+        of_criterion = [number for number, key in enumerate(keys) if key[0] == curve.criterion]
+        number = (own or (of_criterion if len(of_criterion) == 1 else [len(COLOURS) - 1]))[0] % len(COLOURS)
+        filled = curve.allocation == "emp"
+        styles[curve] = {
+            "color": COLOURS[number],
+            "marker": MARKERS[number] if curve.allocation != "matrix" else "x",
+            "markerfacecolor": COLOURS[number] if filled else "white",
+            "linestyle": _LINES[curve.allocation],
+            "label": curve.label,
+            "zorder": 3 if filled else 2.5,
+        }
+    return styles
+
+
+def _line(axes: Any, dots: list[tuple[float, float, float | None]], style: _Style) -> None:
+    xs, ys = [dot[0] for dot in dots], [dot[1] for dot in dots]
+    errors = [dot[2] for dot in dots]
+    if xs and None not in errors:
+        axes.errorbar(xs, ys, yerr=errors, capsize=2, elinewidth=0.8, **style)
+    elif xs:
+        axes.plot(xs, ys, **style)
+
+
+def _scale(axes: Any, measure: str, found: list[Curve]) -> None:
+    """A logarithmic axis, with numbers as people write them, where a perplexity goes up many times."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    values = [dot.value for curve in found for dot in curve.dots]
+    if lower_is_better(measure) and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
+        axes.set_yscale("log")
+        few = max(values) / min(values) < 100
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _differences(axes: Any, measure: str, beside: list[Difference], found: list[Curve], styles: dict[Curve, _Style]) -> None:
+    """How far EMP is from each baseline, with ± two standard errors; the side on which EMP is better is shaded."""
+    emp = {dot.name: styles[curve] for curve in found if curve.allocation == "emp" for dot in curve.dots}
+    lines: dict[tuple[str, str], list[Difference]] = {}
+    for each in beside:
+        lines.setdefault((emp[each.point.name]["label"], each.match), []).append(each)
+    for (_, match), members in lines.items():
+        members = sorted(members, key=lambda each: each.point.sparsity or 0.0)
+        xs = [100 * (each.point.sparsity or 0.0) for each in members]
+        style = {key: emp[members[0].point.name][key] for key in ("color", "marker", "zorder")}
+        style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
+        ys = [each.change for each in members]
+        errors = [each.stderr for each in members]
+        if None in errors:
+            axes.plot(xs, ys, **style)
+        else:
+            axes.errorbar(xs, ys, yerr=[2 * (error or 0.0) for error in errors], capsize=2, elinewidth=0.8, **style)
+    axes.axhline(0, color="black", linewidth=0.9)
+    largest = max(abs(each.change) for each in beside)
+    if largest > 30:
+        axes.set_yscale("symlog", linthresh=5)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    low, high = axes.get_ylim()
+    better = lower_is_better(measure)
+    if better is not None:
+        low, high = min(low, -0.25 * high), max(high, -0.25 * low)
+        axes.set_ylim(low, high)
+        axes.axhspan(low if better else 0, 0 if better else high, color="#009E73", alpha=0.09, linewidth=0)
+        where = {"x": 0.01, "y": 0.03 if better else 0.97, "va": "bottom" if better else "top"}
+        axes.text(s="EMP better", transform=axes.transAxes, color="#00664b", weight="bold", **where)
+        where = {"x": 0.01, "y": 0.97 if better else 0.03, "va": "top" if better else "bottom"}
+        axes.text(s="baseline better", transform=axes.transAxes, color=GREY, weight="bold", **where)
+    axes.set_xlabel("weights removed, % of the targets (the same for both)")
+    unit = "points" if in_percent(measure) else "%"
+    known = any(each.stderr is not None for each in beside)
+    axes.set_ylabel(f"EMP − baseline, {unit}" + ("\n(bars: ± 2 standard errors)" if known else ""))
+
+
+def _legend(panels: list[Any]) -> tuple[list[Any], list[str]]:
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    return list(handles.values()), list(handles)
+
+
+def _caption(study: Study, suite: Suite, measure: str, beside: bool) -> str:
+    text = f"{study.title}: {measure} (suite {suite.name}) against β and against the share of weights removed"
+    text += ", with uniform baselines of the same criterion and the dense model."
+    if beside:
+        text += (
+            " Below: the difference between EMP and a baseline that removes as many weights, in total (dashed) or in every "
+            "matrix (dotted)."
+        )
+    return text
+
+
+def _slug(text: str) -> str:
+    words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in text.lower()).split()
+    return "-".join(words)[:60] or "measure"

@@ -1,0 +1,102 @@
+"""The look of all figures, and their bytes: the same figure is the same file, whenever and wherever it is drawn."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from emp_llm.models.errors import UserError, reason
+
+WIDTH = 8.0  # inches; 100 pixels each where a page shows them at 800
+_DPI = 160
+# Okabe and Ito, "Color universal design" (2008): told apart with any colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+GREY = "#666666"
+_STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif"],
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "text.parse_math": False,  # names are shown as they are, dollars and all
+    "svg.fonttype": "none",
+    "path.simplify": False,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure as files.
+
+    Attributes:
+        name: of its files, without ending; unique in a report.
+        answers: whether it is the one that compares EMP with its baselines.
+        caption: what it shows and how to read it.
+        svg, png: their bytes.
+    """
+
+    name: str
+    caption: str
+    svg: bytes
+    png: bytes
+    answers: bool = False
+
+
+def check_matplotlib() -> None:
+    """Raise UserError, naming the extra, where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"plots need matplotlib ({reason(error)}). Install it: pip install 'emp-llm[plots]', or add --no-plots for tables."
+        ) from error
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The look of figures, for the time of drawing one; the user's own settings of matplotlib are of no effect."""
+    check_matplotlib()
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in another script: boxes in the PNG only
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def new_figure(height: float) -> Any:
+    """An empty figure of the common width, height in inches; to be drawn on by Agg, with no window and no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def drawn(figure: Any, name: str, caption: str, answers: bool = False) -> Drawing:
+    """A finished figure as SVG and PNG, without dates or versions; to be called within `styled`."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = name  # ids differ between figures that stand on one page
+    svg, png = BytesIO(), BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None})
+    return Drawing(name, caption, svg.getvalue(), png.getvalue(), answers)

@@ -1,0 +1,182 @@
+"""The tables of a report, as rows of cells: points, differences between EMP and its baselines, and matrices."""
+
+import math
+from collections.abc import Iterable
+
+from emp_llm.services.comparison import Value, in_percent
+from emp_llm.services.records import MatrixStats, by_role_and_block
+from emp_llm.services.series import Difference, Study, Suite, change_of, differences, label_of, main_measures
+from emp_llm.services.tables import Rows
+
+_MATCHES = {"total": "as many weights in total", "matrix": "as many in every matrix"}
+_SPREAD = ("min", "q1", "median", "q3", "max")
+
+
+def point_rows(study: Study) -> Rows:
+    """What was pruned, how sparse it is, and the main measures of every suite with their change from the dense model."""
+    measured = [(suite, measure) for suite in study.suites for measure in main_measures(suite)]
+    several = len(study.suites) > 1
+    rows = [["point", "method", "β", "order", "removed of targets %", "of all parameters %"]]
+    for suite, measure in measured:
+        rows[0] += [f"{measure} ({suite.name})" if several else measure, "change"]
+    if any(suite.dense for suite in study.suites):
+        row = ["dense", "", "", "", "0.00", "0.00"]
+        for suite, measure in measured:
+            row += [value_cell(measure, suite.dense.values.get(measure) if suite.dense else None), ""]
+        rows.append(row)
+    for point in study.pruned:
+        row = [point.name, label_of(point), *(_short(x) for x in (point.beta, point.order))]
+        row += [_percent(point.sparsity), _percent(point.sparsity_of_all)]
+        for suite, measure in measured:
+            judged = point.judged(suite.key)
+            value = judged.values.get(measure) if judged else None
+            dense = suite.dense.values.get(measure) if suite.dense else None
+            change = "-" if value is None or dense is None else change_cell(measure, *change_of(measure, value, dense))
+            row += [value_cell(measure, value), change]
+        rows.append(row)
+    return rows
+
+
+def difference_rows(study: Study, suite: Suite, all_measures: bool = False) -> Rows:
+    """EMP beside every baseline that removes as many weights; empty but for the heading where there is none."""
+    measures = set(suite.measures if all_measures else main_measures(suite))
+    rows = [["EMP", "β", "baseline", "removed of targets %", "measure", "EMP has", "baseline has", "EMP − baseline", "better"]]
+    for each in differences(study, suite):
+        if each.measure in measures:
+            cells = [value_cell(each.measure, Value(value)) for value in (each.value, each.base)]
+            baseline = (
+                f"{label_of(each.baseline)}, {_MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
+            )
+            rows.append(
+                [label_of(each.point), _short(each.point.beta), baseline, _percent(each.point.sparsity), each.measure, *cells]
+                + [change_cell(each.measure, each.change, each.stderr), verdict_of(each)]
+            )
+    return rows
+
+
+def verdict_of(each: Difference) -> str:
+    """Which of the two is better, and whether that is more than chance: more than two standard errors, where they are known."""
+    if each.better is None:
+        return "-"
+    side = "EMP" if each.better else "baseline" if each.change else "neither"
+    return side if each.clear is not False else f"{side}, within 2 standard errors"
+
+
+def verdicts(study: Study, suite: Suite) -> list[str]:
+    """Sentences that count, for each EMP method, kind of baseline and main measure, where EMP is better."""
+    groups: dict[tuple[str, str, str], list[Difference]] = {}
+    for each in differences(study, suite):
+        if each.measure in main_measures(suite) and each.better is not None:
+            groups.setdefault((label_of(each.point), each.match, each.measure), []).append(each)
+    sentences = []
+    for (method, match, measure), members in groups.items():
+        better = [each for each in members if each.better]
+        worse = [each for each in members if not each.better and each.change]
+        unit = "points" if in_percent(measure) else "%"
+        changes = sorted(each.change for each in members)
+        reach = f"{changes[0]:+.2f}" + (f" to {changes[-1]:+.2f}" if len(changes) > 1 else "")
+        against = f"its criterion with {_MATCHES[match].replace('weights', 'weights left').replace('many in', 'many left in')}"
+        sentences.append(
+            f"{method} against {against}, {measure}: better at {_count(better, members)}, worse at {_count(worse, members)}; "
+            f"the difference is {reach} {unit}."
+        )
+    return sentences
+
+
+def role_rows(study: Study) -> Rows:
+    """N_eff / N by role, over the blocks, for every criterion and order that was measured."""
+    rows = [["criterion", "layers", "N_eff/N % mean", "least block", "most block", "s_eff", "bound", "least margin"]]
+    for label, matrices in study.measured:
+        cells = by_role_and_block(matrices)
+        for role in dict.fromkeys(role for role, _ in cells):
+            own = [cell for (r, _), cell in cells.items() if r == role and cell.redundancy is not None]
+            shares = [cell.redundancy for cell in own if cell.redundancy is not None]
+            if shares:
+                rows.append(
+                    [label, f"{role} x {len(own)}", _percent(_mean(own, "redundancy")), _percent(min(shares))]
+                    + [_percent(max(shares)), _number(_mean(own, "s_eff_mean")), _number(_mean(own, "bound"))]
+                    + [_number(min((cell.margin for cell in own if cell.margin is not None), default=None))]
+                )
+    return rows
+
+
+def matrix_rows(study: Study) -> Rows:
+    """Every number of every role and block of every point, all digits; for a program to read."""
+    head = ["study", "point", "method", "beta", "order", "role", "block", "weights", "rows", "kept"]
+    head += [*(f"kept_fraction_{part}" for part in _SPREAD), "n_eff_over_n", "group_size"]
+    head += ["s_eff_mean", *(f"s_eff_{part}" for part in _SPREAD), "s_eff_bound_mean", "least_margin_over_bound"]
+    rows = [head]
+    for point in study.points:
+        start = [study.title, point.name, point.method or "dense", _exact(point.beta), _exact(point.order)]
+        for cell in by_role_and_block(point.matrices).values():
+            numbers = [cell.block, cell.weights, cell.rows, cell.kept, *cell.kept_fraction.values, cell.redundancy]
+            numbers += [cell.group_size, cell.s_eff_mean, *(cell.s_eff.values if cell.s_eff else [None] * 5)]
+            rows.append([*start, cell.role, *(_exact(number) for number in [*numbers, cell.bound, cell.margin])])
+    return rows
+
+
+def value_rows(study: Study) -> Rows:
+    """Every measure of every point and of the dense model, all digits; for a program to read."""
+    head = ["study", "suite", "point", "method", "beta", "order", "match", "baseline_of", "sparsity_of_targets"]
+    rows = [[*head, "sparsity_of_all_parameters", "measure", "value", "stderr", "partial"]]
+    names = {point.id: point.name for point in study.points}
+    for suite in study.suites:
+        judged = [(["dense", "dense", "", "", "", "", "0", "0"], suite.dense)]
+        for point in study.pruned:
+            start = [point.name, point.method or "", _exact(point.beta), _exact(point.order), point.match or ""]
+            start += [names.get(point.baseline_of or "", ""), _exact(point.sparsity), _exact(point.sparsity_of_all)]
+            judged.append((start, point.judged(suite.key)))
+        for start, judgement in judged:
+            for measure, value in judgement.values.items() if judgement else ():
+                numbers = [_exact(value.value), _exact(value.stderr), str(value.partial).lower()]
+                rows.append([study.title, suite.name, *start, measure, *numbers])
+    return rows
+
+
+def value_cell(measure: str, value: Value | None) -> str:
+    """A value as it is shown: accuracies in percent with their standard error."""
+    if value is None:
+        return "-"
+    digits = 2 if in_percent(measure) else 3
+    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(measure) else ""
+    return f"{value.value:.{digits}f}{error}{' *' if value.partial else ''}"
+
+
+def change_cell(measure: str, change: float, stderr: float | None) -> str:
+    """A change as it is shown, in points or percent, with its standard error."""
+    if not math.isfinite(change):
+        return "-"
+    error = f" ± {stderr:.2f}" if stderr is not None else ""
+    return f"{change:+.2f}{error}" + ("" if in_percent(measure) else " %")
+
+
+def _count(some: list[Difference], members: list[Difference]) -> str:
+    clear = [each for each in some if each.clear]
+    known = all(each.clear is not None for each in members)
+    certain = f" ({len(clear)} by more than two standard errors)" if known and some else ""
+    return f"{len(some)} of {len(members)} points{certain}"
+
+
+def _mean(cells: Iterable[MatrixStats], name: str) -> float | None:
+    """Of all rows of some matrices."""
+    cells = list(cells)
+    values = [getattr(cell, name) for cell in cells]
+    if not cells or any(value is None for value in values):
+        return None
+    return float(sum(v * cell.rows for v, cell in zip(values, cells, strict=True)) / sum(cell.rows for cell in cells))
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else repr(value)
