@@ -13,6 +13,11 @@ from emp_llm.services.tables import Rows, markdown_table
 FIGURES = "figures"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
 _ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
+_HOW = (
+    "EMP − baseline: of a perplexity in percent, with the standard error of the paired losses of all blocks of the text where "
+    "the results hold these; of accuracies in points, with both standard errors added as if the examples were not the same, which "
+    "is on the safe side. Both have the same number of zeros, in total or in every matrix."
+)
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --rule: #d0d0d0; --faint: #666666; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #181818; --rule: #444444; --faint: #a0a0a0; } }
@@ -76,13 +81,6 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
             parts += [Heading("Where the model is redundant", 3), Table(rows)]
         parts += left.values()
     return parts
-
-
-_HOW = (
-    "EMP − baseline: of a perplexity in percent, with the standard error of the paired losses of all blocks of the text where the "
-    "results hold these; of accuracies in points, with both standard errors added as if the examples were not the same, which "
-    "is on the safe side. Both have the same number of zeros, in total or in every matrix."
-)
 
 
 def markdown_page(parts: Sequence[Part]) -> str:

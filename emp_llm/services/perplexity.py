@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Perplexity:
         perplexity: exp of the mean of the blocks' mean next-token losses, each weighted by its number of tokens.
         tokens, blocks, block_length: what was measured; the last block may be shorter.
         seconds: of the forward passes.
+        block_losses: the mean loss of each block in order, seven decimals; what the uncertainty of a difference is made of.
         partial: `limit` left some of the text out.
     """
 
@@ -42,6 +43,7 @@ class Perplexity:
     block_length: int
     seconds: float
     partial: bool = False
+    block_losses: list[float] = field(default_factory=list)
 
 
 def text_tokens(corpus: Corpus, tokenizer: Any) -> Tensor:
@@ -87,22 +89,23 @@ def perplexity(
     if tokens.numel() - full > 1:
         batches.append(tokens[full:].reshape(1, -1))
     total, weight, blocks = 0.0, 0, 0
-    losses: dict[int, float] = {}
+    losses: dict[int, Tensor] = {}
     start = time.perf_counter()
     own = ranks().part(range(len(batches)))
     for number, logits in zip(own, _logits(model, [batches[number] for number in own]), strict=True):
-        losses[number] = float(_mean_losses(logits, batches[number]).sum())
+        losses[number] = _mean_losses(logits, batches[number])
     for share in ranks().gather(losses):
         losses |= share
     for number, batch in enumerate(batches):
-        total += losses[number] * batch.shape[1]
+        total += float(losses[number].sum()) * batch.shape[1]
         weight += batch.numel()
         blocks += batch.shape[0]
     mean = total / weight
     if not math.isfinite(mean):
         raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
     seconds = round(time.perf_counter() - start, 3)
-    return Perplexity(math.exp(mean), weight, blocks, block_length, seconds, partial=tokens.numel() < whole)
+    each = [round(loss, 7) for number in range(len(batches)) for loss in losses[number].tolist()]
+    return Perplexity(math.exp(mean), weight, blocks, block_length, seconds, tokens.numel() < whole, each)
 
 
 def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:

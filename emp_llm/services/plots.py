@@ -43,8 +43,11 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
         for axes, heat in zip(panels, heats, strict=True):
             cells = np.array([[np.nan if value is None else value for value in row] for row in heat.values])
             axes.set_facecolor("#eeeeee")
-            image = axes.imshow(cells, cmap="viridis", vmin=low, vmax=max(high, low + 0.05), aspect="auto")
             axes.grid(visible=False)
+            high = max(high, low + 0.05)
+            edges = [np.arange(length + 1) - 0.5 for length in (cells.shape[1], cells.shape[0])]
+            image = axes.pcolormesh(*edges, cells, cmap="viridis", vmin=low, vmax=high, edgecolors="white", linewidth=0.3)
+            axes.invert_yaxis()
             axes.set_title(heat.label, loc="left")
             axes.set_yticks(range(len(heat.roles)), heat.roles)
             _block_ticks(axes, heat.blocks)

@@ -47,10 +47,8 @@ def difference_rows(study: Study, suite: Suite, all_measures: bool = False) -> R
             baseline = (
                 f"{label_of(each.baseline)}, {_MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
             )
-            rows.append(
-                [label_of(each.point), _short(each.point.beta), baseline, _percent(each.point.sparsity), each.measure, *cells]
-                + [change_cell(each.measure, each.change, each.stderr), verdict_of(each)]
-            )
+            start = [label_of(each.point), _short(each.point.beta), baseline, _percent(each.point.sparsity), each.measure]
+            rows.append([*start, *cells, change_cell(each.measure, each.change, each.stderr), verdict_of(each)])
     return rows
 
 
@@ -92,11 +90,10 @@ def role_rows(study: Study) -> Rows:
             own = [cell for (r, _), cell in cells.items() if r == role and cell.redundancy is not None]
             shares = [cell.redundancy for cell in own if cell.redundancy is not None]
             if shares:
-                rows.append(
-                    [label, f"{role} x {len(own)}", _percent(_mean(own, "redundancy")), _percent(min(shares))]
-                    + [_percent(max(shares)), _number(_mean(own, "s_eff_mean")), _number(_mean(own, "bound"))]
-                    + [_number(min((cell.margin for cell in own if cell.margin is not None), default=None))]
-                )
+                margin = min((cell.margin for cell in own if cell.margin is not None), default=None)
+                shown = [_percent(share) for share in (_mean(own, "redundancy"), min(shares), max(shares))]
+                shown += [_number(number) for number in (_mean(own, "s_eff_mean"), _mean(own, "bound"), margin)]
+                rows.append([label, f"{role} x {len(own)}", *shown])
     return rows
 
 

@@ -1,0 +1,67 @@
+"""An output folder of small files, written in one go: it appears under its name whole, or the older one stays."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from emp_llm.models.errors import UserError
+from emp_llm.models.faults import explained
+from emp_llm.models.files import sync_path, sync_tree
+
+
+def check_folder(path: Path, overwrite: bool, expected: str) -> None:
+    """See that a folder can be written.
+
+    Args:
+        path: where the output shall be.
+        overwrite: replace an older output.
+        expected: a file that tells an older output; a folder without it is nobody's business.
+
+    Raises:
+        UserError: something is at the path, and is not to be replaced.
+    """
+    path = Path(os.path.abspath(path))
+    if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
+        return
+    if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
+        raise UserError(f"--output {path}: something else is there (no {expected} in it); name another folder.")
+    if not overwrite:
+        raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
+
+
+def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str) -> None:
+    """Put files, by relative name, into a folder that appears when all of them are on the disk.
+
+    Args and errors as of `check_folder`; besides, UserError where the disk cannot take them.
+    """
+    path = Path(os.path.abspath(path))
+    check_folder(path, overwrite, expected)
+    aside: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+        new, old = aside / "new", aside / "old"
+        new.mkdir()
+        for name, content in files.items():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_bytes(content)
+        sync_tree(new)
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(new, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        sync_path(path.parent)
+    except OSError as error:
+        explanation = explained(error, path, [])
+        if explanation is None:
+            raise
+        raise explanation from error
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
