@@ -15,8 +15,8 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
 _ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
 _HOW = (
     "EMP − baseline: of a perplexity in percent, with the standard error of the paired losses of all blocks of the text where "
-    "the results hold these; of accuracies in points, with both standard errors added as if the examples were not the same, which "
-    "is on the safe side. Both have the same number of zeros, in total or in every matrix."
+    "the results hold these; of accuracies in points, with both standard errors added as if the examples were not the same, "
+    "which is on the safe side. Both have the same number of zeros, in total or in every matrix."
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --rule: #d0d0d0; --faint: #666666; }

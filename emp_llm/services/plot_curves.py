@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, Drawing, drawn, new_figure, styled
+from emp_llm.services.comparison import in_percent
+from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
 from emp_llm.services.series import (
     Curve,
     Difference,
@@ -10,7 +11,6 @@ from emp_llm.services.series import (
     Suite,
     curves,
     differences,
-    in_percent,
     lower_is_better,
 )
 
@@ -44,7 +44,7 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
         panels = [by_sparsity]
         if len(betas) > 1:
             by_beta = figure.add_subplot(grid[0, 0], sharey=by_sparsity)
-            by_beta.set_xlabel("β (EMP keeps β · N_eff of each row)")
+            by_beta.set_xlabel(f"β  (EMP keeps β {N_EFF} of each row)", parse_math=True)
             by_beta.set_ylabel(measure)
             by_sparsity.tick_params(labelleft=False)
             panels.insert(0, by_beta)

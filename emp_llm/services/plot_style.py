@@ -10,11 +10,12 @@ from typing import Any
 from emp_llm.models.errors import UserError, reason
 
 WIDTH = 8.0  # inches; 100 pixels each where a page shows them at 800
-_DPI = 160
+_DPI = 150
 # Okabe and Ito, "Color universal design" (2008): told apart with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
+N_EFF = r"$N_\mathrm{eff}$"  # for labels with parse_math=True
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif"],
@@ -98,5 +99,5 @@ def drawn(figure: Any, name: str, caption: str, answers: bool = False) -> Drawin
     matplotlib.rcParams["svg.hashsalt"] = name  # ids differ between figures that stand on one page
     svg, png = BytesIO(), BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None})
+    figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
     return Drawing(name, caption, svg.getvalue(), png.getvalue(), answers)

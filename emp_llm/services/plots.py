@@ -7,8 +7,8 @@ import numpy as np
 
 from emp_llm.selection.effective import effective_mass_bound
 from emp_llm.services.plot_curves import sparsity_figures
-from emp_llm.services.plot_style import COLOURS, MARKERS, Drawing, drawn, new_figure, styled
-from emp_llm.services.series import Boxes, Grid, Masses, Study, boxes, grids, main_measures, masses
+from emp_llm.services.plot_style import COLOURS, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
+from emp_llm.services.series import Boxes, Grid, Masses, Study, boxes, grids, main_measures, masses, ordered_blocks
 
 _GAUSSIAN = 2 / math.pi  # N_eff / N of i.i.d. normal weights,
 _GAUSSIAN_MASS = 0.894428  # and the share of sum |w| that so many of the largest hold
@@ -54,7 +54,8 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
             if len(heat.blocks) <= _MOST_NUMBERS:
                 _numbers(axes, cells, (low + high) / 2)
         panels[-1].set_xlabel("block")
-        bar = figure.colorbar(image, ax=list(panels), pad=0.015, fraction=0.05, label="N_eff / N, mean over the rows")
+        bar = figure.colorbar(image, ax=list(panels), pad=0.015, fraction=0.05)
+        bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
         if low < _GAUSSIAN < high:
             bar.ax.axhline(_GAUSSIAN, color="white", linewidth=1.2)
             bar.ax.annotate("2/π ", (0, _GAUSSIAN), ha="right", va="center", fontsize=8, xycoords=("axes fraction", "data"))
@@ -84,9 +85,7 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
     """Kept fractions of the rows of each matrix: a panel for each role, over the blocks; the methods beside each other."""
     with styled():
         roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))
-        found = {block for boxes_ in kept for _, block in boxes_.spreads}
-        blocks: list[int | None] = sorted(block for block in found if block is not None)
-        blocks += [None] if None in found else []
+        blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.spreads)
         figure = new_figure(0.9 + 1.45 * len(roles))
         panels = figure.subplots(len(roles), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
         for axes, role in zip(panels, roles, strict=True):
@@ -101,7 +100,7 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
             axes.set_ylim(-2, 102)
             axes.set_ylabel("kept, % of a row")
             axes.grid(visible=False, axis="x")
-        _block_ticks(panels[-1], tuple(blocks))
+        _block_ticks(panels[-1], blocks)
         panels[-1].set_xlim(-0.6, len(blocks) - 0.4)
         panels[-1].set_xlabel("block")
         from matplotlib.patches import Patch
@@ -173,15 +172,15 @@ def _mass_panels(study: Study, held: list[Masses], name: str) -> Drawing:
             for number, role in enumerate(roles):
                 _mass_points(axes, [matrix for matrix in masses_.matrices if matrix.role == role], number, role)
             axes.plot(_GAUSSIAN, _GAUSSIAN_MASS, marker="*", markersize=11, color="#F0E442", markeredgecolor="black",
-                      linestyle="none", label="independent Gaussian weights", zorder=4)  # fmt: skip
+                      linestyle="none", label="independent Gaussian weights", zorder=2.2)  # fmt: skip
             axes.set_title(masses_.label, loc="left")
             axes.set_xlim(0, 1)
             axes.set_ylim(0, 1.02)
-            axes.set_xlabel("N_eff / N")
+            axes.set_xlabel(f"{N_EFF} / N", parse_math=True)
         for axes in panels[len(held) :]:
             axes.set_visible(False)
         for axes in panels[::columns]:
-            axes.set_ylabel("s_eff, share of Σ|s| that stays")
+            axes.set_ylabel(r"$s_\mathrm{eff}$, share of Σ|s| that stays", parse_math=True)
         handles: dict[str, Any] = {}
         for axes in panels[: len(held)]:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -195,7 +194,7 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
     if not matrices:
         return
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-    xs = [matrix.redundancy for matrix in matrices]
+    xs = [matrix.effective_share for matrix in matrices]
     ys = [matrix.s_eff_mean for matrix in matrices]
     reach = [
         [y - m.s_eff.min for y, m in zip(ys, matrices, strict=True)],

@@ -37,7 +37,7 @@ class MatrixStats:
         weights, rows: how many.
         kept: how many weights stay.
         kept_fraction: over the rows.
-        redundancy: N_eff / N, the mean over the groups; None where the effective number did not decide.
+        effective_share: N_eff / N, the mean over the groups; None where the effective number did not decide.
         group_size: N, of one group.
         s_eff: over the groups; `s_eff_mean` its mean.
         bound: the lower bound on s_eff that theorem 4.2 gives, in the mean over the groups; None for orders other than 2.
@@ -50,7 +50,7 @@ class MatrixStats:
     rows: int
     kept: int
     kept_fraction: Spread
-    redundancy: float | None = None
+    effective_share: float | None = None
     group_size: int | None = None
     s_eff: Spread | None = None
     s_eff_mean: float | None = None
@@ -176,7 +176,7 @@ def _together(members: list[MatrixStats]) -> MatrixStats:
         rows=sum(member.rows for member in members),
         kept=sum(member.kept for member in members),
         kept_fraction=pooled([member.kept_fraction for member in members], rows),
-        redundancy=mean([member.redundancy for member in members]),
+        effective_share=mean([member.effective_share for member in members]),
         group_size=members[0].group_size,
         s_eff=pooled(spreads, rows) if len(spreads) == len(members) else None,
         s_eff_mean=mean([member.s_eff_mean for member in members]),

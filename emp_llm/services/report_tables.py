@@ -87,11 +87,11 @@ def role_rows(study: Study) -> Rows:
     for label, matrices in study.measured:
         cells = by_role_and_block(matrices)
         for role in dict.fromkeys(role for role, _ in cells):
-            own = [cell for (r, _), cell in cells.items() if r == role and cell.redundancy is not None]
-            shares = [cell.redundancy for cell in own if cell.redundancy is not None]
+            own = [cell for (r, _), cell in cells.items() if r == role and cell.effective_share is not None]
+            shares = [cell.effective_share for cell in own if cell.effective_share is not None]
             if shares:
                 margin = min((cell.margin for cell in own if cell.margin is not None), default=None)
-                shown = [_percent(share) for share in (_mean(own, "redundancy"), min(shares), max(shares))]
+                shown = [_percent(share) for share in (_mean(own, "effective_share"), min(shares), max(shares))]
                 shown += [_number(number) for number in (_mean(own, "s_eff_mean"), _mean(own, "bound"), margin)]
                 rows.append([label, f"{role} x {len(own)}", *shown])
     return rows
@@ -106,7 +106,7 @@ def matrix_rows(study: Study) -> Rows:
     for point in study.points:
         start = [study.title, point.name, point.method or "dense", _exact(point.beta), _exact(point.order)]
         for cell in by_role_and_block(point.matrices).values():
-            numbers = [cell.block, cell.weights, cell.rows, cell.kept, *cell.kept_fraction.values, cell.redundancy]
+            numbers = [cell.block, cell.weights, cell.rows, cell.kept, *cell.kept_fraction.values, cell.effective_share]
             numbers += [cell.group_size, cell.s_eff_mean, *(cell.s_eff.values if cell.s_eff else [None] * 5)]
             rows.append([*start, cell.role, *(_exact(number) for number in [*numbers, cell.bound, cell.margin])])
     return rows

@@ -152,7 +152,8 @@ def _run(report: _Fields, folder: Path, name: str | None = None, **more: Any) ->
 
 
 def _sweep(sweep: _Fields, folder: Path) -> Iterator[Point]:
-    about = {"suite": sweep.raw.get("suite"), **(sweep.raw["suite"] if isinstance(sweep.raw.get("suite"), dict) else {})}
+    suite = sweep.raw.get("suite")
+    about = suite if isinstance(suite, dict) else {"suite": suite}
     base = folder.resolve() / "points"
     dense = (_judgement(about, sweep.object("dense")),) if sweep.raw.get("dense") is not None else ()
     entries = sweep.objects("points")
@@ -176,20 +177,20 @@ def _sweep(sweep: _Fields, folder: Path) -> Iterator[Point]:
 
 
 def _measures(file: _Fields, path: Path) -> Iterator[Point]:
-    source = file.object("source")
+    source, calibration = file.object("source"), file.raw.get("calibration")
+    told = file.raw.get("recipe")
     for number, entry in enumerate(file.objects("measures")):
         criterion, order = entry.text("criterion"), entry.number("order")
-        recipe = {"method": f"emp-{criterion}", "beta": 1.0, "order": order, "targets": entry.raw.get("recipe_targets", "mlp")}
-        scope = file.raw.get("recipe") if isinstance(file.raw.get("recipe"), dict) else {}
-        targets = entry.object("targets")
+        made = {"targets": "mlp", "beta": 1.0} | (told if isinstance(told, dict) else {})
+        recipe = _Fields(made | {"method": f"emp-{criterion}", "order": order}, entry.where)
         values: dict[str, Any] = {
             "id": f"{path.resolve()}#{number}",
             "name": printable(f"{path.stem} {criterion} {order:g}"),
             **_origin(source),
-            **_method(_Fields(recipe | scope, entry.where), file.raw.get("calibration")),
+            **_method(recipe, calibration),
             "pruned": False,
             "matrices": _matrices(entry.object("matrices")),
-            "facts": _facts(source, _Fields(recipe | scope, entry.where), file.raw.get("calibration"), targets),
+            "facts": _facts(source, recipe, calibration, entry.object("targets")),
         }
         yield Point(**values)
 
@@ -231,8 +232,8 @@ def _judgement(about: dict[str, Any], measured: _Fields) -> Judgement:
     for name, value in values.items():
         if not isinstance(value.value, int | float) or math.isnan(value.value):
             raise UserError(f"{measured.where}: {name} must be a number.")
-    suite = str(about.get("suite")) if not isinstance(about.get("suite"), dict) else str(about["suite"].get("suite"))
-    name = printable(f"{suite}, {bits}" if bits else suite)
+    base, *changes = str(about.get("suite")).split(",")
+    name = printable(", ".join([PurePath(base).stem or base, *changes, *([bits] if bits else [])]))
     values = {printable(measure): value for measure, value in values.items()}
     return Judgement(name, json.dumps(key | {"quantization": quantization}, sort_keys=True), values, blocks)
 
@@ -267,7 +268,7 @@ def _matrix(entry: _Fields) -> MatrixStats:
         rows=rows,
         kept=entry.count("kept"),
         kept_fraction=kept_fraction,
-        redundancy=mean / size if mean is not None and size is not None else None,
+        effective_share=mean / size if mean is not None and size is not None else None,
         group_size=None if size is None else int(size),
         s_eff=entry.spread("s_eff"),
         s_eff_mean=entry.maybe("s_eff_mean"),
@@ -301,8 +302,13 @@ def _method(recipe: _Fields, calibration: Any) -> dict[str, Any]:
         "group": group,
         "scope": _scope(recipe.raw.get("targets"), recipe.raw.get("ignore")),
         "variant": printable(", ".join(words)),
-        "match": "total" if recipe.raw.get("match") else None,
+        "match": _match(recipe) if recipe.raw.get("match") else None,
     }
+
+
+def _match(recipe: _Fields) -> Match:
+    """What of another run a baseline matches."""
+    return "matrix" if recipe.raw.get("match_by") == "matrix" else "total"
 
 
 def _scope(targets: Any, ignore: Any) -> str:

@@ -58,7 +58,7 @@ class Study:
         found: list[tuple[str, tuple[MatrixStats, ...]]] = []
         seen: set[tuple[str, tuple[float | None, ...]]] = set()
         for point in self.points:
-            numbers = tuple(matrix.redundancy for matrix in point.matrices)
+            numbers = tuple(matrix.effective_share for matrix in point.matrices)
             label = label_of(point).removeprefix("EMP-")
             label = label[:1].upper() + label[1:]
             if not point.adaptive or all(number is None for number in numbers) or (label, numbers) in seen:
@@ -274,9 +274,9 @@ def grids(study: Study) -> list[Grid]:
     for label, matrices in study.measured:
         cells = by_role_and_block(matrices)
         roles = tuple(dict.fromkeys(role for role, _ in cells))
-        blocks = _blocks(cells)
+        blocks = ordered_blocks(cells)
         values = tuple(
-            tuple(cell.redundancy if (cell := cells.get((role, block))) else None for block in blocks) for role in roles
+            tuple(cell.effective_share if (cell := cells.get((role, block))) else None for block in blocks) for role in roles
         )
         if any(value is not None for row in values for value in row):
             found.append(Grid(label, roles, blocks, values))
@@ -316,11 +316,10 @@ def masses(study: Study) -> list[Masses]:
     return found
 
 
-def _blocks(cells: Iterable[tuple[str, int | None]]) -> tuple[int | None, ...]:
-    """The blocks in order; what lies outside of them last."""
+def ordered_blocks(cells: Iterable[tuple[str, int | None]]) -> tuple[int | None, ...]:
+    """The blocks of some cells in order; what lies outside of them last."""
     blocks = {block for _, block in cells}
-    inside: list[int | None] = sorted(block for block in blocks if block is not None)
-    return tuple(inside + ([None] if None in blocks else []))
+    return (*sorted(block for block in blocks if block is not None), *((None,) if None in blocks else ()))
 
 
 def _identified(points: list[Point]) -> list[Point]:
