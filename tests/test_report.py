@@ -244,18 +244,17 @@ def test_results_join_the_run_they_judge(runs: Path, tmp_path: Path) -> None:
 def make_sweep(runs: Path, folder: Path) -> Path:
     """A sweep's folder of finished runs, as `sweep` writes it."""
     told = report_of(runs / "emp")
-    suite = {key: value for key, value in told["evaluation"].items() if key not in ("dense", "pruned", "batch_size")}
     links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
     points = []
     for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
         (folder / "points" / name).mkdir(parents=True)
         point = report_of(runs / name)
-        evaluation = point.pop("evaluation")["pruned"]
+        evaluation = point["evaluation"]["pruned"]
         point["recipe"] |= {"match": None} if name in links else {}
         (folder / "points" / name / "emp_report.json").write_text(json.dumps(point))
         of, match = links.get(name, (None, None))
         points.append({"name": name, "baseline_of": of, "match": match, "evaluation": evaluation})
-    sweep = {"format": "emp-llm sweep 1", "suite": suite, "dense": told["evaluation"]["dense"], "points": points}
+    sweep = {"format": "emp-llm sweep 1", "suite": "mine", "dense": told["evaluation"]["dense"], "points": points}
     (folder / "sweep.json").write_text(json.dumps(sweep))
     return folder
 

@@ -61,14 +61,14 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
         if dense is not None:
             for panel in panels:
                 panel.axhline(dense.value, color=GREY, linewidth=1.2)
-            where = (panels[0].get_xlim()[1], dense.value)
-            panels[0].annotate(
-                f"dense {dense.value:.4g}", where, (-2, 2), textcoords="offset points", ha="right", va="bottom", color=GREY
-            )
+            left = len(panels) > 1  # where the lines are far from it: at small β, or at high sparsity
+            where = ((0.02 if left else 0.98), dense.value)
+            panels[0].annotate(f"dense {dense.value:.4g}", where, (0, 3), ("axes fraction", "data"), textcoords="offset points",
+                               ha="left" if left else "right", color=GREY)  # fmt: skip
+        by_sparsity.margins(y=0.08)
         if beside:
             _differences(figure.add_subplot(grid[1, :]), measure, beside, found, styles)
-        handles, labels = _legend(panels)
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), handlelength=3.2)
+        _legend(figure, by_sparsity, found)
         figure.suptitle(f"{study.title}: {measure}, suite {suite.name}", x=0.01, ha="left", fontsize=11, weight="bold")
         return drawn(figure, f"{name}-{_slug(measure)}", _caption(study, suite, measure, bool(beside)), answers=True)
 
@@ -154,12 +154,21 @@ def _differences(axes: Any, measure: str, beside: list[Difference], found: list[
     axes.set_ylabel(f"EMP − baseline, {unit}" + ("\n(bars: ± 2 standard errors)" if known else ""))
 
 
-def _legend(panels: list[Any]) -> tuple[list[Any], list[str]]:
-    handles: dict[str, Any] = {}
-    for panel in panels:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    return list(handles.values()), list(handles)
+def _legend(figure: Any, axes: Any, found: list[Curve]) -> None:
+    """A column for EMP and one for each kind of baseline."""
+    from matplotlib.lines import Line2D
+
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    columns = [[curve.label for curve in found if curve.allocation == allocation] for allocation in _LINES]
+    columns = [column for column in columns if column]
+    longest = max(len(column) for column in columns)
+    blank = Line2D([], [], linestyle="none")
+    entries = [
+        entry
+        for column in columns
+        for entry in [*((handles[label], label) for label in column), *[(blank, "")] * (longest - len(column))]
+    ]
+    figure.legend(*zip(*entries, strict=True), loc="outside lower center", ncols=len(columns), handlelength=3.2)
 
 
 def _caption(study: Study, suite: Suite, measure: str, beside: bool) -> str:

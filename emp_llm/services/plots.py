@@ -12,6 +12,7 @@ from emp_llm.services.series import Boxes, Grid, Masses, Study, boxes, grids, ma
 
 _GAUSSIAN = 2 / math.pi  # N_eff / N of i.i.d. normal weights,
 _GAUSSIAN_MASS = 0.894428  # and the share of sum |w| that so many of the largest hold
+_HATCHES = ("", "////", "....", "xxxx", "----")  # for eyes and printers without colours
 _MOST_BOXES = 40  # beside each other; where there would be more, bands are drawn
 _MOST_NUMBERS = 16  # columns of a heat map that leave room for a number in each cell
 
@@ -52,7 +53,7 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
             axes.set_yticks(range(len(heat.roles)), heat.roles)
             _block_ticks(axes, heat.blocks)
             if len(heat.blocks) <= _MOST_NUMBERS:
-                _numbers(axes, cells, (low + high) / 2)
+                _numbers(axes, cells, low + 0.6 * (high - low))
         panels[-1].set_xlabel("block")
         bar = figure.colorbar(image, ax=list(panels), pad=0.015, fraction=0.05)
         bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
@@ -74,10 +75,10 @@ def _block_ticks(axes: Any, blocks: tuple[int | None, ...]) -> None:
     axes.set_xticks(at, ["none" if blocks[number] is None else str(blocks[number]) for number in at])
 
 
-def _numbers(axes: Any, cells: Any, middle: float) -> None:
+def _numbers(axes: Any, cells: Any, bright: float) -> None:
     for (row, column), value in np.ndenumerate(cells):
         if not np.isnan(value):
-            colour = "white" if value < middle else "black"
+            colour = "white" if value < bright else "black"
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
 
 
@@ -86,7 +87,8 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
     with styled():
         roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))
         blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.spreads)
-        figure = new_figure(0.9 + 1.45 * len(roles))
+        figure = new_figure(0.9 + 1.6 * len(roles))
+        most = max(spread.max for boxes_ in kept for spread in boxes_.spreads.values())
         panels = figure.subplots(len(roles), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
         for axes, role in zip(panels, roles, strict=True):
             for number, boxes_ in enumerate(kept):
@@ -97,7 +99,7 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
                 else:
                     _band(axes, spreads, colour, MARKERS[number % len(MARKERS)])
             axes.set_title(role, loc="left")
-            axes.set_ylim(-2, 102)
+            axes.set_ylim(0, 10 * math.ceil(10 * most) + 1)
             axes.set_ylabel("kept, % of a row")
             axes.grid(visible=False, axis="x")
         _block_ticks(panels[-1], blocks)
@@ -105,7 +107,7 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
         panels[-1].set_xlabel("block")
         from matplotlib.patches import Patch
 
-        handles = [Patch(color=COLOURS[n % len(COLOURS)], alpha=0.75, label=boxes_.label) for n, boxes_ in enumerate(kept)]
+        handles = [Patch(**_filling(number), label=boxes_.label) for number, boxes_ in enumerate(kept)]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
         figure.suptitle(f"{study.title}: what stays of each row", x=0.01, ha="left", fontsize=11, weight="bold")
         return drawn(figure, name, _box_caption(study))
@@ -136,11 +138,17 @@ def _boxes(axes: Any, spreads: list[Any], number: int, count: int, colour: str) 
             showfliers=False,
             patch_artist=True,
             manage_ticks=False,
-            boxprops={"facecolor": colour, "alpha": 0.75, "edgecolor": colour},
-            medianprops={"color": "white", "linewidth": 1.4},
+            boxprops=_filling(number),
+            medianprops={"color": "black", "linewidth": 1},
             whiskerprops=line,
             capprops=line,
         )
+
+
+def _filling(number: int) -> dict[str, Any]:
+    """How the boxes of the so-manieth method are filled."""
+    colour = COLOURS[number % len(COLOURS)]
+    return {"facecolor": "white" if number else colour, "edgecolor": colour, "hatch": _HATCHES[number % len(_HATCHES)]}
 
 
 def _band(axes: Any, spreads: list[Any], colour: str, marker: str) -> None:
@@ -201,7 +209,17 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
         [m.s_eff.max - y for y, m in zip(ys, matrices, strict=True)],
     ]
     axes.errorbar(xs, ys, yerr=reach, color=colour, linestyle="none", elinewidth=0.6, alpha=0.45)
-    axes.plot(xs, ys, marker=marker, color=colour, linestyle="none", markersize=5, label=role, zorder=3)
+    axes.plot(
+        xs,
+        ys,
+        marker=marker,
+        color=colour,
+        linestyle="none",
+        markersize=6,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        label=role,
+    )
 
 
 def _mass_caption(study: Study, held: list[Masses]) -> str:

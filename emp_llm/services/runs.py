@@ -152,10 +152,8 @@ def _run(report: _Fields, folder: Path, name: str | None = None, **more: Any) ->
 
 
 def _sweep(sweep: _Fields, folder: Path) -> Iterator[Point]:
-    suite = sweep.raw.get("suite")
-    about = suite if isinstance(suite, dict) else {"suite": suite}
+    """Points by what their own reports tell; what is a baseline of what, by the sweep's."""
     base = folder.resolve() / "points"
-    dense = (_judgement(about, sweep.object("dense")),) if sweep.raw.get("dense") is not None else ()
     entries = sweep.objects("points")
     names = [entry.text("name") for entry in entries]
     for entry, name in zip(entries, names, strict=True):
@@ -169,11 +167,8 @@ def _sweep(sweep: _Fields, folder: Path) -> Iterator[Point]:
         path = folder / "points" / name / REPORT_NAME
         if not path.is_file():
             raise UserError(f"{path}: the sweep names this point and its report is missing; run the sweep's command again.")
-        judged = (_judgement(about, entry.object("evaluation")),) if entry.raw.get("evaluation") is not None else ()
-        more = {"match": match, "baseline_of": None if of is None else str(base / of)}
-        if judged:
-            more |= {"judgements": judged, "dense": dense}
-        yield _run(_Fields(read_json(path, limit=_LIMIT), str(path)), path.parent, name, **more)
+        report = _Fields(read_json(path, limit=_LIMIT), str(path))
+        yield _run(report, path.parent, name, match=match, baseline_of=None if of is None else str(base / of))
 
 
 def _measures(file: _Fields, path: Path) -> Iterator[Point]:
@@ -232,7 +227,7 @@ def _judgement(about: dict[str, Any], measured: _Fields) -> Judgement:
     for name, value in values.items():
         if not isinstance(value.value, int | float) or math.isnan(value.value):
             raise UserError(f"{measured.where}: {name} must be a number.")
-    base, *changes = str(about.get("suite")).split(",")
+    base, *changes = str(about.get("suite") or "suite").split(",")
     name = printable(", ".join([PurePath(base).stem or base, *changes, *([bits] if bits else [])]))
     values = {printable(measure): value for measure, value in values.items()}
     return Judgement(name, json.dumps(key | {"quantization": quantization}, sort_keys=True), values, blocks)

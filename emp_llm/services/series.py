@@ -216,8 +216,16 @@ def differences(study: Study, suite: Suite) -> list[Difference]:
                 found.append(
                     Difference(point, baseline, baseline.match, measure, value.value, base.value, change, stderr, better)
                 )
-    order = {point.id: number for number, point in enumerate(study.points)}
-    return sorted(found, key=lambda each: (order[each.point.id], each.match != "total", suite.measures.index(each.measure)))
+    methods = list(dict.fromkeys(label_of(point) for point in study.points))
+    return sorted(
+        found,
+        key=lambda each: (
+            suite.measures.index(each.measure),
+            methods.index(label_of(each.point)),
+            each.match != "total",
+            each.point.beta or 0.0,
+        ),
+    )
 
 
 def change_of(
@@ -338,7 +346,7 @@ def _identified(points: list[Point]) -> list[Point]:
 
 def _titles(models: dict[str, str]) -> dict[str, str]:
     """A short name for each identity that no other has."""
-    short = {identity: PurePath(name).name or name for identity, name in models.items()}
+    short = {identity: _short_name(name) for identity, name in models.items()}
     if len(set(short.values())) < len(short):
         short = dict(models)
     ordered = sorted(short, key=lambda identity: short[identity])
@@ -347,6 +355,12 @@ def _titles(models: dict[str, str]) -> dict[str, str]:
         if len(same) > 1:
             short |= {identity: f"{short[identity]} ({number})" for number, identity in enumerate(same, 1)}
     return short
+
+
+def _short_name(model: str) -> str:
+    """The last part of a path or Hub id; with the one before, where it says only that it is a model."""
+    parts = [part for part in PurePath(model).parts if part not in ("/", "..")]
+    return "/".join(parts[-2:] if parts[-1:] == ["model"] else parts[-1:]) or model
 
 
 def _linked(points: list[Point]) -> list[Point]:
