@@ -15,7 +15,7 @@ from emp_llm.services.plot_style import Drawing, check_matplotlib
 from emp_llm.services.plots import draw
 from emp_llm.services.report_tables import difference_rows, matrix_rows, value_rows, verdicts
 from emp_llm.services.runs import printable, read_points
-from emp_llm.services.series import Study, studies
+from emp_llm.services.studies import Study, studies
 from emp_llm.services.tables import Rows, csv_table, table
 
 _FORMAT = "emp-llm report 1"

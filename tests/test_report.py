@@ -27,7 +27,6 @@ from emp_llm.services.comparison import Value
 from emp_llm.services.records import Spread, by_role_and_block, pooled
 from emp_llm.services.runs import read_points
 from emp_llm.services.series import (
-    Study,
     boxes,
     change_of,
     curves,
@@ -35,8 +34,8 @@ from emp_llm.services.series import (
     grids,
     masses,
     paired_stderr,
-    studies,
 )
+from emp_llm.services.studies import Study, studies
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
@@ -202,7 +201,7 @@ def test_a_sweep_a_measure_and_results_are_read(runs: Path, tmp_path: Path) -> N
         "magnitude, same total per matrix",
         "EMP-Wanda",
     }
-    changes = [[each.change for each in differences(s, s.suites[0])] for s in (study, whole)]
+    changes = [sorted(each.change for each in differences(s, s.suites[0])) for s in (study, whole)]
     assert changes[0] == changes[1]
     told = report_of(runs / "emp")
     measures = {"format": "emp-llm measure 1", "source": told["source"], "measures": []}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from emp_llm.services.plot_style import Drawing
 from emp_llm.services.report_tables import difference_rows, point_rows, role_rows, verdicts
-from emp_llm.services.series import Study
+from emp_llm.services.studies import Study
 from emp_llm.services.tables import Rows, markdown_table
 
 FIGURES = "figures"

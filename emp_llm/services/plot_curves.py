@@ -4,15 +4,8 @@ from typing import Any
 
 from emp_llm.services.comparison import in_percent
 from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
-from emp_llm.services.series import (
-    Curve,
-    Difference,
-    Study,
-    Suite,
-    curves,
-    differences,
-    lower_is_better,
-)
+from emp_llm.services.series import Curve, Difference, curves, differences, lower_is_better
+from emp_llm.services.studies import Study, Suite
 
 _LINES = {"emp": "-", "total": "--", "matrix": ":"}
 _BESIDE = {"total": "as many weights left in total", "matrix": "as many left in every matrix"}

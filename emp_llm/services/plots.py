@@ -8,7 +8,8 @@ import numpy as np
 from emp_llm.selection.effective import effective_mass_bound
 from emp_llm.services.plot_curves import sparsity_figures
 from emp_llm.services.plot_style import COLOURS, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
-from emp_llm.services.series import Boxes, Grid, Masses, Study, boxes, grids, main_measures, masses, ordered_blocks
+from emp_llm.services.series import Boxes, Grid, Masses, boxes, grids, main_measures, masses, ordered_blocks
+from emp_llm.services.studies import Study
 
 _GAUSSIAN = 2 / math.pi  # N_eff / N of i.i.d. normal weights,
 _GAUSSIAN_MASS = 0.894428  # and the share of sum |w| that so many of the largest hold

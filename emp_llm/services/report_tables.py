@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from emp_llm.services.comparison import Value, in_percent
 from emp_llm.services.records import MatrixStats, by_role_and_block
-from emp_llm.services.series import Difference, Study, Suite, change_of, differences, label_of, main_measures
+from emp_llm.services.series import Difference, change_of, differences, main_measures
+from emp_llm.services.studies import Study, Suite, label_of
 from emp_llm.services.tables import Rows
 
 _MATCHES = {"total": "as many weights in total", "matrix": "as many in every matrix"}

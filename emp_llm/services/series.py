@@ -1,72 +1,15 @@
-"""The numbers behind every figure and table of a report: points sorted into studies, and each study into series."""
+"""The numbers behind every figure of a report: what of a study stands in one curve, map or row of boxes."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import groupby
-from pathlib import Path, PurePath
+from dataclasses import dataclass
 
 from emp_llm.services.comparison import Value, in_percent
 from emp_llm.services.records import Judgement, Match, MatrixStats, Point, Spread, by_role_and_block
+from emp_llm.services.studies import Study, Suite, label_of
 
 Allocation = str  # "emp", or how a uniform baseline was given its share: "total", "matrix"
-_NAMES = {"wanda": "Wanda", "magnitude": "magnitude"}
 _LOWER = ("perplexity", "bits_per_byte", "loss", "brier")
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A suite that points of a study were judged by.
-
-    Attributes:
-        key: of the judgements; `name` is shown.
-        dense: what it measured of the dense model, if anything did.
-        measures: the names of all that it measured.
-    """
-
-    key: str
-    name: str
-    dense: Judgement | None
-    measures: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Study:
-    """All that was given of one model and one choice of targets: what may stand in one curve.
-
-    Attributes:
-        title: of the model, told apart from others in the report.
-        model, scope: as the runs name them.
-        points: pruned and measured ones, baselines linked with what they are the baselines of.
-        suites: what they were judged by.
-    """
-
-    title: str
-    model: str
-    scope: str
-    points: tuple[Point, ...]
-    suites: tuple[Suite, ...]
-
-    @property
-    def pruned(self) -> list[Point]:
-        return [point for point in self.points if point.pruned]
-
-    @property
-    def measured(self) -> list[tuple[str, tuple[MatrixStats, ...]]]:
-        """Matrices with an effective number, under what it was measured by: every criterion, order and variant once, unless
-        the numbers differ."""
-        found: list[tuple[str, tuple[MatrixStats, ...]]] = []
-        seen: set[tuple[str, tuple[float | None, ...]]] = set()
-        for point in self.points:
-            numbers = tuple(matrix.effective_share for matrix in point.matrices)
-            label = label_of(point).removeprefix("EMP-")
-            label = label[:1].upper() + label[1:]
-            if not point.adaptive or all(number is None for number in numbers) or (label, numbers) in seen:
-                continue
-            known = any(name == label for name, _ in seen)
-            seen.add((label, numbers))
-            found.append((f"{label} ({point.name})" if known else label, point.matrices))
-        return found
 
 
 @dataclass(frozen=True)
@@ -146,35 +89,6 @@ class Masses:
 
     label: str
     matrices: tuple[MatrixStats, ...]
-
-
-def studies(points: Iterable[Point]) -> list[Study]:
-    """Points by model and targets, in the order given; results of a dense model belong to all of its studies."""
-    points = _identified(list(points))
-    identities = list(dict.fromkeys(point.identity for point in points))
-    titles = _titles({identity: next(p.model for p in points if p.identity == identity) for identity in identities})
-    found = []
-    for identity in identities:
-        own = [point for point in points if point.identity == identity]
-        alone = [point for point in own if point.method is None]
-        scopes = dict.fromkeys(point.scope for point in own if point.method is not None)
-        for scope in scopes or {"": None}:
-            members = _linked([point for point in own if point.method is not None and point.scope == scope])
-            title = titles[identity] + (f", {scope}" if len(scopes) > 1 else "")
-            found.append(Study(title, own[0].model, scope, tuple(members), _suites(members, alone)))
-    return found
-
-
-def label_of(point: Point) -> str:
-    """The method of a point in words, without what varies along a curve."""
-    name = _NAMES.get(point.criterion, point.criterion)
-    if point.adaptive:
-        words = [f"EMP-{name}"] + ([f"order {point.order:g}"] if point.order not in (None, 2.0) else [])
-    elif point.match == "matrix":
-        words = [f"{name}, same total per matrix"]
-    else:
-        words = [f"{name}, uniform rows"]
-    return ", ".join(words + ([point.variant] if point.variant else []))
 
 
 def curves(study: Study, suite: Suite, measure: str) -> list[Curve]:
@@ -328,71 +242,3 @@ def ordered_blocks(cells: Iterable[tuple[str, int | None]]) -> tuple[int | None,
     """The blocks of some cells in order; what lies outside of them last."""
     blocks = {block for _, block in cells}
     return (*sorted(block for block in blocks if block is not None), *((None,) if None in blocks else ()))
-
-
-def _identified(points: list[Point]) -> list[Point]:
-    """Points that know their model by name only, under its fingerprint where just one model of that name is given."""
-    by_name: dict[str, set[str]] = {}
-    for point in points:
-        if point.identity != point.model:
-            by_name.setdefault(point.model, set()).add(point.identity)
-    return [
-        replace(point, identity=next(iter(by_name[point.model])))
-        if point.identity == point.model and len(by_name.get(point.model, ())) == 1
-        else point
-        for point in points
-    ]
-
-
-def _titles(models: dict[str, str]) -> dict[str, str]:
-    """A short name for each identity that no other has."""
-    short = {identity: _short_name(name) for identity, name in models.items()}
-    if len(set(short.values())) < len(short):
-        short = dict(models)
-    ordered = sorted(short, key=lambda identity: short[identity])
-    for _, group in groupby(ordered, key=lambda identity: short[identity]):
-        same = list(group)
-        if len(same) > 1:
-            short |= {identity: f"{short[identity]} ({number})" for number, identity in enumerate(same, 1)}
-    return short
-
-
-def _short_name(model: str) -> str:
-    """The last part of a path or Hub id; with the one before, where it says only that it is a model."""
-    parts = [part for part in PurePath(model).parts if part not in ("/", "..")]
-    return "/".join(parts[-2:] if parts[-1:] == ["model"] else parts[-1:]) or model
-
-
-def _linked(points: list[Point]) -> list[Point]:
-    """Uniform points that remove exactly as many weights as an EMP point by the same criterion, as its baselines."""
-    adaptive = [point for point in points if point.adaptive and point.pruned]
-    linked = []
-    for point in points:
-        if not point.adaptive and point.pruned and point.baseline_of is None and point.group == "row":
-            same = [e for e in adaptive if e.criterion == point.criterion and e.sparsity == point.sparsity]
-            named = [e for e in same if point.matches and Path(point.matches).resolve() == Path(e.id)]
-            if same:
-                point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
-        linked.append(point)
-    return _named_apart(linked)
-
-
-def _named_apart(points: list[Point]) -> list[Point]:
-    count: dict[str, int] = {}
-    named = []
-    for point in points:
-        count[point.name] = count.get(point.name, 0) + 1
-        named.append(point if count[point.name] == 1 else replace(point, name=f"{point.name} ({count[point.name]})"))
-    return named
-
-
-def _suites(points: list[Point], alone: list[Point]) -> tuple[Suite, ...]:
-    judged = [judgement for point in points for judgement in point.judgements]
-    dense = [judgement for point in points for judgement in point.dense] + [j for point in alone for j in point.judgements]
-    found = []
-    for key in dict.fromkeys(judgement.key for judgement in judged + dense):
-        first = next((judgement for judgement in dense if judgement.key == key), None)
-        members = [judgement for judgement in [*dense, *judged] if judgement.key == key]
-        names = dict.fromkeys(name for judgement in members for name in judgement.values)
-        found.append(Suite(key, members[0].suite, first, tuple(names)))
-    return tuple(found)
