@@ -13,7 +13,7 @@ from emp_llm.models.plain_output import check_folder, write_folder
 from emp_llm.services.pages import FIGURES, html_page, markdown_page, parts_of
 from emp_llm.services.plot_style import Drawing, check_matplotlib
 from emp_llm.services.plots import draw
-from emp_llm.services.report_tables import difference_rows, matrix_rows, value_rows, verdicts
+from emp_llm.services.report_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
 from emp_llm.services.runs import printable, read_points
 from emp_llm.services.studies import Study, studies
 from emp_llm.services.tables import Rows, csv_table, table
@@ -68,11 +68,9 @@ def _files(summary: dict[str, Any], drawn: Sequence[tuple[Study, list[Drawing]]]
         "report.html": html_page(summary["title"], parts),
         "report.md": markdown_page(parts),
         "points.csv": csv_table(_joined([value_rows(study) for study, _ in drawn])) + "\n",
+        "differences.csv": csv_table(_joined([change_rows(study) for study, _ in drawn])) + "\n",
         "matrices.csv": csv_table(_joined([matrix_rows(study) for study, _ in drawn])) + "\n",
     }
-    differences = _joined([[["study", *_differences(study)[0]], *([study.title, *row] for row in _differences(study)[1:])]
-                           for study, _ in drawn])  # fmt: skip
-    files["differences.csv"] = csv_table(differences) + "\n"
     encoded = {name: text.encode("utf-8") for name, text in files.items()}
     for _, drawings in drawn:
         for drawing in drawings:

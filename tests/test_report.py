@@ -334,7 +334,10 @@ def test_files_open_and_the_page_needs_nothing_else(page: Path, runs: Path) -> N
     with (page / "matrices.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 6 * 6
     with (page / "differences.csv").open() as file:
-        assert [row["EMP"] for row in csv.DictReader(file)] == ["EMP-magnitude", "EMP-magnitude"]
+        gaps = list(csv.DictReader(file))
+    assert [(row["point"], row["baseline"]) for row in gaps] == [("emp-0.5", "uniform-0.5"), ("emp", "uniform")]
+    for row in gaps:
+        assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
 
 
 def test_the_same_input_is_the_same_bytes(page: Path, runs: Path, run: Run, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
     parts: list[Part] = [Heading(title, 1)]
     for study, drawings in studies:
         parts.append(Heading(study.title))
-        facts = next((point.facts for point in study.points if len(point.facts) > 1), {"model": study.model})
+        facts = max((point.facts for point in study.points), key=len, default={}) or {"model": study.model}
         parts.append(Points(tuple(f"{name}: {fact}" for name, fact in facts.items())))
         left = {drawing.name: drawing for drawing in drawings}
         told = [sentence for suite in study.suites for sentence in verdicts(study, suite)]
@@ -73,7 +73,8 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
         parts += [left.pop(drawing.name) for drawing in drawings if drawing.answers]
         for suite in study.suites:
             rows = difference_rows(study, suite)
-            parts += [Table(rows), Words(_HOW)] if len(rows) > 1 else []
+            named = [Words(f"Suite {suite.name}:")] if len(study.suites) > 1 else []
+            parts += [*named, Table(rows), Words(_HOW)] if len(rows) > 1 else []
         if len(study.pruned):
             parts += [Heading("All points", 3), Table(point_rows(study))]
         rows = role_rows(study)
@@ -97,8 +98,7 @@ def markdown_page(parts: Sequence[Part]) -> str:
             case Table():
                 lines.append(markdown_table([[_escaped(cell) for cell in row] for row in part.rows]))
             case Drawing():
-                caption = _escaped(part.caption)
-                lines += [f"![{caption}]({FIGURES}/{part.name}.svg)", caption]
+                lines += [f"![{_escaped(part.title)}]({FIGURES}/{part.name}.svg)", _escaped(part.caption)]
     return "\n\n".join(lines) + "\n"
 
 
@@ -156,7 +156,7 @@ def inline_svg(drawing: Drawing) -> str:
         return f'{attribute}="{before or ""}{drawing.name}-{name}{after}"'
 
     text = _ID.sub(own, text)
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(drawing.caption)}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(drawing.title)}"', 1)
 
 
 def _escaped(text: str) -> str:

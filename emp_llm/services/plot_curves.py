@@ -62,8 +62,8 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
         if beside:
             _differences(figure.add_subplot(grid[1, :]), measure, beside, found, styles)
         _legend(figure, by_sparsity, found)
-        figure.suptitle(f"{study.title}: {measure}, suite {suite.name}", x=0.01, ha="left", fontsize=11, weight="bold")
-        return drawn(figure, f"{name}-{_slug(measure)}", _caption(study, suite, measure, bool(beside)), answers=True)
+        title = f"{study.title}: {measure}, suite {suite.name}"
+        return drawn(figure, f"{name}-{_slug(measure)}", title, _caption(measure, bool(beside)), answers=True)
 
 
 def _styles(found: list[Curve]) -> dict[Curve, _Style]:
@@ -164,9 +164,11 @@ def _legend(figure: Any, axes: Any, found: list[Curve]) -> None:
     figure.legend(*zip(*entries, strict=True), loc="outside lower center", ncols=len(columns), handlelength=3.2)
 
 
-def _caption(study: Study, suite: Suite, measure: str, beside: bool) -> str:
-    text = f"{study.title}: {measure} (suite {suite.name}) against β and against the share of weights removed"
-    text += ", with uniform baselines of the same criterion and the dense model."
+def _caption(measure: str, beside: bool) -> str:
+    text = (
+        f"{measure[:1].upper()}{measure[1:]} against β and against the share of weights removed, with uniform baselines of the "
+    )
+    text += "same criterion and the dense model."
     if beside:
         text += (
             " Below: the difference between EMP and a baseline that removes as many weights, in total (dashed) or in every "

@@ -48,11 +48,13 @@ class Drawing:
     Attributes:
         name: of its files, without ending; unique in a report.
         answers: whether it is the one that compares EMP with its baselines.
-        caption: what it shows and how to read it.
+        title: what it shows, in a few words.
+        caption: how to read it.
         svg, png: their bytes.
     """
 
     name: str
+    title: str
     caption: str
     svg: bytes
     png: bytes
@@ -92,12 +94,13 @@ def new_figure(height: float) -> Any:
     return figure
 
 
-def drawn(figure: Any, name: str, caption: str, answers: bool = False) -> Drawing:
-    """A finished figure as SVG and PNG, without dates or versions; to be called within `styled`."""
+def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = False) -> Drawing:
+    """A finished figure with its title as SVG and PNG, without dates or versions; to be called within `styled`."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = name  # ids differ between figures that stand on one page
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
     svg, png = BytesIO(), BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
-    return Drawing(name, caption, svg.getvalue(), png.getvalue(), answers)
+    return Drawing(name, title, caption, svg.getvalue(), png.getvalue(), answers)

@@ -61,12 +61,11 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
         if low < _GAUSSIAN < high:
             bar.ax.axhline(_GAUSSIAN, color="white", linewidth=1.2)
             bar.ax.annotate("2/π ", (0, _GAUSSIAN), ha="right", va="center", fontsize=8, xycoords=("axes fraction", "data"))
-        figure.suptitle(f"{study.title}: how many weights of a row count", x=0.01, ha="left", fontsize=11, weight="bold")
         caption = (
-            f"{study.title}: effective number of weights of a row, N_eff, as a share of all N, by layer and block. Dark: few "
+            "Effective number of weights of a row, N_eff, as a share of all N, by layer and block. Dark: few "
             "weights carry the row's importance. Independent Gaussian weights would have 2/π = 0.637."
         )
-        return drawn(figure, name, caption)
+        return drawn(figure, name, f"{study.title}: how many weights of a row count", caption)
 
 
 def _block_ticks(axes: Any, blocks: tuple[int | None, ...]) -> None:
@@ -110,15 +109,13 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
 
         handles = [Patch(**_filling(number), label=boxes_.label) for number, boxes_ in enumerate(kept)]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
-        figure.suptitle(f"{study.title}: what stays of each row", x=0.01, ha="left", fontsize=11, weight="bold")
-        return drawn(figure, name, _box_caption(study))
+        return drawn(figure, name, f"{study.title}: what stays of each row", _box_caption(study))
 
 
 def _box_caption(study: Study) -> str:
     pooled = any("*" in matrix.role for point in study.points for matrix in point.matrices)
-    return (
-        f"{study.title}: share of weights that stays in the rows of each matrix: median, quartiles, and from the least to the "
-        "most." + (" All experts of a block together." if pooled else "")
+    return "Share of weights that stays in the rows of each matrix: median, quartiles, and from the least to the most." + (
+        " All experts of a block together." if pooled else ""
     )
 
 
@@ -195,8 +192,7 @@ def _mass_panels(study: Study, held: list[Masses], name: str) -> Drawing:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3)
-        figure.suptitle(f"{study.title}: kept mass above its bound", x=0.01, ha="left", fontsize=11, weight="bold")
-        return drawn(figure, name, _mass_caption(study, held))
+        return drawn(figure, name, f"{study.title}: kept mass above its bound", _mass_caption(held))
 
 
 def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None:
@@ -223,10 +219,10 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
     )
 
 
-def _mass_caption(study: Study, held: list[Masses]) -> str:
+def _mass_caption(held: list[Masses]) -> str:
     margins = [matrix.margin for masses_ in held for matrix in masses_.matrices if matrix.margin is not None]
     least = f" The least margin of any row is {min(margins):.3f}." if margins else ""
     return (
-        f"{study.title}: s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, above the lower bound of "
+        "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, above the lower bound of "
         f"theorem 4.2 (order 2). A mark is the mean of a matrix, its bar reaches over the rows.{least}"
     )

@@ -38,9 +38,9 @@ def point_rows(study: Study) -> Rows:
     return rows
 
 
-def difference_rows(study: Study, suite: Suite, all_measures: bool = False) -> Rows:
+def difference_rows(study: Study, suite: Suite) -> Rows:
     """EMP beside every baseline that removes as many weights; empty but for the heading where there is none."""
-    measures = set(suite.measures if all_measures else main_measures(suite))
+    measures = main_measures(suite)
     rows = [["EMP", "β", "baseline", "removed of targets %", "measure", "EMP has", "baseline has", "EMP − baseline", "better"]]
     for each in differences(study, suite):
         if each.measure in measures:
@@ -58,7 +58,7 @@ def verdict_of(each: Difference) -> str:
     if each.better is None:
         return "-"
     side = "EMP" if each.better else "baseline" if each.change else "neither"
-    return side if each.clear is not False else f"{side}, within 2 standard errors"
+    return side if each.clear is not False else "no clear difference"
 
 
 def verdicts(study: Study, suite: Suite) -> list[str]:
@@ -128,6 +128,21 @@ def value_rows(study: Study) -> Rows:
             for measure, value in judgement.values.items() if judgement else ():
                 numbers = [_exact(value.value), _exact(value.stderr), str(value.partial).lower()]
                 rows.append([study.title, suite.name, *start, measure, *numbers])
+    return rows
+
+
+def change_rows(study: Study) -> Rows:
+    """Every difference between EMP and a baseline, of all measures, all digits; for a program to read."""
+    head = ["study", "suite", "point", "baseline", "method", "beta", "order", "match", "sparsity_of_targets", "measure"]
+    rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "better"]]
+    for suite in study.suites:
+        for each in differences(study, suite):
+            point = each.point
+            start = [study.title, suite.name, point.name, each.baseline.name, point.method or "", _exact(point.beta)]
+            start += [_exact(point.order), each.match, _exact(point.sparsity), each.measure]
+            unit = "points" if in_percent(each.measure) else "percent"
+            numbers = [_exact(each.value), _exact(each.base), _exact(each.change), unit, _exact(each.stderr)]
+            rows.append([*start, *numbers, verdict_of(each)])
     return rows
 
 
