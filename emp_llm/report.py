@@ -11,7 +11,7 @@ from emp_llm.cli import run
 from emp_llm.models.errors import UserError
 from emp_llm.models.plain_output import check_folder, write_folder
 from emp_llm.services.pages import FIGURES, html_page, markdown_page, parts_of
-from emp_llm.services.plot_style import Drawing, check_matplotlib
+from emp_llm.services.plot_style import Drawing, check_matplotlib, slug
 from emp_llm.services.plots import draw
 from emp_llm.services.report_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
 from emp_llm.services.runs import printable, read_points
@@ -101,14 +101,9 @@ def _summary(study: Study, drawings: list[Drawing]) -> dict[str, Any]:
 
 
 def _names(found: list[Study]) -> list[str]:
-    """A file name for each study, of letters, digits and hyphens."""
-    names: list[str] = []
-    for study in found:
-        letters = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in study.title.lower())
-        name = "-".join(letters.split())[:60] or "model"
-        number = sum(other == name or other.startswith(f"{name}-no") for other in names)
-        names.append(f"{name}-no{number + 1}" if number else name)
-    return names
+    """What the files of each study's figures begin with: letters, digits and hyphens; numbered where there are several."""
+    slugs = [slug(study.title) or "model" for study in found]
+    return slugs if len(slugs) == 1 else [f"{number}-{name}" for number, name in enumerate(slugs, 1)]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from typing import Any
 
 from emp_llm.services.comparison import in_percent
-from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
+from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, N_EFF, Drawing, drawn, new_figure, slug, styled
 from emp_llm.services.series import Curve, Difference, curves, differences, lower_is_better
 from emp_llm.services.studies import Study, Suite
 
@@ -43,7 +43,8 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
             panels.insert(0, by_beta)
             for curve in found:
                 dots = sorted((dot.beta, dot.value, dot.stderr) for dot in curve.dots if dot.beta is not None)
-                _line(by_beta, dots, styles[curve])
+                several = len({dot[0] for dot in dots}) < len(dots)  # a baseline of points of several orders
+                _line(by_beta, dots, styles[curve] | ({"linestyle": "none"} if several else {}))
         else:
             by_sparsity.set_ylabel(measure)
         by_sparsity.set_xlabel("weights removed, % of the targets")
@@ -60,10 +61,12 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
                                ha="left" if left else "right", color=GREY)  # fmt: skip
         by_sparsity.margins(y=0.08)
         if beside:
-            _differences(figure.add_subplot(grid[1, :]), measure, beside, found, styles)
+            below = figure.add_subplot(grid[1, :])
+            _differences(below, measure, beside, found, styles)
+            below.set_xlim(by_sparsity.get_xlim())
         _legend(figure, by_sparsity, found)
         title = f"{study.title}: {measure}, suite {suite.name}"
-        return drawn(figure, f"{name}-{_slug(measure)}", title, _caption(measure, bool(beside)), answers=True)
+        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, bool(beside)), answers=True)
 
 
 def _styles(found: list[Curve]) -> dict[Curve, _Style]:
@@ -74,11 +77,12 @@ def _styles(found: list[Curve]) -> dict[Curve, _Style]:
     for curve in found:
         own = [number for number, key in enumerate(keys) if key == (curve.criterion, curve.order)]
         of_criterion = [number for number, key in enumerate(keys) if key[0] == curve.criterion]
-        number = (own or (of_criterion if len(of_criterion) == 1 else [len(COLOURS) - 1]))[0] % len(COLOURS)
+        shared = not own and len(of_criterion) != 1  # a baseline of points of several orders
+        number = (own or of_criterion)[0] % len(COLOURS)
         filled = curve.allocation == "emp"
         styles[curve] = {
-            "color": COLOURS[number],
-            "marker": MARKERS[number] if curve.allocation != "matrix" else "x",
+            "color": "black" if shared else COLOURS[number],
+            "marker": "x" if curve.allocation == "matrix" else "D" if shared else MARKERS[number],
             "markerfacecolor": COLOURS[number] if filled else "white",
             "linestyle": _LINES[curve.allocation],
             "label": curve.label,
@@ -103,8 +107,10 @@ def _scale(axes: Any, measure: str, found: list[Curve]) -> None:
     values = [dot.value for curve in found for dot in curve.dots]
     if lower_is_better(measure) and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
         axes.set_yscale("log")
-        few = max(values) / min(values) < 100
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+        ratio = max(values) / min(values)
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if ratio < 10 else (1, 2, 5) if ratio < 100 else (1,))
+        )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -175,8 +181,3 @@ def _caption(measure: str, beside: bool) -> str:
             "matrix (dotted)."
         )
     return text
-
-
-def _slug(text: str) -> str:
-    words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in text.lower()).split()
-    return "-".join(words)[:60] or "measure"

@@ -104,3 +104,9 @@ def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = Fals
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
     return Drawing(name, title, caption, svg.getvalue(), png.getvalue(), answers)
+
+
+def slug(text: str) -> str:
+    """Text as part of a file's name: its ASCII letters and digits, with hyphens between."""
+    words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in text.lower()).split()
+    return "-".join(words)[:60]

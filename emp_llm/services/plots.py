@@ -55,6 +55,7 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
             _block_ticks(axes, heat.blocks)
             if len(heat.blocks) <= _MOST_NUMBERS:
                 _numbers(axes, cells, low + 0.6 * (high - low))
+            axes.tick_params(labelbottom=axes is panels[-1] or heat.blocks != heats[-1].blocks)
         panels[-1].set_xlabel("block")
         bar = figure.colorbar(image, ax=list(panels), pad=0.015, fraction=0.05)
         bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
@@ -85,6 +86,9 @@ def _numbers(axes: Any, cells: Any, bright: float) -> None:
 def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
     """Kept fractions of the rows of each matrix: a panel for each role, over the blocks; the methods beside each other."""
     with styled():
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
         roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))
         blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.spreads)
         figure = new_figure(0.9 + 1.6 * len(roles))
@@ -105,9 +109,12 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
         _block_ticks(panels[-1], blocks)
         panels[-1].set_xlim(-0.6, len(blocks) - 0.4)
         panels[-1].set_xlabel("block")
-        from matplotlib.patches import Patch
-
-        handles = [Patch(**_filling(number), label=boxes_.label) for number, boxes_ in enumerate(kept)]
+        handles: list[Any] = [Patch(**_filling(number), label=boxes_.label) for number, boxes_ in enumerate(kept)]
+        if len(blocks) * len(kept) > _MOST_BOXES:
+            handles = [
+                Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], label=boxes_.label)
+                for n, boxes_ in enumerate(kept)
+            ]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
         return drawn(figure, name, f"{study.title}: what stays of each row", _box_caption(study))
 
