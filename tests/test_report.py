@@ -144,6 +144,19 @@ def test_paired_error_by_hand() -> None:
     assert change_of("word_perplexity", Value(11), Value(10)) == (pytest.approx(10), None)
 
 
+def test_the_mean_of_tasks_has_the_error_of_their_means(runs: Path, tmp_path: Path) -> None:
+    told = report_of(runs / "emp")
+    counts = {"original": 10, "effective": 10}
+    for which in ("dense", "pruned"):
+        told["evaluation"][which]["tasks"] = {
+            name: {"results": {name: {"acc,none": 0.5, "acc_stderr,none": error}}, "n-samples": {name: counts}}
+            for name, error in (("first", 0.03), ("second", 0.04))
+        }
+    (tmp_path / "emp_report.json").write_text(json.dumps(told))
+    (study,) = studies(read_points([tmp_path]))
+    assert study.points[0].judgements[0].values["mean acc of 2"] == Value(50.0, pytest.approx(2.5))  # type: ignore[arg-type]
+
+
 def test_populations_are_pooled() -> None:
     flat = Spread(0.0, 0.25, 0.5, 0.75, 1.0)
     assert pooled([flat], [3]) is flat
@@ -224,7 +237,8 @@ def test_results_join_the_run_they_judge(runs: Path, tmp_path: Path) -> None:
         "made_by": {"text": {"file": "x"}, "dtype": "auto"},
     }
     dense = result | {"model": told["source"]["model"], "pruned": None, "perplexity": entry | {"perplexity": 100.0}}
-    dense["made_by"] = result["made_by"] | {"model": {"sha256_of_samples": told["source"]["sha256_of_samples"]}}
+    made_of = {"sha256_of_samples": told["source"]["sha256_of_samples"], "sha256_of_config_and_tokenizer": "0"}
+    dense["made_by"] = result["made_by"] | {"model": made_of}
     for name, record in (("pruned", result | {"perplexity": entry}), ("dense", dense)):
         (tmp_path / f"{name}.json").write_text(json.dumps(record | {"complete": True}))
     (study,) = studies(read_points([tmp_path / "dense.json", runs / "emp", tmp_path / "pruned.json"]))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from emp_llm.models.errors import UserError
 from emp_llm.models.headers import INDEX_LIMIT, read_json
 from emp_llm.models.recipe import REPORT_NAME
-from emp_llm.services.comparison import values_of
+from emp_llm.services.comparison import Value, values_of
 from emp_llm.services.records import Judgement, Match, MatrixStats, Point, Spread
 from emp_llm.services.results import pruned_record
 
@@ -229,8 +229,18 @@ def _judgement(about: dict[str, Any], measured: _Fields) -> Judgement:
             raise UserError(f"{measured.where}: {name} must be a number.")
     base, *changes = str(about.get("suite") or "suite").split(",")
     name = printable(", ".join([PurePath(base).stem or base, *changes, *([bits] if bits else [])]))
-    values = {printable(measure): value for measure, value in values.items()}
+    values = {printable(measure): value for measure, value in _with_error_of_mean(values).items()}
     return Judgement(name, json.dumps(key | {"quantization": quantization}, sort_keys=True), values, blocks)
+
+
+def _with_error_of_mean(values: dict[str, Value]) -> dict[str, Value]:
+    """The mean of the accuracies with its standard error: of the means of tasks whose examples have nothing in common."""
+    errors = [value.stderr for name, value in values.items() if name.endswith(" acc")]
+    known = [error for error in errors if error is not None]
+    mean = next((name for name in values if name.startswith("mean acc of ")), None)
+    if mean is None or len(known) < len(errors):
+        return values
+    return values | {mean: replace(values[mean], stderr=math.hypot(*known) / len(known))}
 
 
 def _block_losses(perplexity: dict[str, Any]) -> tuple[tuple[float, int], ...]:
@@ -275,8 +285,7 @@ def _matrix(entry: _Fields) -> MatrixStats:
 def _origin(source: _Fields) -> dict[str, Any]:
     """Of which dense model something is: by its fingerprint where there is one."""
     name = source.text("model")
-    fingerprint = {key: value for key, value in source.raw.items() if key not in ("model", "revision")}
-    return {"model": name, "identity": json.dumps(fingerprint, sort_keys=True) if fingerprint else name}
+    return {"model": name, "identity": str(source.raw.get("sha256_of_samples") or name)}
 
 
 def _method(recipe: _Fields, calibration: Any) -> dict[str, Any]:
