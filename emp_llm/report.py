@@ -13,8 +13,9 @@ from emp_llm.models.plain_output import check_folder, write_folder
 from emp_llm.services.pages import FIGURES, html_page, markdown_page, parts_of
 from emp_llm.services.plot_style import Drawing, check_matplotlib, slug
 from emp_llm.services.plots import draw
+from emp_llm.services.records import printable
 from emp_llm.services.report_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
-from emp_llm.services.runs import printable, read_points
+from emp_llm.services.runs import read_points
 from emp_llm.services.studies import Study, studies
 from emp_llm.services.tables import Rows, csv_table, table
 

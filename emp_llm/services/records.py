@@ -132,6 +132,12 @@ class Point:
         return next((judgement for judgement in self.judgements if judgement.key == key), None)
 
 
+def printable(text: str, limit: int = 200) -> str:
+    """Text of others as it may stand in a figure or page: without control characters, and of a length that fits one."""
+    text = "".join(letter if letter.isprintable() else "�" for letter in text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def pooled(spreads: Sequence[Spread], weights: Sequence[float]) -> Spread:
     """The spread of several populations together, from their own spreads.
 

@@ -11,7 +11,7 @@ from emp_llm.models.errors import UserError
 from emp_llm.models.headers import INDEX_LIMIT, read_json
 from emp_llm.models.recipe import REPORT_NAME
 from emp_llm.services.comparison import Value, values_of
-from emp_llm.services.records import Judgement, Match, MatrixStats, Point, Spread
+from emp_llm.services.records import Judgement, Match, MatrixStats, Point, Spread, printable
 from emp_llm.services.results import pruned_record
 
 SWEEP_NAME = "sweep.json"
@@ -56,12 +56,6 @@ def _read(path: Path) -> Iterator[Point]:
         yield _run(value, path.parent if path.name == REPORT_NAME else path)
     else:
         raise UserError(f"{path}: it is not {_WHAT}.")
-
-
-def printable(text: str, limit: int = 200) -> str:
-    """Text of others as it may stand in a figure or page: without control characters, and of a length that fits one."""
-    text = "".join(letter if letter.isprintable() else "�" for letter in text)
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class _Fields:
