@@ -3,7 +3,8 @@
 from typing import Any
 
 from emp_llm.services.comparison import in_percent
-from emp_llm.services.plot_style import COLOURS, GREY, MARKERS, N_EFF, Drawing, drawn, new_figure, slug, styled
+from emp_llm.services.plot_style import COLOURS, GREY, LABEL, MARKERS, N_EFF, Drawing, drawn, new_figure, slug, styled
+from emp_llm.services.records import printable
 from emp_llm.services.series import Curve, Difference, curves, differences, lower_is_better
 from emp_llm.services.studies import Study, Suite
 
@@ -167,7 +168,12 @@ def _legend(figure: Any, axes: Any, found: list[Curve]) -> None:
         for column in columns
         for entry in [*((handles[label], label) for label in column), *[(blank, "")] * (longest - len(column))]
     ]
-    figure.legend(*zip(*entries, strict=True), loc="outside lower center", ncols=len(columns), handlelength=3.2)
+    figure.legend(
+        *zip(*((handle, printable(label, LABEL)) for handle, label in entries), strict=True),
+        loc="outside lower center",
+        ncols=len(columns),
+        handlelength=3.2,
+    )
 
 
 def _caption(measure: str, beside: bool) -> str:

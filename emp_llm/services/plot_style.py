@@ -8,6 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from emp_llm.models.errors import UserError, reason
+from emp_llm.services.records import printable
 
 WIDTH = 8.0  # inches; 100 pixels each where a page shows them at 800
 _DPI = 150
@@ -15,6 +16,7 @@ _DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
+LABEL = 36  # characters of a name that fit beside or below a panel
 N_EFF = r"$N_\mathrm{eff}$"  # for labels with parse_math=True
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -99,7 +101,7 @@ def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = Fals
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = name  # ids differ between figures that stand on one page
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+    figure.suptitle(printable(title, 85), x=0.01, ha="left", fontsize=11, weight="bold")
     svg, png = BytesIO(), BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})

@@ -7,7 +7,8 @@ import numpy as np
 
 from emp_llm.selection.effective import effective_mass_bound
 from emp_llm.services.plot_curves import sparsity_figures
-from emp_llm.services.plot_style import COLOURS, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
+from emp_llm.services.plot_style import COLOURS, LABEL, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
+from emp_llm.services.records import printable
 from emp_llm.services.series import Boxes, Grid, Masses, boxes, grids, main_measures, masses, ordered_blocks
 from emp_llm.services.studies import Study
 
@@ -50,8 +51,8 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
             edges = [np.arange(length + 1) - 0.5 for length in (cells.shape[1], cells.shape[0])]
             image = axes.pcolormesh(*edges, cells, cmap="viridis", vmin=low, vmax=high, edgecolors="white", linewidth=0.3)
             axes.invert_yaxis()
-            axes.set_title(heat.label, loc="left")
-            axes.set_yticks(range(len(heat.roles)), heat.roles)
+            axes.set_title(printable(heat.label, 2 * LABEL), loc="left")
+            axes.set_yticks(range(len(heat.roles)), [printable(role, LABEL) for role in heat.roles])
             _block_ticks(axes, heat.blocks)
             if len(heat.blocks) <= _MOST_NUMBERS:
                 _numbers(axes, cells, low + 0.6 * (high - low))
@@ -102,17 +103,25 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
                     _boxes(axes, spreads, number, len(kept), colour)
                 else:
                     _band(axes, spreads, colour, MARKERS[number % len(MARKERS)])
-            axes.set_title(role, loc="left")
+            axes.set_title(printable(role, 2 * LABEL), loc="left")
             axes.set_ylim(0, 10 * math.ceil(10 * most) + 1)
             axes.set_ylabel("kept, % of a row")
             axes.grid(visible=False, axis="x")
         _block_ticks(panels[-1], blocks)
         panels[-1].set_xlim(-0.6, len(blocks) - 0.4)
         panels[-1].set_xlabel("block")
-        handles: list[Any] = [Patch(**_filling(number), label=boxes_.label) for number, boxes_ in enumerate(kept)]
+        handles: list[Any] = [
+            Patch(**_filling(number), label=printable(boxes_.label, LABEL)) for number, boxes_ in enumerate(kept)
+        ]
         if len(blocks) * len(kept) > _MOST_BOXES:
             handles = [
-                Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], label=boxes_.label)
+                Line2D(
+                    [],
+                    [],
+                    color=COLOURS[n % len(COLOURS)],
+                    marker=MARKERS[n % len(MARKERS)],
+                    label=printable(boxes_.label, LABEL),
+                )
                 for n, boxes_ in enumerate(kept)
             ]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
@@ -186,7 +195,7 @@ def _mass_panels(study: Study, held: list[Masses], name: str) -> Drawing:
                 _mass_points(axes, [matrix for matrix in masses_.matrices if matrix.role == role], number, role)
             axes.plot(_GAUSSIAN, _GAUSSIAN_MASS, marker="*", markersize=11, color="#F0E442", markeredgecolor="black",
                       linestyle="none", label="independent Gaussian weights", zorder=2.2)  # fmt: skip
-            axes.set_title(masses_.label, loc="left")
+            axes.set_title(printable(masses_.label, LABEL), loc="left")
             axes.set_xlim(0, 1)
             axes.set_ylim(0, 1.02)
             axes.set_xlabel(f"{N_EFF} / N", parse_math=True)
@@ -222,7 +231,7 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
         markersize=6,
         markeredgecolor="white",
         markeredgewidth=0.5,
-        label=role,
+        label=printable(role, LABEL),
     )
 
 
