@@ -1,5 +1,6 @@
 """The figure that answers whether EMP is better at the same sparsity: a measure against β and sparsity, with its baselines."""
 
+import math
 from typing import Any
 
 from emp_llm.services.comparison import in_percent
@@ -53,7 +54,7 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
             _line(by_sparsity, [(100 * dot.sparsity, dot.value, dot.stderr) for dot in curve.dots], styles[curve])
         _scale(by_sparsity, measure, found)
         dense = suite.dense.values.get(measure) if suite.dense else None
-        if dense is not None:
+        if dense is not None and math.isfinite(dense.value):
             for panel in panels:
                 panel.axhline(dense.value, color=GREY, linewidth=1.2)
             left = len(panels) > 1  # where the lines are far from it: at small β, or at high sparsity

@@ -16,6 +16,7 @@ _GAUSSIAN = 2 / math.pi  # N_eff / N of i.i.d. normal weights,
 _GAUSSIAN_MASS = 0.894428  # and the share of sum |w| that so many of the largest hold
 _HATCHES = ("", "////", "....", "xxxx", "----")  # for eyes and printers without colours
 _MOST_BOXES = 40  # beside each other; where there would be more, bands are drawn
+_MOST_PANELS = 24  # below each other: more would be taller than an image can be
 _MOST_NUMBERS = 16  # columns of a heat map that leave room for a number in each cell
 
 
@@ -25,11 +26,11 @@ def draw(study: Study, name: str) -> list[Drawing]:
     for number, suite in enumerate(study.suites, 1):
         for measure in main_measures(suite):
             drawings += sparsity_figures(study, suite, measure, name if number == 1 else f"{name}-suite{number}")
-    if heats := grids(study):
+    if heats := grids(study)[:_MOST_PANELS]:
         drawings.append(_heat_maps(study, heats, f"{name}-n-eff"))
     if kept := boxes(study):
         drawings.append(_box_rows(study, kept, f"{name}-kept"))
-    if held := masses(study):
+    if held := masses(study)[:_MOST_PANELS]:
         drawings.append(_mass_panels(study, held, f"{name}-s-eff"))
     return drawings
 
@@ -90,7 +91,7 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
-        roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))
+        roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))[:_MOST_PANELS]
         blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.spreads)
         figure = new_figure(0.9 + 1.6 * len(roles))
         most = max(spread.max for boxes_ in kept for spread in boxes_.spreads.values())

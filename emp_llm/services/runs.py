@@ -92,6 +92,13 @@ class _Fields:
         """A number that may be missing or null."""
         return None if self.raw.get(key) is None else self.number(key)
 
+    def share(self, key: str) -> float:
+        """A number between 0 and 1, rounding errors apart."""
+        value = self.number(key)
+        if not -1e-9 <= value <= 1 + 1e-9:
+            raise self.wrong(key, "between 0 and 1")
+        return value
+
     def count(self, key: str) -> int:
         value = self.raw.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -102,7 +109,7 @@ class _Fields:
         if self.raw.get(key) is None:
             return None
         entry = self.object(key)
-        spread = Spread(*(entry.number(name) for name in ("min", "q1", "median", "q3", "max")))
+        spread = Spread(*(entry.share(name) for name in ("min", "q1", "median", "q3", "max")))
         if list(spread.values) != sorted(spread.values):
             raise self.wrong(key, "quartiles in ascending order")
         return spread
@@ -133,7 +140,7 @@ def _run(report: _Fields, folder: Path, name: str | None = None, **more: Any) ->
         "name": printable(name or folder.resolve().name),
         **_origin(source),
         **_method(recipe, report.raw.get("calibration")),
-        "sparsity": targets.number("sparsity_of_targets"),
+        "sparsity": targets.share("sparsity_of_targets"),
         "sparsity_of_all": targets.maybe("sparsity_of_all_parameters"),
         "matrices": _matrices(report.object("matrices")),
         "judgements": judgements,
@@ -201,7 +208,7 @@ def _result(record: _Fields, path: Path) -> Point:
     return Point(
         **common,
         **{"model": of, "identity": of} | _method(pruned, None),
-        sparsity=pruned.number("sparsity_of_targets"),
+        sparsity=pruned.share("sparsity_of_targets"),
         signature=json.dumps(pruned.raw, sort_keys=True),
         matches=str(pruned.raw.get("match") or ""),
         facts={"model": of},
@@ -260,6 +267,8 @@ def _matrix(entry: _Fields) -> MatrixStats:
         raise entry.wrong("kept_fraction", "quartiles")
     if size is not None and size < 1:
         raise entry.wrong("group_size", "at least 1")
+    if size is not None and mean is not None and not 0 <= mean <= size * (1 + 1e-9):
+        raise entry.wrong("n_eff_mean", "between 0 and group_size")
     return MatrixStats(
         role=entry.text("role"),
         block=block,
@@ -270,8 +279,8 @@ def _matrix(entry: _Fields) -> MatrixStats:
         effective_share=mean / size if mean is not None and size is not None else None,
         group_size=None if size is None else int(size),
         s_eff=entry.spread("s_eff"),
-        s_eff_mean=entry.maybe("s_eff_mean"),
-        bound=entry.maybe("s_eff_bound_mean"),
+        s_eff_mean=None if entry.raw.get("s_eff_mean") is None else entry.share("s_eff_mean"),
+        bound=None if entry.raw.get("s_eff_bound_mean") is None else entry.share("s_eff_bound_mean"),
         margin=entry.maybe("least_margin_over_bound"),
     )
 
