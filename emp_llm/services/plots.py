@@ -1,6 +1,7 @@
 """The figures of a report: what EMP is worth at the same sparsity, where a model is redundant, and what the theory promises."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ _GAUSSIAN = 2 / math.pi  # N_eff / N of i.i.d. normal weights,
 _GAUSSIAN_MASS = 0.894428  # and the share of sum |w| that so many of the largest hold
 _HATCHES = ("", "////", "....", "xxxx", "----")  # for eyes and printers without colours
 _MOST_BOXES = 40  # beside each other; where there would be more, bands are drawn
-_MOST_PANELS = 24  # below each other: more would be taller than an image can be
+_MOST_PANELS = 24  # below each other, and rows of a heat map: more would be taller than an image can be
+_MOST_ROWS = 48
 _MOST_NUMBERS = 16  # columns of a heat map that leave room for a number in each cell
 
 
@@ -38,6 +40,7 @@ def draw(study: Study, name: str) -> list[Drawing]:
 def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
     """N_eff / N by role and block: one map for each criterion and order, below each other, in one scale of colours."""
     with styled():
+        heats = [replace(heat, roles=heat.roles[:_MOST_ROWS], values=heat.values[:_MOST_ROWS]) for heat in heats]
         heights = [0.55 + 0.32 * len(heat.roles) for heat in heats]
         figure = new_figure(0.6 + sum(heights))
         every = [value for heat in heats for row in heat.values for value in row if value is not None]
