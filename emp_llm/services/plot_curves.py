@@ -40,7 +40,7 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
         if len(betas) > 1:
             by_beta = figure.add_subplot(grid[0, 0], sharey=by_sparsity)
             by_beta.set_xlabel(f"β  (EMP keeps β {N_EFF} of each row)", parse_math=True)
-            by_beta.set_ylabel(measure)
+            by_beta.set_ylabel(_unit(measure))
             by_sparsity.tick_params(labelleft=False)
             panels.insert(0, by_beta)
             for curve in found:
@@ -48,7 +48,7 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
                 several = len({dot[0] for dot in dots}) < len(dots)  # a baseline of points of several orders
                 _line(by_beta, dots, styles[curve] | ({"linestyle": "none"} if several else {}))
         else:
-            by_sparsity.set_ylabel(measure)
+            by_sparsity.set_ylabel(_unit(measure))
         by_sparsity.set_xlabel("weights removed, % of the targets")
         for curve in found:
             _line(by_sparsity, [(100 * dot.sparsity, dot.value, dot.stderr) for dot in curve.dots], styles[curve])
@@ -111,7 +111,7 @@ def _scale(axes: Any, measure: str, found: list[Curve]) -> None:
         axes.set_yscale("log")
         ratio = max(values) / min(values)
         axes.yaxis.set_major_locator(
-            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if ratio < 10 else (1, 2, 5) if ratio < 100 else (1,))
+            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if ratio < 10 else (1, 2, 5) if ratio < 100 else (1,))
         )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -123,9 +123,11 @@ def _differences(axes: Any, measure: str, beside: list[Difference], found: list[
     lines: dict[tuple[str, str], list[Difference]] = {}
     for each in beside:
         lines.setdefault((emp[each.point.name]["label"], each.match), []).append(each)
-    for (_, match), members in lines.items():
+    reach = max(100 * (each.point.sparsity or 0.0) for each in beside)
+    for number, ((_, match), members) in enumerate(lines.items()):
         members = sorted(members, key=lambda each: each.point.sparsity or 0.0)
-        xs = [100 * (each.point.sparsity or 0.0) for each in members]
+        aside = 0.004 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
+        xs = [100 * (each.point.sparsity or 0.0) + aside for each in members]
         style = {key: emp[members[0].point.name][key] for key in ("color", "marker", "zorder")}
         style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
         ys = [each.change for each in members]
@@ -175,6 +177,10 @@ def _legend(figure: Any, axes: Any, found: list[Curve]) -> None:
         ncols=len(columns),
         handlelength=3.2,
     )
+
+
+def _unit(measure: str) -> str:
+    return f"{measure}, %" if in_percent(measure) else measure
 
 
 def _caption(measure: str, beside: bool) -> str:

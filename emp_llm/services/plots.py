@@ -198,7 +198,7 @@ def _mass_panels(study: Study, held: list[Masses], name: str) -> Drawing:
             for number, role in enumerate(roles):
                 _mass_points(axes, [matrix for matrix in masses_.matrices if matrix.role == role], number, role)
             axes.plot(_GAUSSIAN, _GAUSSIAN_MASS, marker="*", markersize=11, color="#F0E442", markeredgecolor="black",
-                      linestyle="none", label="independent Gaussian weights", zorder=2.2)  # fmt: skip
+                      linestyle="none", label="independent Gaussian weights", zorder=1.9)  # fmt: skip
             axes.set_title(printable(masses_.label, LABEL), loc="left")
             axes.set_xlim(0, 1)
             axes.set_ylim(0, 1.02)
@@ -244,5 +244,6 @@ def _mass_caption(held: list[Masses]) -> str:
     least = f" The least margin of any row is {min(margins):.3f}." if margins else ""
     return (
         "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, above the lower bound of "
-        f"theorem 4.2 (order 2). A mark is the mean of a matrix, its bar reaches over the rows.{least}"
+        "theorem 4.2 (order 2). A mark is the mean of a matrix, its bar reaches over its rows, each of which has an N_eff of its "
+        f"own and lies above the bound for that.{least}"
     )
