@@ -244,6 +244,6 @@ def _mass_caption(held: list[Masses]) -> str:
     least = f" The least margin of any row is {min(margins):.3f}." if margins else ""
     return (
         "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, above the lower bound of "
-        "theorem 4.2 (order 2). A mark is the mean of a matrix, its bar reaches over its rows, each of which has an N_eff of its "
-        f"own and lies above the bound for that.{least}"
+        "theorem 4.2 (order 2). A mark is the mean of a matrix, its bar reaches over its rows, each of which has an N_eff of "
+        f"its own and lies above the bound for that.{least}"
     )
