@@ -67,7 +67,9 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
             _differences(below, measure, beside, found, styles)
             below.set_xlim(by_sparsity.get_xlim())
         _legend(figure, by_sparsity, found)
-        title = f"{study.title}: {measure}, suite {suite.name}"
+        judged = [judgement for point in study.pruned if (judgement := point.judged(suite.key))]
+        partial = any(judgement.values[measure].partial for judgement in judged if measure in judgement.values)
+        title = f"{study.title}: {measure}, suite {suite.name}" + (" (partial)" if partial else "")
         return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, bool(beside)), answers=True)
 
 
