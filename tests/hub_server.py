@@ -1,106 +1,345 @@
-"""A loopback server that speaks the part of the Hub's HTTP protocol that downloading models and data sets needs."""
+"""A loopback server that speaks the Hub's HTTP protocol as huggingface_hub uses it: models and data sets are downloaded from
+it, repositories made, large files uploaded, commits and branches made. It has no xet: run clients with HF_HUB_DISABLE_XET=1.
+"""
 
-import hashlib
+import base64
 import json
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+import yaml
+from hub_store import COMMIT as COMMIT
+from hub_store import Commit, Refused, Repository, User, blob_id, entry, is_large, new_repository, repository_of, sha256
+
+TOKEN = "hf_notarealtokennotarealtoken"
+CUT = 0  # a status that is none: the connection is closed without an answer
+
+
+@dataclass
+class Fault:
+    """An answer in place of the right one, for requests that match, so many times.
+
+    Attributes:
+        done: what was asked is done before it is answered so.
+        reached: set when a request has come that far.
+        hold: the answer waits until the server stops.
+    """
+
+    method: str
+    pattern: str
+    status: int = 503
+    times: int = 1
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    done: bool = False
+    hold: bool = False
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Hub:
+    """What the server holds and what it was asked.
+
+    Attributes:
+        asked: paths, unquoted, without queries; requests: methods before paths.
+        put: SHA-256 of the large files whose bytes were received, one entry for every upload of a whole file or of a part.
+        seen: bodies of all requests but uploads of large files, and all headers but Authorization.
+    """
+
+    repositories: dict[str, Repository]
+    users: dict[str, User]
+    gated: tuple[str, ...] = ()
+    part_size: int | None = None
+    ignored: tuple[str, ...] = ()
+    endpoint: str = ""
+    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    put: list[str] = field(default_factory=list)
+    seen: list[bytes] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def fail(self, method: str, pattern: str, status: int = 503, **more: Any) -> Fault:
+        """Have the next matching request, or more of them, answered wrongly."""
+        self.faults.append(Fault(method, pattern, status, **more))
+        return self.faults[-1]
+
+    def fault(self, method: str, path: str) -> Fault | None:
+        for fault in self.faults:
+            if fault.times and fault.method == method and re.search(fault.pattern, path):
+                fault.times -= 1
+                return fault
+        return None
+
+    def reader(self, name: str, token: str | None) -> Repository:
+        """A repository that a token may read."""
+        user = self._user(token)
+        if name in self.gated:
+            raise Refused(403, "Access to model is restricted", "GatedRepo")
+        repository = self.repositories.get(name)
+        if repository is None or (repository.private and not _may(user, name)):
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        return repository
+
+    def writer(self, name: str, token: str | None) -> Repository:
+        """A repository that a token may write."""
+        self.permit(name, token)
+        return self.reader(name, token)
+
+    def permit(self, name: str, token: str | None) -> User:
+        user = self._user(token)
+        if user is None:
+            raise Refused(401, "Invalid username or password.")
+        if user.role == "read" or not _may(user, name):
+            raise Refused(403, f"You don't have the rights to write to {name}.")
+        return user
+
+    def _user(self, token: str | None) -> User | None:
+        if token is not None and token not in self.users:
+            raise Refused(401, "Invalid credentials in Authorization header")
+        return self.users.get(token or "")
+
+
+def _may(user: User | None, name: str) -> bool:
+    return user is not None and name.partition("/")[0] in (user.name, *user.organizations)
 
 
 @contextmanager
-def hub_server(repositories: dict[str, Path], gated: tuple[str, ...] = ()) -> Iterator[tuple[str, list[str]]]:
-    """Serve folders as repositories, of models and of data sets alike; yields the endpoint and the
-    paths that were asked for."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_POST(self) -> None:
-            """paths-info: which of the named files there are."""
-            asked.append(path := unquote(self.path))
-            parts = path.strip("/").split("/")
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            folder = repositories.get("/".join(parts[2:4]), Path("/nowhere"))
-            self._json([_entry(folder, folder / name) for name in body["paths"] if (folder / name).exists()])
-
-        def do_GET(self) -> None:
-            path = unquote(self.path.partition("?")[0])
-            asked.append(path)
-            parts = path.strip("/").split("/")
-            if parts[0] == "datasets":  # files of data sets: the same addresses, one step deeper
-                parts = parts[1:]
-            if parts[:2] in (["api", "models"], ["api", "datasets"]) and len(parts) >= 4:
-                self._repository("/".join(parts[2:4]), parts[4:])
-            elif len(parts) > 4 and parts[2] == "resolve":
-                self._file("/".join(parts[:2]), Path(*parts[4:]))
-            else:
-                self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-        def _repository(self, name: str, rest: list[str]) -> None:
-            if name in gated:
-                return self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
-            if name not in repositories:
-                return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-            if rest[:1] == ["revision"] and rest[1:] not in (["main"], [COMMIT]):
-                return self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            files = sorted(path for path in repositories[name].rglob("*") if path.is_file())
-            names = [str(path.relative_to(repositories[name])) for path in files]
-            if rest[:1] == ["tree"]:
-                under = repositories[name].joinpath(*rest[2:])
-                if not under.is_dir():
-                    return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-                found = under.rglob("*") if "recursive=true" in self.path.lower() else under.iterdir()
-                return self._json([_entry(repositories[name], path) for path in sorted(found)])
-            about = {"id": name, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0}
-            about["siblings"] = [{"rfilename": n} for n in names]
-            return self._json(about)
-
-        def _json(self, value: object) -> None:
-            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-        def _file(self, name: str, relative: Path) -> None:
-            path = repositories.get(name, Path("/nowhere")) / relative
-            if not path.is_file():
-                return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-            content = path.read_bytes()
-            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
-            return self._answer(200, content, headers)
-
-        def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(content))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def hub_server(
+    repositories: dict[str, Path] | None = None, gated: tuple[str, ...] = (), users: dict[str, User] | None = None
+) -> Iterator[Hub]:
+    """Serve folders as repositories, of models and of data sets alike, and what is pushed; for a while."""
+    made = {name: repository_of(name, folder) for name, folder in (repositories or {}).items()}
+    hub = Hub(made, {TOKEN: User("user")} if users is None else users, gated)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield hub
     finally:
+        hub.stopped.set()
         server.shutdown()
         server.server_close()
 
 
-def _entry(folder: Path, path: Path) -> dict[str, object]:
-    name = str(path.relative_to(folder))
-    if path.is_dir():
-        return {"type": "directory", "path": name, "oid": _sha(name)}
-    return {"type": "file", "path": name, "size": path.stat().st_size, "oid": _sha(name)}
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
 
+    def log_message(self, *_: object) -> None:
+        pass
 
-def _sha(text: str) -> str:
-    return hashlib.sha1(text.encode()).hexdigest()
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def _serve(self) -> None:
+        address, _, self.query = self.path.partition("?")
+        parts = [unquote(part) for part in address.strip("/").split("/")]
+        path = "/" + "/".join(parts)
+        self.hub.asked.append(path)
+        self.hub.requests.append(f"{self.command} {path}")
+        self.body = self._read()
+        headers = "\n".join(f"{key}: {value}" for key, value in self.headers.items() if key.lower() != "authorization")
+        self.hub.seen += [headers.encode(), b"" if self.command == "PUT" else self.body]
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        self.token = token if scheme == "Bearer" else None
+        fault = self.hub.fault(self.command, path)
+        if fault is None or fault.done:
+            try:
+                answer = self._route(parts)
+            except Refused as error:
+                answer = error.status, {"error": error.message}, {"X-Error-Code": error.code, "X-Error-Message": error.message}
+        if fault is not None:
+            fault.reached.set()
+            if fault.hold:
+                self.hub.stopped.wait()
+            if fault.hold or fault.status == CUT:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            answer = fault.status, fault.body, fault.headers
+        self._answer(*answer)
+
+    def _read(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            chunks = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
+        return self.rfile.read(int(self.headers.get("Content-Length", "0")))
+
+    def _answer(self, status: int, content: object, headers: dict[str, str]) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(raw)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(raw)
+
+    def _route(self, parts: list[str]) -> tuple[int, object, dict[str, str]]:
+        if parts[0] == "datasets":  # files of data sets: the same addresses, one step deeper
+            parts = parts[1:]
+        if parts[:2] in (["api", "models"], ["api", "datasets"]) and len(parts) >= 4:
+            return self._repository("/".join(parts[2:4]), parts[4:])
+        if parts[0] == "api":
+            return self._account("/".join(parts[1:]))
+        if parts[2:] == ["info", "lfs", "objects", "batch"]:
+            return 200, self._batch("/".join(parts[:2]).removesuffix(".git")), {}
+        if parts[0] == "lfs":
+            return self._large("/".join(parts[1:3]), parts[3], parts[4:])
+        if len(parts) > 4 and parts[2] == "resolve":
+            return self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        raise Refused(404, f"no such page: {self.path}")
+
+    def _account(self, what: str) -> tuple[int, object, dict[str, str]]:
+        if what == "whoami-v2":
+            user = self.hub.users.get(self.token or "")
+            if user is None:
+                raise Refused(401, "Invalid username or password.")
+            organizations = [{"name": name} for name in user.organizations]
+            token = {"displayName": "test", "role": user.role}
+            return 200, {"type": "user", "name": user.name, "orgs": organizations, "auth": {"accessToken": token}}, {}
+        asked = json.loads(self.body)
+        if what == "validate-yaml":
+            metadata = yaml.safe_load(asked["content"].split("---\n")[1])
+            if not isinstance(metadata, dict):
+                raise Refused(400, "metadata is not a mapping")
+            return 200, {"errors": [], "warnings": []}, {}
+        if what != "repos/create":
+            raise Refused(404, f"no such page: {self.path}")
+        name = f"{asked['organization']}/{asked['name']}"
+        self.hub.permit(name, self.token)
+        about = {"url": f"{self.hub.endpoint}/{name}", "name": name}
+        if name in self.hub.repositories:
+            return 409, about | {"error": "You already created this model repo"}, {}
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))  # the client's older versions ask so
+        self.hub.repositories[name] = new_repository(name, private)
+        return 200, about, {}
+
+    def _repository(self, name: str, rest: list[str]) -> tuple[int, object, dict[str, str]]:
+        if rest[:1] in (["preupload"], ["commit"], ["branch"]):
+            return 200, self._write(self.hub.writer(name, self.token), rest[0], "/".join(rest[1:])), {}
+        repository = self.hub.reader(name, self.token)
+        if rest[:1] == ["refs"]:
+            refs = [
+                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": commits[-1].oid}
+                for branch, commits in repository.branches.items()
+            ]
+            return 200, {"branches": refs, "tags": [], "converts": []}, {}
+        commit = repository.at(rest[1] if len(rest) > 1 else "main")
+        if rest[:1] == ["tree"]:
+            return 200, self._tree(commit, "/".join(rest[2:])), {}
+        if rest[:1] == ["paths-info"]:
+            return 200, [entry(path, commit.files[path]) for path in json.loads(self.body)["paths"] if path in commit.files], {}
+        about = {"id": name, "sha": commit.oid, "private": repository.private, "tags": [], "downloads": 0, "likes": 0}
+        about["siblings"] = [{"rfilename": path} for path in sorted(commit.files)]
+        card = commit.files.get("README.md", b"").decode().split("---\n")
+        if len(card) > 2:
+            about["cardData"] = yaml.safe_load(card[1])
+        return 200, about, {}
+
+    def _tree(self, commit: Commit, under: str) -> list[dict[str, object]]:
+        prefix = f"{under}/" if under else ""
+        inside = [path for path in sorted(commit.files) if path.startswith(prefix)]
+        if not inside:
+            raise Refused(404, f"{under} does not exist", "EntryNotFound")
+        folders = {str(parent) for path in inside for parent in Path(path[len(prefix) :]).parents} - {"."}
+        deep = "recursive=true" in self.query.lower()
+        listed: list[dict[str, object]] = [
+            {"type": "directory", "path": prefix + folder, "oid": blob_id(folder.encode())}
+            for folder in sorted(folders)
+            if deep or "/" not in folder
+        ]
+        return listed + [entry(path, commit.files[path]) for path in inside if deep or "/" not in path[len(prefix) :]]
+
+    def _write(self, repository: Repository, what: str, revision: str) -> object:
+        if what == "branch":
+            if revision in repository.branches:
+                raise Refused(409, "Reference already exists")
+            start = json.loads(self.body).get("startingPoint", "main")
+            repository.branches[revision] = [repository.at(start)]
+            return {}
+        if what == "preupload":
+            files = repository.at(revision).files
+            return {"files": [self._upload_mode(asked, files) for asked in json.loads(self.body)["files"]]}
+        lines = [json.loads(line) for line in self.body.splitlines()]
+        for line in lines:
+            if line["key"] == "file":
+                line["value"]["content"] = base64.b64decode(line["value"]["content"])
+        commit = repository.commit(revision, lines[0]["value"], lines[1:])
+        return {"commitUrl": f"{self.hub.endpoint}/{repository.name}/commit/{commit.oid}", "commitOid": commit.oid}
+
+    def _upload_mode(self, asked: dict[str, Any], files: dict[str, bytes]) -> dict[str, object]:
+        path, large = asked["path"], is_large(asked["path"], asked["size"])
+        answer: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular"}
+        if path in files:
+            answer["oid"] = sha256(files[path]) if large else blob_id(files[path])
+        return answer | {"shouldIgnore": path in self.hub.ignored}
+
+    def _batch(self, name: str) -> object:
+        repository = self.hub.writer(name, self.token)
+        return {"transfer": "basic", "objects": [self._object(repository, each) for each in json.loads(self.body)["objects"]]}
+
+    def _object(self, repository: Repository, asked: dict[str, Any]) -> dict[str, object]:
+        oid, size, limit = asked["oid"], asked["size"], self.hub.part_size
+        answer: dict[str, object] = {"oid": oid, "size": size}
+        if oid in repository.large:
+            return answer
+        # as for a store with signed addresses: who has the address may write
+        address = f"{self.hub.endpoint}/lfs/{repository.name}/{oid}"
+        upload: dict[str, object] = {"href": f"{address}?signature=secret"}
+        if limit is not None and size > limit:
+            parts = {str(i + 1): f"{address}/{i + 1}?signature=secret" for i in range(-(-size // limit))}
+            upload = {"href": f"{address}/complete", "header": {"chunk_size": str(limit), **parts}}
+        return answer | {"actions": {"upload": upload, "verify": {"href": f"{address}/verify"}}}
+
+    def _large(self, name: str, oid: str, rest: list[str]) -> tuple[int, object, dict[str, str]]:
+        repository = self.hub.repositories[name]
+        if rest == ["verify"]:
+            if len(repository.large.get(oid, b"")) != json.loads(self.body)["size"]:
+                raise Refused(404, "object does not exist")
+        elif rest == ["complete"]:
+            parts = repository.parts[oid]
+            self._keep(repository, oid, b"".join(parts[i] for i in sorted(parts)))
+        elif rest:
+            repository.parts.setdefault(oid, {})[int(rest[0])] = self.body
+            self.hub.put.append(oid)
+            return 200, b"", {"ETag": sha256(self.body)}
+        else:
+            self._keep(repository, oid, self.body)
+            self.hub.put.append(oid)
+        return 200, {}, {}
+
+    def _keep(self, repository: Repository, oid: str, content: bytes) -> None:
+        if sha256(content) != oid:
+            raise Refused(400, "content does not have this SHA-256")
+        repository.large[oid] = content
+
+    def _file(self, name: str, revision: str, path: str) -> tuple[int, object, dict[str, str]]:
+        commit = self.hub.reader(name, self.token).at(revision)
+        if path not in commit.files:
+            raise Refused(404, f"{path} does not exist", "EntryNotFound")
+        content = commit.files[path]
+        headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{blob_id(content)}"'}
+        if is_large(path, len(content)):
+            headers |= {"X-Linked-Etag": f'"{sha256(content)}"', "X-Linked-Size": str(len(content))}
+        first, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")
+        if "Range" not in self.headers:
+            return 200, content, headers
+        end = int(last) + 1 if last else len(content)
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+        return 206, content[int(first) : end], headers

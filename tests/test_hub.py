@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hub_server import COMMIT, hub_server
-
-TOKEN = "hf_notarealtokennotarealtoken"
+from hub_server import COMMIT, TOKEN, hub_server
 
 
 def command(name: str, endpoint: str, home: Path, *arguments: object, **more: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)]
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN} | more
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"} | more
     environment.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in more else None
     done = subprocess.run(line, cwd=home.parent, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert TOKEN not in done.stdout + done.stderr
@@ -32,12 +30,12 @@ def test_download_prune_and_prune_again_offline(models: Any, tmp_path: Path) -> 
     (folder / "original" / "consolidated.00.pth").write_bytes(b"pickle")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     home = tmp_path / "home"
-    with hub_server({"someone/tiny": folder}) as (endpoint, asked):
-        done = prune(endpoint, home, "--model", "someone/tiny")
+    with hub_server({"someone/tiny": folder}) as hub:
+        done = prune(hub.endpoint, home, "--model", "someone/tiny")
         assert done.returncode == 0, done.stderr
-        wrong = prune(endpoint, home, "--model", "someone/tiny", "--revision", "v9", "--output", "b")
+        wrong = prune(hub.endpoint, home, "--model", "someone/tiny", "--revision", "v9", "--output", "b")
         assert (wrong.returncode, "no revision 'v9'" in wrong.stderr) == (2, True), wrong.stderr
-    assert not any(path.endswith((".bin", ".pth")) for path in asked)
+    assert not any(path.endswith((".bin", ".pth")) for path in hub.asked)
     output = tmp_path / "tiny-magnitude"  # named after the repository, in the current folder
     report = (output / "emp_report.json").read_text()
     assert COMMIT in report
@@ -74,8 +72,8 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path: Path) -> None:
         assert TOKEN not in done.stdout + done.stderr
         return done.stdout.splitlines()
 
-    with hub_server({"someone/pickles": pickles}, gated=("someone/gated",)) as (endpoint, _):
-        nothing, gated, pickled = refusals(endpoint, "someone/nothing", "someone/gated", "someone/pickles")
+    with hub_server({"someone/pickles": pickles}, gated=("someone/gated",)) as hub:
+        nothing, gated, pickled = refusals(hub.endpoint, "someone/nothing", "someone/gated", "someone/pickles")
     assert nothing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
     assert gated.startswith("someone/gated: access to it must be granted first.")
     assert "pickles are not loaded here" in pickled
@@ -122,8 +120,8 @@ def test_a_suite_prepared_with_a_network_runs_without(tmp_path: Path) -> None:
     assert lost.returncode == 2
     assert "task questions: its data set someone/questions cannot be loaded" in lost.stderr
     assert "fetch them on a node with a network, with --prepare" in lost.stderr
-    with hub_server({"someone/questions": data, "someone/text": data}) as (endpoint, _):
-        ready = command("evaluate", endpoint, home, "--suite", "mine.toml", "--prepare")
+    with hub_server({"someone/questions": data, "someone/text": data}) as hub:
+        ready = command("evaluate", hub.endpoint, home, "--suite", "mine.toml", "--prepare")
     assert ready.returncode == 0, ready.stderr
     assert ready.stdout == "in the cache:\n  text someone/text/train: 8 rows\n  task questions: 8 examples\n"
     assert ready.stderr == ""
