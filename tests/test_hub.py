@@ -13,7 +13,9 @@ from hub_server import COMMIT, TOKEN, hub_server
 
 def command(name: str, endpoint: str, home: Path, *arguments: object, **more: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)]
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"} | more
+    environment = (
+        os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"} | more
+    )
     environment.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in more else None
     done = subprocess.run(line, cwd=home.parent, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert TOKEN not in done.stdout + done.stderr

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from emp_llm.models.direct import Sink, Source
 
@@ -115,11 +115,23 @@ def sync_tree(folder: Path) -> None:
 
 def replace_json(path: Path, value: Any) -> None:
     """Put JSON in a file's place, in one step that a crash of the machine does not split either."""
+    with _replacing(path) as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put text in a file's place, likewise."""
+    with _replacing(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

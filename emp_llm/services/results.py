@@ -83,6 +83,16 @@ def pruned_record(report: dict[str, Any]) -> dict[str, Any]:
     return {"of": report["source"]["model"], **report["recipe"], "sparsity_of_targets": sparsity}
 
 
+def evaluation_records(report: dict[str, Any]) -> list[Record]:
+    """What `prune --evaluate` measured, as records of the dense and of the pruned model."""
+    evaluation = report["evaluation"]
+    about = {"model": report["source"]["model"], "suite": evaluation["suite"], "made_by": evaluation}
+    return [
+        about | {"pruned": None} | evaluation["dense"],
+        about | {"pruned": pruned_record(report)} | evaluation["pruned"],
+    ]
+
+
 class ResultsFile:
     """A results file, written whole or not at all; under several ranks by the first, and what it holds is the same to all.
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from emp_llm.models.norms import NormsDifference
 from emp_llm.services.comparison import compare
-from emp_llm.services.results import pruned_record
-from emp_llm.services.tables import table
+from emp_llm.services.results import evaluation_records
+from emp_llm.services.tables import Rows, table
 
 
 def show_pruning(report: dict[str, Any]) -> None:
@@ -35,6 +35,21 @@ def show_difference(difference: NormsDifference) -> None:
         print(f"{field}: {first[:60]} | {second[:60]}")
 
 
+def show_push(pushed: dict[str, Any]) -> None:
+    """Print what was pushed, or would be."""
+    if pushed.get("dry_run"):
+        rows = [["file", "size"], *([path, size(count)] for path, count in sorted(pushed["files"].items()))]
+        branch = f", branch {pushed['branch']}" if pushed["branch"] else ""
+        print(f"{table(rows)}\n{len(rows) - 1} files, {size(pushed['bytes'])}, would go to {pushed['repository']}{branch}")
+        return
+    there = len(pushed["files"]) - len(pushed["uploaded"])
+    print(
+        f"{pushed['url']} holds {pushed['folder']}: {len(pushed['uploaded'])} files pushed, {there} were there already"
+        + (f", {len(pushed['deleted'])} of other weights deleted" if pushed["deleted"] else "")
+        + f" (commit {str(pushed['commit'])[:10]})"
+    )
+
+
 def plan_table(plan: dict[str, Any]) -> str:
     """The layers a run would prune, how much of the model they are, and what the run needs."""
     rows = [["layers", "shape", "weights"]]
@@ -59,6 +74,11 @@ def plan_table(plan: dict[str, Any]) -> str:
 
 def pruning_table(report: dict[str, Any]) -> str:
     """One line for each role (down_proj of all blocks), and the whole below."""
+    return "\n".join([table(pruning_rows(report)), *pruning_lines(report)])
+
+
+def pruning_rows(report: dict[str, Any]) -> Rows:
+    """One row for each role (down_proj of all blocks)."""
     by_role: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in report["matrices"].values():
         by_role[entry["role"]].append(entry)
@@ -80,15 +100,19 @@ def pruning_table(report: dict[str, Any]) -> str:
                 _number(_mean(entries, lambda e: e["kept_mass"])),
             ]
         )
+    return rows
+
+
+def pruning_lines(report: dict[str, Any]) -> list[str]:
+    """The sparsity in all, and what share of the model the targets are."""
     targets = report["targets"]
-    whole = (
+    return [
         f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets, "
-        f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters\n"
+        f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters",
         f"targets: {targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
         f"{_percent(targets['share_of_blocks'])} % of the weights there, "
-        f"{_percent(targets['share_of_all_parameters'])} % of all parameters"
-    )
-    return f"{table(rows)}\n{whole}"
+        f"{_percent(targets['share_of_all_parameters'])} % of all parameters",
+    ]
 
 
 def evaluation_table(report: dict[str, Any]) -> str:
@@ -96,9 +120,7 @@ def evaluation_table(report: dict[str, Any]) -> str:
     evaluation = report["evaluation"]
     dense, pruned = evaluation["dense"], evaluation["pruned"]
     if "tasks" in evaluation:
-        about = {"model": report["source"]["model"], "suite": evaluation["suite"], "made_by": evaluation}
-        records = [about | {"pruned": None} | dense, about | {"pruned": pruned_record(report)} | pruned]
-        return compare(records, labels=["dense", "pruned"])
+        return compare(evaluation_records(report), labels=["dense", "pruned"])
     before, after = dense["perplexity"], pruned["perplexity"]
     change = after["perplexity"] / before["perplexity"] - 1
     cells = [f"{before['perplexity']:.3f}", f"{after['perplexity']:.3f}", f"{100 * change:+.2f} %"]
