@@ -32,8 +32,10 @@ from emp_llm.models.summary import summarise
 from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures
 from emp_llm.services.hub import Source, find_model
+from emp_llm.services.publishing import publish_finished
 from emp_llm.services.suites import find_suite
 from emp_llm.services.terminal import show_pruning as show
+from emp_llm.services.upload import Destination, check_login
 
 logger = logging.getLogger(__name__)
 _BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
@@ -76,17 +78,24 @@ def prune(
     ] = False,
     seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
+    push_to_hub: Annotated[str | None, Option(help="USER/NAME on the Hub to push the result to, with a model card.")] = None,
+    private: Annotated[bool, Option("--private", help="Make that repository a private one.")] = False,
+    push_revision: Annotated[
+        str | None, Option(help="Branch to push to; made where it is not there. (--revision is the source's.)")
+    ] = None,
+    revision: Annotated[str | None, Option(help="Branch, tag or commit of the source, a Hub model.")] = None,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Say what would be done, and touch nothing.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older checkpoint at the output.")] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace an older checkpoint at the output, and on the Hub.")
+    ] = False,
 ) -> dict[str, Any]:
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Started by torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the
     first writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
 
-    Returns the report that is also written as emp_report.json; for a dry run, what would be pruned and what it needs.
+    Returns the report that is also written as emp_report.json, and under "push" what was pushed; for a dry run, what would be pruned and what it needs.
     """
     recipe = Recipe(
         method,
@@ -110,6 +119,9 @@ def prune(
     quantization = quantization_of(load_in_8bit, load_in_4bit)
     if propagate == "pruned":
         check_pruned(recipe, activations, quantization)
+    if push_to_hub is None and (private or push_revision is not None):
+        raise UserError("--private and --push-revision are of a push; add --push-to-hub USER/NAME.")
+    to = None if push_to_hub is None else Destination(push_to_hub, push_revision, private, overwrite)
     suite = find_suite(evaluate) if evaluate is not None else None
     if activations is not None and not recipe.needs_activations:
         logger.info("--activations is not needed by method %s, and not read.", method)
@@ -124,6 +136,8 @@ def prune(
     if dry_run:
         return plan.describe(calibrates=recipe.needs_activations and given is None)
 
+    if to is not None and ranks().main:
+        check_login(to)
     stages = Stages()
     ranks().share(None)  # all have seen that the output is free, before the first begins with it
     models = _Models(source, device_map, dtype, trust_remote_code, stages)
@@ -197,6 +211,8 @@ def prune(
             write_report(report, plan.output.path)
     times = ", ".join(f"{stage} {entry['seconds']:.1f} s" for stage, entry in stages.record.items())
     logger.info("written to %s (%s)", plan.output.path, times)
+    if to is not None and ranks().main:
+        report["push"] = publish_finished(plan.output.path, to)
     return report
 
 

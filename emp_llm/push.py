@@ -33,7 +33,7 @@ def push(
     and "deleted" (what the commit changed); for a dry run "dry_run" and the first four.
 
     Raises:
-        UserError: the folder is no finished checkpoint, the Hub refuses or cannot be reached, or the branch holds other weights.
+        UserError: the folder is no finished checkpoint, the Hub refuses, or the branch holds other weights.
     """
     to = Destination(repository, revision, private, overwrite)
     return publish(folder, to, Evidence(tuple(results or ()), tuple(plot or ()), base_model), dry_run)

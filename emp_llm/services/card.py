@@ -132,10 +132,10 @@ class Card:
         zeros = self._report["targets"]["sparsity_of_all_parameters"]
         return (
             f"Plain safetensors of the same names, shapes and dtypes as the base model's, in which {100 * zeros:.1f} % of the "
-            "parameters are zero; every other byte is the base model's. They load wherever the base model loads. **By themselves "
-            "they are neither smaller nor faster**: dense kernels multiply by the zeros too. What is gained is a model that is "
-            "known to do without these weights: to compress (sparse storage), to run on kernels that skip zeros, or to go on "
-            "training with the zeros held at zero (an ordinary optimizer step or a merged adapter fills them)."
+            "parameters are zero; every other byte is the base model's. They load wherever the base model loads. **By "
+            "themselves they are neither smaller nor faster**: dense kernels multiply by the zeros too. What is gained is a "
+            "model that is known to do without these weights: to compress (sparse storage), to run on kernels that skip "
+            "zeros, or to train on with the zeros held at zero (an ordinary optimizer step or a merged adapter fills them)."
         )
 
     def _use(self) -> str:
@@ -176,8 +176,8 @@ class Card:
         check = self._origin.name or "BASE_MODEL"
         return (
             f"```bash\n{report['command']}\n```\n\n{markdown_table(rows)}\n\n"
-            "`emp_report.json` has the kept fractions and effective numbers of every matrix, `emp_manifest.json` the SHA-256 of "
-            f"every file.{reuse} To check all bytes and all masks against the base model:\n\n"
+            "`emp_report.json` has the kept fractions and effective numbers of every matrix, `emp_manifest.json` the SHA-256 "
+            f"of every file.{reuse} To check all bytes and all masks against the base model:\n\n"
             f"```bash\nhf download {self._to.name} --local-dir pruned\n"
             f"python -m emp_llm.verify pruned --source {check}\n```"
         )

@@ -1,4 +1,4 @@
-"""Calls to the Hub that write: made again where the reason of a failure passes, and explained in a sentence where it does not."""
+"""Calls to the Hub: made again where the reason of a failure passes, and explained in a sentence where it does not."""
 
 import json
 import logging
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 WAITS = (1, 2, 4, 8, 16)  # seconds; the client's own patience, where it has any, comes on top for each
 _LONGEST_WAIT = 600  # seconds, however long the Hub asks for
+LOG_IN = "you are not logged in to the Hub. Run hf auth login, or set HF_TOKEN to a token with write access."
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 # First the base of what the HTTP library raises, whichever one this version of the client uses; last what the client makes of
 # a proxy's page in place of the Hub's answer.
@@ -75,7 +76,7 @@ def explaining(name: str) -> Iterator[None]:
     except UserError:
         raise
     except (LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
-        why = "HF_HUB_OFFLINE is set; unset it." if isinstance(error, OfflineModeIsEnabled) else _LOG_IN
+        why = "HF_HUB_OFFLINE is set; unset it." if isinstance(error, OfflineModeIsEnabled) else LOG_IN
         raise UserError(f"{name}: {why}") from error
     except Exception as error:
         cause = cause_of(error)
@@ -86,16 +87,13 @@ def explaining(name: str) -> Iterator[None]:
         raise
 
 
-_LOG_IN = "you are not logged in to the Hub. Run hf auth login, or set HF_TOKEN to a token with write access."
-
-
 def _sentence(error: BaseException) -> str:
     status = status_of(error)
     if status is None:
         return f"the Hub at {constants.ENDPOINT} cannot be reached ({_plain(reason(error))}). The same command goes on."
     if status == 401:
         refused = "the Hub does not accept your token. Make a new one with write access and log in: hf auth login --force"
-        return refused if get_token() else _LOG_IN
+        return refused if get_token() else LOG_IN
     if status == 403:
         return f"your token may not write there{_said(error)}. Name a repository of your own, or use a token with write access."
     if isinstance(error, RevisionNotFoundError):

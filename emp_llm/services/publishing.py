@@ -1,6 +1,7 @@
 """A finished checkpoint on the Hub: which of its files go there, its model card, and the push itself."""
 
 import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,20 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     digests = {path: entry["sha256"] for path, entry in manifest["files"].items()}
     done = upload(files | {CARD_NAME: card_path}, digests, to, _message(report))
     return about | {"folder": str(folder)} | done
+
+
+def publish_finished(folder: Path, to: Destination) -> dict[str, Any]:
+    """`publish` of what has just been pruned; where it fails, how to push it again is said too."""
+    options = [*(["--private"] if to.private else []), *(["--revision", to.branch] if to.branch else [])]
+    options += ["--overwrite"] if to.overwrite else []
+    again = f"push it again: python -m emp_llm.push {shlex.join([str(folder), to.name, *options])}"
+    try:
+        return publish(folder, to, Evidence())
+    except UserError as error:
+        raise UserError(f"{error} The checkpoint is complete in {folder}; {again}") from error
+    except BaseException:
+        logger.warning("the checkpoint is complete in %s; %s", folder, again)
+        raise
 
 
 def _message(report: dict[str, Any]) -> str:

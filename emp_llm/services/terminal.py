@@ -17,6 +17,8 @@ def show_pruning(report: dict[str, Any]) -> None:
     print(pruning_table(report))
     if "evaluation" in report:
         print(evaluation_table(report))
+    if "push" in report:
+        show_push(report["push"])
 
 
 def show_difference(difference: NormsDifference) -> None:

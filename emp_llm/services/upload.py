@@ -20,6 +20,7 @@ from emp_llm.models.checkpoint import OTHER_WEIGHTS
 from emp_llm.models.digests import digest_of
 from emp_llm.models.errors import UserError
 from emp_llm.services.hub_calls import (
+    LOG_IN,
     NO_ANSWER,
     WAITS,
     explaining,
@@ -62,9 +63,7 @@ class Destination:
         if constants.HF_HUB_OFFLINE:
             raise UserError(f"{self.name}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it.")
         if get_token() is None:
-            raise UserError(
-                f"{self.name}: you are not logged in to the Hub. Run hf auth login, or set HF_TOKEN to a token with write access."
-            )
+            raise UserError(f"{self.name}: {LOG_IN}")
 
 
 def check_login(to: Destination) -> None:
@@ -78,6 +77,12 @@ def check_login(to: Destination) -> None:
         user = patiently(HfApi().whoami)
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UserError(f"{to.name}: your token is for reading only. Make one with write access: hf auth login --force")
+    try:
+        there = HfApi().model_info(to.name, revision=to.branch).siblings or []
+    except (HfHubHTTPError, *NO_ANSWER):  # it, or its branch, will be made
+        there = []
+    if not to.overwrite and any(_is_weights(each.rfilename) for each in there):
+        logger.warning("warning: %s: it holds weights already; if they are others, the push needs --overwrite.", to.name)
     names = [user.get("name"), *(each.get("name") for each in user.get("orgs", []))]
     if to.name.partition("/")[0] not in names:
         logger.warning(
@@ -167,8 +172,8 @@ class _Upload:
         patiently(lambda: self._api.create_repo(self._to.name, private=private, exist_ok=True))
         if private and not patiently(lambda: self._api.model_info(self._to.name)).private:
             raise UserError(
-                f"{self._to.name}: it is there and public, and --private does not change that. Make it private in its settings, "
-                "or name another repository."
+                f"{self._to.name}: it is there and public, and --private does not change that. Make it private in its "
+                "settings, or name another repository."
             )
 
     def _make_branch(self) -> None:
