@@ -95,7 +95,8 @@ def prune(
     Started by torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the
     first writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
 
-    Returns the report that is also written as emp_report.json, and under "push" what was pushed; for a dry run, what would be pruned and what it needs.
+    Returns the report that is also written as emp_report.json, and under "push" what was pushed; for a dry run, what would be
+    pruned and what it needs.
     """
     recipe = Recipe(
         method,

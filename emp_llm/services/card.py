@@ -168,8 +168,8 @@ class Card:
             rows.append(["base model at commit", f"`{source['revision']}`"])
         rows.append(["SHA-256 of samples of its weights", f"`{source['sha256_of_samples']}`"])
         rows += [[name, f"`{json.dumps(value)}`"] for name, value in report["recipe"].items() if value is not None]
-        for key in ("corpus", "tokens", "sequences", "seqlen", "propagate"):
-            if key in calibration:
+        for key in ("text", "tokens", "dtype", "propagate"):
+            if calibration.get(key) is not None:
                 rows.append([f"calibration: {key}", f"`{json.dumps(calibration[key])}`"])
         rows += [[package, version] for package, version in report["versions"].items()]
         reuse = f" `{ACTIVATIONS_NAME}` holds the norms that decided the masks." if str(ACTIVATIONS_NAME) in files else ""

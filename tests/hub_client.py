@@ -1,0 +1,96 @@
+"""A client of the loopback Hub in a process of its own, as the Hub's address is read when its library is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PROGRAM = """
+import io, json, logging, os, sys, traceback
+from pathlib import Path
+from hashlib import sha256
+answers, sys.stdout = sys.stdout, sys.stderr
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from emp_llm.models.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.push import push
+from emp_llm.services.hub import find_model
+from huggingface_hub.utils import logging as hub_logging
+
+def weights(name, revision=None):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    AutoTokenizer.from_pretrained(name, revision=revision)
+    state = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto").state_dict()
+    return {key: sha256(value.contiguous().flatten().view(__import__("torch").uint8).numpy().tobytes()).hexdigest()
+            for key, value in state.items()}
+
+for line in sys.stdin:
+    name, arguments, environment = json.loads(line)
+    for key, value in environment.items():
+        os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    loggers = [logging.getLogger(), hub_logging.get_logger()]
+    theirs = loggers[1].handlers[0].setStream(log)
+    loggers[0].addHandler(handler)
+    answer = {}
+    try:
+        for key in ("folder", "output"):
+            if key in arguments:
+                arguments[key] = Path(arguments[key])
+        for key in ("results", "plot"):
+            if key in arguments:
+                arguments[key] = [Path(each) for each in arguments[key]]
+        answer["result"] = globals()[name](**arguments)
+    except UserError as error:
+        answer["error"] = str(error)
+        answer["traceback"] = traceback.format_exc()
+    except BaseException:
+        answer["broken"] = traceback.format_exc()
+    loggers[0].removeHandler(handler)
+    loggers[1].handlers[0].setStream(theirs)
+    answer["log"] = log.getvalue()
+    print(json.dumps(answer), file=answers, flush=True)
+"""
+
+
+def environment(endpoint: str, home: Path, token: str | None) -> dict[str, str]:
+    """Of a process that uses a loopback Hub and nothing of the user's."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_DATASETS_CACHE")}
+    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "COLUMNS": "200"}
+    return clean | ({"HF_TOKEN": token} if token else {})
+
+
+class Client:
+    """Functions of emp_llm, called by name in one process that lives as long as this does."""
+
+    def __init__(self, endpoint: str, home: Path, token: str) -> None:
+        self._token = token
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            env=environment(endpoint, home, token),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def call(self, name: str, token: str | None = "", **arguments: Any) -> dict[str, Any]:
+        """What a function returns ("result"), or the sentence of its UserError ("error"), and what it logged ("log")."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        changes = {"HF_TOKEN": self._token if token == "" else token}
+        print(json.dumps([name, arguments, changes], default=str), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        for secret in (self._token, token):
+            assert not secret or secret not in line, "a token was shown"
+        answer: dict[str, Any] = json.loads(line)
+        assert "broken" not in answer, answer["broken"]
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
