@@ -13,6 +13,9 @@ from pathlib import Path
 from hashlib import sha256
 answers, sys.stdout = sys.stdout, sys.stderr
 logging.basicConfig(level=logging.INFO, format="%(message)s")
+from emp_llm.cli import _NOISY
+for noisy in _NOISY:
+    logging.getLogger(noisy).setLevel(logging.WARNING)
 from emp_llm.models.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.push import push
@@ -77,12 +80,12 @@ class Client:
             text=True,
         )
 
-    def call(self, name: str, token: str | None = "", **arguments: Any) -> dict[str, Any]:
+    def call(self, function: str, token: str | None = "", /, **arguments: Any) -> dict[str, Any]:
         """What a function returns ("result"), or the sentence of its UserError ("error"), and what it logged ("log")."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         changes = {"HF_TOKEN": self._token if token == "" else token}
-        print(json.dumps([name, arguments, changes], default=str), file=self._process.stdin, flush=True)
+        print(json.dumps([function, arguments, changes], default=str), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         for secret in (self._token, token):
             assert not secret or secret not in line, "a token was shown"

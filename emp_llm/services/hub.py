@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from emp_llm.models.errors import UserError
+from emp_llm.services.hub_calls import BAD_TOKEN, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ def find_model(name: str, revision: str | None = None, trust_remote_code: bool =
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         raise UserError(f"{name}: no such folder here, not in the Hub cache, and the Hub cannot be reached.") from error
     except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", "no answer")
-        raise UserError(f"{name}: the Hub answered {status}; try again later.") from error
+        status = status_of(error)
+        raise UserError(f"{name}: {BAD_TOKEN if status == 401 else f'the Hub answered {status}; try again later.'}") from error
 
 
 def _download(name: str, revision: str | None, trust_remote_code: bool) -> Source:

@@ -19,6 +19,7 @@ T = TypeVar("T")
 WAITS = (1, 2, 4, 8, 16)  # seconds; the client's own patience, where it has any, comes on top for each
 _LONGEST_WAIT = 600  # seconds, however long the Hub asks for
 LOG_IN = "you are not logged in to the Hub. Run hf auth login, or set HF_TOKEN to a token with write access."
+BAD_TOKEN = "the Hub does not accept your token. Make a new one and log in with it: hf auth login --force"
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 # First the base of what the HTTP library raises, whichever one this version of the client uses; last what the client makes of
 # a proxy's page in place of the Hub's answer.
@@ -92,8 +93,7 @@ def _sentence(error: BaseException) -> str:
     if status is None:
         return f"the Hub at {constants.ENDPOINT} cannot be reached ({_plain(reason(error))}). The same command goes on."
     if status == 401:
-        refused = "the Hub does not accept your token. Make a new one with write access and log in: hf auth login --force"
-        return refused if get_token() else LOG_IN
+        return BAD_TOKEN if get_token() else LOG_IN
     if status == 403:
         return f"your token may not write there{_said(error)}. Name a repository of your own, or use a token with write access."
     if isinstance(error, RevisionNotFoundError):
