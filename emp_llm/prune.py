@@ -123,6 +123,8 @@ def prune(
     if push_to_hub is None and (private or push_revision is not None):
         raise UserError("--private and --push-revision are of a push; add --push-to-hub USER/NAME.")
     to = None if push_to_hub is None else Destination(push_to_hub, push_revision, private, overwrite)
+    if to is not None:
+        to.check_name()
     suite = find_suite(evaluate) if evaluate is not None else None
     if activations is not None and not recipe.needs_activations:
         logger.info("--activations is not needed by method %s, and not read.", method)
@@ -135,7 +137,7 @@ def prune(
         warn_if_foreign(given, plan.checkpoint)
         plan.pruner.use(given, str(activations))
     if dry_run:
-        return plan.describe(calibrates=recipe.needs_activations and given is None)
+        return plan.describe(calibrates=recipe.needs_activations and given is None) | {"push_to_hub": push_to_hub}
 
     if to is not None and ranks().main:
         check_login(to)

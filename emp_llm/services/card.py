@@ -18,9 +18,9 @@ from emp_llm.services.upload import Destination
 CARD_NAME = "README.md"
 _MARK = "<!-- Written by emp-llm, anew with every push. Delete this line to keep changes of your own. -->"
 _METHODS = {
-    "emp-wanda": "Effective Model Pruning of Wanda scores (weight times input norm)",
-    "emp-magnitude": "Effective Model Pruning of weight magnitudes",
-    "wanda": "Wanda (weight times input norm)",
+    "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores, weight times input norm",
+    "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
+    "wanda": "Wanda, weight times input norm",
     "magnitude": "weight magnitude",
 }
 
@@ -173,12 +173,14 @@ class Card:
                 rows.append([f"calibration: {key}", f"`{json.dumps(calibration[key])}`"])
         rows += [[package, version] for package, version in report["versions"].items()]
         reuse = f" `{ACTIVATIONS_NAME}` holds the norms that decided the masks." if str(ACTIVATIONS_NAME) in files else ""
-        check = self._origin.name or "BASE_MODEL"
+        source_revision = f" --revision {source['revision']}" if source["revision"] and self._origin.revision else ""
+        check = f"{self._origin.name or 'BASE_MODEL'}{source_revision}"
+        branch = f" --revision {self._to.branch}" if self._to.branch else ""
         return (
             f"```bash\n{report['command']}\n```\n\n{markdown_table(rows)}\n\n"
             "`emp_report.json` has the kept fractions and effective numbers of every matrix, `emp_manifest.json` the SHA-256 "
             f"of every file.{reuse} To check all bytes and all masks against the base model:\n\n"
-            f"```bash\nhf download {self._to.name} --local-dir pruned\n"
+            f"```bash\nhf download {self._to.name}{branch} --local-dir pruned\n"
             f"python -m emp_llm.verify pruned --source {check}\n```"
         )
 

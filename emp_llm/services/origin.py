@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.repocard import metadata_load
 
 from emp_llm.services.hub_calls import NO_ANSWER
 
 logger = logging.getLogger(__name__)
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})$")
+_LOST: tuple[type[Exception], ...] = (*NO_ANSWER, ValueError)  # no answer, or one that is no card
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
@@ -73,7 +73,7 @@ def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
         return {}
     try:
         data = HfApi().model_info(name, revision=revision).card_data
-    except (HfHubHTTPError, *NO_ANSWER, ValueError) as error:
+    except _LOST as error:
         logger.warning("warning: %s: its card could not be read (%s).", name, type(error).__name__)
         return {}
-    return {} if data is None else dict(data.to_dict())
+    return {} if data is None else dict(data.to_dict())  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
+from emp_llm.models.errors import UserError, reason
 from emp_llm.models.files import replace_text
 from emp_llm.models.manifest import MANIFEST_NAME, read_manifest
 from emp_llm.models.recipe import REPORT_NAME, read_report
@@ -52,12 +52,16 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     Raises:
         UserError: the folder is no finished checkpoint, or not the one its manifest describes; or of `upload`.
     """
+    to.check_name()
     folder = Path(folder)
     manifest = read_manifest(folder)
     files = _checkpoint_files(folder, manifest)
     records = [(path, read_results(path, "--results")) for path in evidence.results]
     _check_results(folder, records)
     plots = _plots(folder, evidence.plots)
+    names = [path.name for path in (*plots, *evidence.results)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{twice}: two files of this name, and they are kept in one folder; rename one.")
     files |= {f"{_EXTRAS}/{path.name}": path for path in (*plots, *evidence.results)}
     report = read_report(folder)
     card_path = folder / CARD_NAME
@@ -74,7 +78,10 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     if dry_run:
         return {"dry_run": True} | about
     if text is not None:
-        replace_text(card_path, text)
+        try:
+            replace_text(card_path, text)
+        except OSError as error:
+            raise UserError(f"{card_path}: the model card cannot be written ({reason(error)}).") from error
     digests = {path: entry["sha256"] for path, entry in manifest["files"].items()}
     done = upload(files | {CARD_NAME: card_path}, digests, to, _message(report))
     return about | {"folder": str(folder)} | done

@@ -70,6 +70,7 @@ def plan_table(plan: dict[str, Any]) -> str:
             f"{coverage['target_parameters']:,} of {coverage['parameters']:,} parameters ({_percent(share)} %)",
             f"disk: {size(plan['disk_bytes'])} at {plan['output']}",
             f"memory: {memory}",
+            *([f"push: {size(plan['disk_bytes'])} to {plan['push_to_hub']}"] if plan.get("push_to_hub") else []),
         ]
     )
 

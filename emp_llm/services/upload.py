@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.hf_api import CommitOperation, RepoFile
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils._runtime import is_xet_available
 
 from emp_llm.models.checkpoint import OTHER_WEIGHTS
 from emp_llm.models.digests import digest_of
@@ -34,6 +37,7 @@ from emp_llm.services.hub_calls import (
 logger = logging.getLogger(__name__)
 _TEXT = (".json", ".md", ".txt", ".jinja", ".py")
 _CONFLICTS = (409, 412)
+_OFFICIAL = "https://huggingface.co"
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,18 @@ class Destination:
     private: bool = False
     overwrite: bool = False
 
-    def check(self) -> None:
-        """Raise UserError where the name cannot be that of a repository, or the Hub is switched off."""
+    def check_name(self) -> None:
+        """Raise UserError where the name cannot be that of a repository."""
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
             raise UserError(f"{self.name!r} is not a name on the Hub; give USER/NAME.") from error
         if "/" not in self.name:
             raise UserError(f"{self.name!r}: whose? Give USER/NAME, or ORGANISATION/NAME.")
+
+    def check(self) -> None:
+        """Raise UserError where the name is wrong, the Hub switched off, or nobody logged in."""
+        self.check_name()
         if constants.HF_HUB_OFFLINE:
             raise UserError(f"{self.name}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it.")
         if get_token() is None:
@@ -79,7 +87,7 @@ def check_login(to: Destination) -> None:
         raise UserError(f"{to.name}: your token is for reading only. Make one with write access: hf auth login --force")
     try:
         there = HfApi().model_info(to.name, revision=to.branch).siblings or []
-    except (HfHubHTTPError, *NO_ANSWER):  # it, or its branch, will be made
+    except NO_ANSWER:  # it, or its branch, will be made
         there = []
     if not to.overwrite and any(_is_weights(each.rfilename) for each in there):
         logger.warning("warning: %s: it holds weights already; if they are others, the push needs --overwrite.", to.name)
@@ -125,6 +133,7 @@ class _Upload:
     def run(self, message: str) -> dict[str, Any]:
         self._make_repository()
         self._make_branch()
+        self._check_storage()
         changed: list[str] = []
         stale: list[str] = []
         for wait in (*WAITS, None):
@@ -138,7 +147,7 @@ class _Upload:
             try:
                 self._commit(changed, stale, message, head)
                 break
-            except (HfHubHTTPError, *NO_ANSWER) as error:
+            except NO_ANSWER as error:
                 # It may have been made all the same: an answer that was lost. Only the branch itself can tell.
                 if wait is None or not (passes(error) or status_of(error) in _CONFLICTS):
                     raise
@@ -162,7 +171,10 @@ class _Upload:
         self._check_content(paths)
 
     def _commit(self, changed: list[str], stale: list[str], message: str, parent: str | None) -> None:
-        operations = [*(self._addition(path) for path in changed), *(CommitOperationDelete(path) for path in stale)]
+        operations: list[CommitOperation] = [
+            *(self._addition(path) for path in changed),
+            *(CommitOperationDelete(path) for path in stale),
+        ]
         self._api.create_commit(
             self._to.name, operations, commit_message=message, revision=self._revision, parent_commit=parent
         )
@@ -188,6 +200,19 @@ class _Upload:
         # A branch that is where main is has been made just now, here or by a push that was cut off: nothing on it is its own.
         if branch != constants.DEFAULT_REVISION and heads[branch] == heads.get(constants.DEFAULT_REVISION, ""):
             self._overwrite = True
+
+    def _check_storage(self) -> None:
+        """A mirror of the Hub may lack xet, and the client then waits for it without an end."""
+        if not is_xet_available() or constants.ENDPOINT == _OFFICIAL:
+            return
+        url = f"{constants.ENDPOINT}/api/models/{self._to.name}/xet-write-token/{quote(self._revision, safe='')}"
+        answer = patiently(lambda: get_session().get(url, headers=build_hf_headers()))
+        if answer.status_code == 404:
+            raise UserError(
+                f"{self._to.name}: the Hub at {constants.ENDPOINT} has no xet storage, and the client would upload to it. Set "
+                "HF_HUB_DISABLE_XET=1 to upload by LFS."
+            )
+        hf_raise_for_status(answer)
 
     def _state(self) -> tuple[str | None, dict[str, RepoFile]]:
         """The commit that the branch is at, and its files."""
