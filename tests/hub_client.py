@@ -17,6 +17,7 @@ from emp_llm.cli import _NOISY
 for noisy in _NOISY:
     logging.getLogger(noisy).setLevel(logging.WARNING)
 from emp_llm.models.errors import UserError
+from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.services.hub import find_model

@@ -1,5 +1,6 @@
 """Pruned checkpoints on the Hub: pushed to a loopback server and loaded from it, by the unmodified client."""
 
+import importlib.util
 import json
 import shutil
 import signal
@@ -143,6 +144,16 @@ def test_the_card(hub: Hub, client: Client, pruned: Path, dense: Path, suite: Pa
     results = tmp_path / "pruned-lamps.json"
     measured = evaluate(str(pruned), suite=f"{suite},seqlen=64", baseline=str(dense), output=results, device_map="cpu")
     both = [results, results.with_name("pruned-lamps-baseline.json")]
+    for path, accuracy in zip(both, (0.5, 0.625), strict=True):
+        record = json.loads(path.read_text())
+        answers = {"acc,none": accuracy, "acc_stderr,none": 0.25, "alias": "lamps"}
+        counts = {"lamps": {"original": 8, "effective": 8}}
+        record["tasks"] = {"lamps": {"results": {"lamps": answers}, "n-samples": counts, "n-shot": {"lamps": 0}, "groups": []}}
+        path.write_text(json.dumps(record))
+    record = json.loads(results.read_text())
+    record["made_by"]["quantization"] = {"bits": "4bit"}
+    (tmp_path / "pruned-4bit.json").write_text(json.dumps(record))
+    both.append(tmp_path / "pruned-4bit.json")
     done = client.call(
         "push", folder=pruned, repository="user/card", results=both, plot=[tmp_path / "beta.png"], base_model="user/dense"
     )
@@ -161,6 +172,7 @@ def test_the_card(hub: Hub, client: Client, pruned: Path, dense: Path, suite: Pa
     assert values == {
         "perplexity per token, blocks of 128": report["evaluation"]["pruned"]["perplexity"]["perplexity"],
         "perplexity per token, blocks of 64": measured["perplexity"]["perplexity"],
+        "acc by lm-eval, 0-shot": 0.5,
     }
     dense_perplexity = report["evaluation"]["dense"]["perplexity"]["perplexity"]
     for words in (
@@ -168,6 +180,7 @@ def test_the_card(hub: Hub, client: Client, pruned: Path, dense: Path, suite: Pa
         f"{100 * report['targets']['sparsity_of_targets']:.2f} % of the targets",
         f"| perplexity, blocks of 128 | {dense_perplexity:.3f} |",
         "| perplexity, blocks of 64 |",
+        "| lamps acc | 62.50 ±25.00 | 50.00 ±25.00 | -12.50 |",
         "neither smaller nor faster",
         'from_pretrained("user/card"',
         "![kept fractions](emp_llm/kept_fractions.png)",
@@ -361,6 +374,11 @@ def test_what_is_not_the_checkpoint_is_not_published(hub: Hub, client: Client, p
 
     assert "give the --output folder of a finished prune" in error(tmp_path)
     (tmp_path / "r.json").write_text("[]")
+    assert "is not a name on the Hub" in client.call("push", folder=pruned, repository="user/a b", dry_run=True)["error"]
+    (tmp_path / "again").mkdir()
+    for folder in (tmp_path, tmp_path / "again"):
+        (folder / "plot.png").write_bytes(PNG)
+    assert "two files of this name" in error(plot=[tmp_path / "plot.png", tmp_path / "again" / "plot.png"])
     assert "not a results file" in error(results=[tmp_path / "r.json"])
     assert "no such PNG file" in error(plot=[tmp_path / "r.json"])
     record = {"made_by": {"model": {"sha256_of_samples": "other"}}, "model": "m", "complete": True, "pruned": None}
@@ -407,10 +425,19 @@ def test_prune_pushes_and_everything_comes_by_its_name(hub: Hub, client: Client,
     assert (metadata["base_model"], metadata["license"]) == ("user/dense", "llama3.2")
     assert "--push-to-hub team/lamps" in card
     assert verify(folder)["differences"] == []
-    measured = command(hub, home, "emp_llm.evaluate", "--model", "team/lamps", "--revision", "emp", "--suite", suite)
-    assert measured.returncode == 0, measured.stderr
+    asked = {"model": "team/lamps", "revision": "emp", "suite": str(suite), "output": tmp_path / "r.json"}
+    measured = client.call("evaluate", **asked, device_map="cpu")["result"]
     report = json.loads((folder / "emp_report.json").read_text())
-    assert f"{report['evaluation']['pruned']['perplexity']['perplexity']:.3f}" in measured.stdout
+    assert measured["perplexity"]["perplexity"] == report["evaluation"]["pruned"]["perplexity"]["perplexity"]
+    assert measured["pruned"]["of"] == "user/dense"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hf_xet") is None, reason="the client has no xet")
+def test_a_hub_without_xet_is_told_apart(hub: Hub, pruned: Path, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "emp_llm.push", str(pruned), "user/xet"]
+    surroundings = environment(hub.endpoint, tmp_path / "home", TOKEN) | {"HF_HUB_DISABLE_XET": "0"}
+    done = subprocess.run(line, env=surroundings, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Set HF_HUB_DISABLE_XET=1" in done.stderr) == (2, True), done.stderr
 
 
 def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_path: Path) -> None:

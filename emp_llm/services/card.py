@@ -121,7 +121,7 @@ class Card:
             if made_by.get("quantization") or made_by.get("limit"):  # of other weights, or of a part of the questions
                 continue
             found += [*_perplexity_result(record), *_task_results(record)]
-        return list({(each.unique_identifier, each.metric_name): each for each in found}.values())
+        return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
 
     def _summary(self) -> str:
         how = _METHODS.get(self._report["recipe"]["method"], self._report["recipe"]["method"])
@@ -206,8 +206,11 @@ def _by_suite(records: list[Record]) -> list[list[Record]]:
     for record in records:
         key = json.dumps([record["made_by"].get(part) for part in ("text", "tasks", "limit")], sort_keys=True)
         suites.setdefault(key, []).append(record)
-    order = (lambda record: record["pruned"] is not None, lambda record: not record.get("this"))
-    return [sorted(suite, key=lambda record: tuple(rule(record) for rule in order)) for suite in suites.values()]
+    return [sorted(suite, key=_place) for suite in suites.values()]
+
+
+def _place(record: Record) -> tuple[bool, bool]:
+    return record["pruned"] is not None, not record.get("this")
 
 
 def _perplexity_result(record: Record) -> list[EvalResult]:

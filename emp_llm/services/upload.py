@@ -14,9 +14,8 @@ from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.hf_api import CommitOperation, RepoFile
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
 from huggingface_hub.utils._runtime import is_xet_available
 
 from emp_llm.models.checkpoint import OTHER_WEIGHTS
@@ -171,7 +170,7 @@ class _Upload:
         self._check_content(paths)
 
     def _commit(self, changed: list[str], stale: list[str], message: str, parent: str | None) -> None:
-        operations: list[CommitOperation] = [
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(self._addition(path) for path in changed),
             *(CommitOperationDelete(path) for path in stale),
         ]
