@@ -23,6 +23,14 @@ from emp_llm.push import push
 from emp_llm.services.hub import find_model
 from huggingface_hub.utils import logging as hub_logging
 
+def push_by_xet(**arguments):
+    from huggingface_hub import constants
+    constants.HF_HUB_DISABLE_XET = False
+    try:
+        return push(**arguments)
+    finally:
+        constants.HF_HUB_DISABLE_XET = True
+
 def weights(name, revision=None):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     AutoTokenizer.from_pretrained(name, revision=revision)

@@ -240,6 +240,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for branch, commits in repository.branches.items()
             ]
             return 200, {"branches": refs, "tags": [], "converts": []}, {}
+        if rest and rest[0] not in ("revision", "tree", "paths-info"):  # xet, for one
+            raise Refused(404, f"no such page: {self.path}")
         commit = repository.at(rest[1] if len(rest) > 1 else "main")
         if rest[:1] == ["tree"]:
             return 200, self._tree(commit, "/".join(rest[2:])), {}

@@ -433,11 +433,10 @@ def test_prune_pushes_and_everything_comes_by_its_name(hub: Hub, client: Client,
 
 
 @pytest.mark.skipif(importlib.util.find_spec("hf_xet") is None, reason="the client has no xet")
-def test_a_hub_without_xet_is_told_apart(hub: Hub, pruned: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "emp_llm.push", str(pruned), "user/xet"]
-    surroundings = environment(hub.endpoint, tmp_path / "home", TOKEN) | {"HF_HUB_DISABLE_XET": "0"}
-    done = subprocess.run(line, env=surroundings, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, "Set HF_HUB_DISABLE_XET=1" in done.stderr) == (2, True), done.stderr
+def test_a_hub_without_xet_is_told_apart(hub: Hub, client: Client, pruned: Path) -> None:
+    refused = client.call("push_by_xet", folder=pruned, repository="user/xet")
+    assert "has no xet storage" in refused["error"]
+    assert "Set HF_HUB_DISABLE_XET=1" in refused["error"]
 
 
 def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_path: Path) -> None:
