@@ -49,9 +49,10 @@ class Card:
         self._origin = origin
         self._plots = plots
         self._suites = _by_suite(records)
+        self._measured: list[Record] = []  # by the run itself, dense and pruned
         if "evaluation" in report:
             dense, pruned = evaluation_records(report)
-            self._suites.insert(0, [dense, pruned | {"this": True}])
+            self._measured = [dense, pruned | {"this": True}]
 
     def text(self, files: Iterable[str]) -> str:
         """The card, metadata first.
@@ -116,7 +117,7 @@ class Card:
 
     def _eval_results(self) -> list[EvalResult]:
         found = []
-        for record in (record for suite in self._suites for record in suite if record.get("this")):
+        for record in (record for suite in [self._measured, *self._suites] for record in suite if record.get("this")):
             made_by = record["made_by"]
             if made_by.get("quantization") or made_by.get("limit"):  # of other weights, or of a part of the questions
                 continue
@@ -152,13 +153,9 @@ class Card:
         return ["\n".join(["Of note:", "", *(f"- {each}" for each in warnings[:10]), *more])] if warnings else []
 
     def _evaluation(self) -> list[str]:
-        if not self._suites:
-            return ["It was not evaluated."]
-        tables = []
-        for suite in self._suites:
-            labels = ["dense", "pruned"] if "dense" in suite[0].get("made_by", {}) else None
-            tables.append(compare(suite, "markdown", labels))
-        return tables
+        tables = [compare(self._measured, "markdown", ["dense", "pruned"])] if self._measured else []
+        tables += [compare(suite, "markdown") for suite in self._suites]
+        return tables or ["It was not evaluated."]
 
     def _making(self, files: set[str]) -> str:
         report = self._report
