@@ -16,8 +16,8 @@ COMMANDS = {
     "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "measure": "Tell how many weights of a model matter, and write no weights.",
     "prune": "Prune a model and write the pruned checkpoint.",
-    "report": "Tables, figures and a page of runs, sweeps, measures and results.",
     "push": "Push a pruned checkpoint to the Hub, with a model card.",
+    "report": "Tables, figures and a page of runs, sweeps, measures and results.",
     "sweep": "Prune by many recipes, and measure each.",
     "verify": "Look again at a pruned checkpoint: files, bytes and masks.",
 }
