@@ -15,10 +15,12 @@ COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
     "measure": "Tell how many weights of a model matter, and write no weights.",
+    "pack": "Make a pruned checkpoint smaller to ship, without loss; or its mask alone.",
     "prune": "Prune a model and write the pruned checkpoint.",
     "push": "Push a pruned checkpoint to the Hub, with a model card.",
     "report": "Tables, figures and a page of runs, sweeps, measures and results.",
     "sweep": "Prune by many recipes, and measure each.",
+    "unpack": "Give a packed checkpoint back, bit for bit; or put a mask on its base model.",
     "verify": "Look again at a pruned checkpoint: files, bytes and masks.",
 }
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
