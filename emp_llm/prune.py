@@ -244,7 +244,7 @@ class _Plan(Plan):
         blocks: str | None = None,
     ) -> None:
         super().__init__(source.folder, source.name, recipe, trust_remote_code, blocks)
-        self.output = OutputFolder(output, self.checkpoint, overwrite)
+        self.output = OutputFolder(output, [source.folder], needed_bytes(self.checkpoint), overwrite)
         self.pruner = self.pruner_of(recipe)
 
     def describe(self, calibrates: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Blocks of numbers taken apart for packing and put together again, in numpy: zeros as bits, numbers as planes of bytes.
 
-Numbers are unsigned integers of their bits throughout, so that nothing is rounded and no NaN is changed; zero means that all
-bits are zero, and -0.0 is a number like any other.
+Numbers are words, unsigned integers of their bits, throughout, so that nothing is rounded and no NaN is changed; zero means
+that no bit is set, and -0.0 is a number like any other.
 """
 
 from typing import Any
@@ -14,39 +14,55 @@ Bytes = NDArray[np.uint8]
 
 WORD = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _ONES = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
-_FREQUENT = 15  # exponents with a code of four bits; the sixteenth code says that the byte is found elsewhere
+FREQUENT = 15  # exponents with a code of four bits; the sixteenth code says that the byte is found elsewhere
 _SAMPLE = 1 << 16  # bytes that tell which are frequent
 
 
-def count_zeros(words: Words) -> int:
-    """How many words have no bit set."""
-    return words.size - int(np.count_nonzero(words))
+def mask_bytes(count: int) -> int:
+    """Size of the mask of so many words: a bit for each, filled up to 8 bytes."""
+    return -(-count // 64) * 8
 
 
-def count_ones(mask: Bytes) -> int:
-    """How many bits of a mask are set."""
-    even = mask.size & ~1
-    return int(_ONES[mask[:even].view("<u2")].sum(dtype=np.int64)) + int(_ONES[mask[even:]].sum(dtype=np.int64))
+def mask_of(words: Words) -> Bytes:
+    """A bit for each word, lowest bit of the first byte first, one where it is not zero; filled up with zeros."""
+    mask = np.zeros(mask_bytes(words.size), dtype=np.uint8)
+    mask[: -(-words.size // 8)] = np.packbits(words != 0, bitorder="little")
+    return mask
 
 
-def take_zeros_out(words: Words) -> tuple[Bytes, Words]:
-    """(mask, values): a bit for each word, lowest bit of the first byte first, one where it is not zero; and those words."""
-    kept = words != 0
+def values_of(words: Words) -> Words:
+    """The words that are not zero."""
     # By places and not by booleans: numpy does the latter with a jump at every word, six times as slow where zeros are scattered.
-    return np.packbits(kept, bitorder="little"), words.take(np.flatnonzero(kept))
+    return words.take(np.flatnonzero(words))
+
+
+def ones_in(mask: Bytes, count: int) -> int:
+    """How many bits of the mask of `count` words are set.
+
+    Raises:
+        ValueError: it is of another size, or bits are set behind its last word's.
+    """
+    whole, rest = divmod(count, 8)
+    if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
+        raise ValueError("a mask is not that of its numbers")
+    return int(_ONES[mask.view("<u2")].sum(dtype=np.int64))
+
+
+def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:
+    """The bits of the mask of `count` words, one by one."""
+    return np.unpackbits(mask, count=count, bitorder="little").view(np.bool_)
 
 
 def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
-    """The inverse of `take_zeros_out` for `count` words; the mask must have as many bits set as there are values."""
+    """The `count` words of a mask and the values, of which there have to be as many as bits set in it."""
     words = np.zeros(count, dtype=values.dtype)
-    words[places(mask, count)] = values
+    words[np.flatnonzero(booleans(mask, count))] = values
     return words
 
 
-def places(mask: Bytes, count: int) -> NDArray[np.int64]:
-    """Where the bits of a mask of `count` words are set."""
-    found: NDArray[np.int64] = np.flatnonzero(np.unpackbits(mask, count=count, bitorder="little").view(np.bool_))
-    return found
+def zero_out(mask: Bytes, words: Words) -> Words:
+    """Words with zero where the mask has."""
+    return words * booleans(mask, words.size)
 
 
 def split_planes(values: Words) -> list[Bytes]:
@@ -71,26 +87,25 @@ def join_planes(planes: list[Bytes]) -> Words:
     raw = np.empty((planes[0].size, size), dtype=np.uint8)
     for plane, values in zip(reversed(range(size)), planes, strict=True):
         raw[:, plane] = values
-    turned = raw.view(WORD[size]).reshape(-1)
+    turned = raw.reshape(-1).view(WORD[size])
     return (turned >> 1) | (turned << (8 * size - 1))
 
 
 def pair_exponents(plane: Bytes) -> Bytes:
-    """Two bytes in one, as far as there are few different ones: an entropy coder that spends whole bits on a byte does better so.
+    """Two bytes in one, as far as few are different: a coder that spends whole bits on a byte loses half as much on a pair.
 
     Returns:
-        15 bytes, which should be the most frequent; then for every two bytes their
-        places in that list, the first in the low half, 15 for a byte that is not in it (and where the last has no second);
-        then the bytes that are not in it, in order.
+        15 bytes, the most frequent of a sample; then for every two bytes their places in that list, the first in the low half,
+        15 for a byte that is not in it (and where the last has no second); then the bytes that are not in it, in order.
     """
     sample = plane[:: max(1, plane.size // _SAMPLE)]
-    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:_FREQUENT].astype(np.uint8)
-    codes = np.full(256, _FREQUENT, dtype=np.uint8)
-    codes[frequent] = np.arange(_FREQUENT, dtype=np.uint8)
+    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:FREQUENT].astype(np.uint8)
+    codes = np.full(256, FREQUENT, dtype=np.uint8)
+    codes[frequent] = np.arange(FREQUENT, dtype=np.uint8)
     coded = codes[plane]
-    others = plane[np.flatnonzero(coded == _FREQUENT)]
+    others = plane[np.flatnonzero(coded == FREQUENT)]
     if coded.size % 2:
-        coded = np.append(coded, np.uint8(_FREQUENT))
+        coded = np.append(coded, np.uint8(FREQUENT))
     return np.concatenate([frequent, coded[0::2] | (coded[1::2] << 4), others])
 
 
@@ -100,15 +115,15 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
     Raises:
         ValueError: it does not hold as many.
     """
-    end = _FREQUENT + (count + 1) // 2
+    end = FREQUENT + (count + 1) // 2
     if packed.size < end:
         raise ValueError("too few exponents")
-    pairs = packed[_FREQUENT:end]
+    pairs = packed[FREQUENT:end]
     coded = np.empty(2 * pairs.size, dtype=np.uint8)
     coded[0::2], coded[1::2] = pairs & 15, pairs >> 4
     coded = coded[:count]
-    plane = np.append(packed[:_FREQUENT], np.uint8(0))[coded]
-    rare = np.flatnonzero(coded == _FREQUENT)
+    plane = np.append(packed[:FREQUENT], np.uint8(0))[coded]
+    rare = np.flatnonzero(coded == FREQUENT)
     if rare.size != packed.size - end:
         raise ValueError("the exponents that are not frequent are not as many as announced")
     plane[rare] = packed[end:]

@@ -20,6 +20,7 @@ from emp_llm.models.headers import StoredTensor as StoredTensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+PACK_NAME = "emp_pack.json"  # of a packed checkpoint, which has to be unpacked first
 # Weights a checkpoint may carry beside its safetensors; copying them would ship the dense model along.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")
 
@@ -219,6 +220,8 @@ class Checkpoint:
                 )
 
     def _shard_names(self) -> list[str]:
+        if (self.folder / PACK_NAME).is_file():
+            raise UserError(f"{self.folder}: a packed checkpoint. Unpack it first: python -m emp_llm.unpack {self.folder} DIR")
         if (self.folder / SINGLE_NAME).is_file():
             return [SINGLE_NAME]
         if not self._weight_map:

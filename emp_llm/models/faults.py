@@ -21,16 +21,17 @@ def way_on(kept: Sequence[Path]) -> str:
     return f"What is finished is kept in {folders}; the same command goes on from there." if folders else ""
 
 
-def explained(error: BaseException | None, output: Path, kept: Sequence[Path]) -> UserError | None:
+def explained(error: BaseException | None, output: Path, kept: Sequence[Path], option: str = "--output") -> UserError | None:
     """The UserError to raise for a failure of the system; None where it is something else.
 
     Args:
         output: what was being written.
         kept: folders that may hold finished work.
+        option: what the output is called.
     """
     if not isinstance(error, OSError) or error.errno not in _FAULTS:
         return None
     what = f"{error.filename or 'a file'} cannot be read or written ({reason(error)})."
     if error.errno in _FULL:
-        what = "the disk is full. Free some space, or name an --output elsewhere."
-    return UserError(f"--output {output}: {what} {way_on(kept)}".rstrip())
+        what = f"the disk is full. Free some space, or name an {option} elsewhere."
+    return UserError(f"{option} {output}: {what} {way_on(kept)}".rstrip())

@@ -45,14 +45,14 @@ class OpenFiles(ExitStack):
             sink.sync()
 
 
-def ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What some jobs return, in their order; a thread does the next few while the caller works on the last."""
+def ahead(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:
+    """What some jobs return, in their order; a thread, or some, do the next few while the caller works on the last."""
     waiting: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-read") as thread:
+    with ThreadPoolExecutor(threads, thread_name_prefix="emp-llm-read") as thread:
         try:
             for job in jobs:
                 waiting.append(thread.submit(job))
-                if len(waiting) >= _WAITING:
+                if len(waiting) >= _WAITING + threads - 1:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

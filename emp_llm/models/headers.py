@@ -19,7 +19,7 @@ JSON_LIMIT = 1 << 24
 INDEX_LIMIT = 1 << 26  # the largest in use has 9 MB
 _DIMENSIONS = 32
 _LARGEST = 1 << 63
-_BITS = {
+BITS = {  # of a number, by safetensors' names of dtypes
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -60,30 +60,39 @@ def read_header(shard: Path) -> list[StoredTensor]:
         UserError: the file is truncated or corrupt, or its header says what cannot be.
     """
     try:
-        with shard.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ValueError("it ends before its header does")
-            if length > HEADER_LIMIT:
-                raise ValueError(f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} are allowed")
-            raw = file.read(length)
-        if not raw.startswith(b"{"):
-            raise ValueError("its header is not a JSON object")
-        header = _parse(raw, object_pairs_hook=_unique, parse_int=_whole, parse_float=_no_number, parse_constant=_no_number)
-        _check_metadata(header.pop("__metadata__", {}))
-        tensors = [_tensor(name, entry, shard, 8 + length, size) for name, entry in header.items()]
-        tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-        position = 8 + length
-        for tensor in tensors:
-            if tensor.start != position:
-                wrong = "overlaps the tensor before it" if tensor.start < position else "leaves a hole before it"
-                raise ValueError(f"tensor {shown(tensor.name)} {wrong}")
-            position = tensor.end
-        if position != size:
-            raise ValueError(f"{size - position:,} bytes at its end belong to no tensor")
+        return parse_header(header_text(shard), shard, shard.stat().st_size)
     except (OSError, ValueError) as error:
         raise UserError(f"{shard}: not a complete safetensors file ({reason(error)}). Download or convert it again.") from error
+
+
+def header_text(shard: Path) -> bytes:
+    """The header of a safetensors file, to its last blank, without the length before it; ValueError where there is none."""
+    with shard.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError("it ends before its header does")
+        if length > HEADER_LIMIT:
+            raise ValueError(f"its header claims {length:,} bytes, and {HEADER_LIMIT:,} are allowed")
+        return file.read(length)
+
+
+def parse_header(raw: bytes, shard: Path, size: int) -> list[StoredTensor]:
+    """What `read_header` returns, from the text of the header of a file of some size; ValueError where it cannot be."""
+    if not raw.startswith(b"{"):
+        raise ValueError("its header is not a JSON object")
+    header = _parse(raw, object_pairs_hook=_unique, parse_int=_whole, parse_float=_no_number, parse_constant=_no_number)
+    _check_metadata(header.pop("__metadata__", {}))
+    tensors = [_tensor(name, entry, shard, 8 + len(raw), size) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    position = 8 + len(raw)
+    for tensor in tensors:
+        if tensor.start != position:
+            wrong = "overlaps the tensor before it" if tensor.start < position else "leaves a hole before it"
+            raise ValueError(f"tensor {shown(tensor.name)} {wrong}")
+        position = tensor.end
+    if position != size:
+        raise ValueError(f"{size - position:,} bytes at its end belong to no tensor")
     return tensors
 
 
@@ -206,15 +215,15 @@ def _tensor(name: str, entry: Any, shard: Path, base: int, size: int) -> StoredT
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"tensor {title} has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"tensor {title} is of an unknown dtype, {shown(str(dtype))}")
     if not _naturals(shape) or len(shape) > _DIMENSIONS:
         raise ValueError(f"the shape of tensor {title} is not a list of at most {_DIMENSIONS} sizes")
     if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
         raise ValueError(f"the data_offsets of tensor {title} do not lie within the file")
-    if math.prod(shape) * _BITS[dtype] >= _LARGEST or math.prod(filter(None, shape)) >= _LARGEST:
+    if math.prod(shape) * BITS[dtype] >= _LARGEST or math.prod(filter(None, shape)) >= _LARGEST:
         raise ValueError(f"the shape of tensor {title} is too large")
-    if math.prod(shape) * _BITS[dtype] != (offsets[1] - offsets[0]) * 8:
+    if math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
         raise ValueError(f"tensor {title} does not have the bytes that its dtype and shape need")
     return StoredTensor(name, shard, dtype, tuple(shape), base + offsets[0], base + offsets[1])
 

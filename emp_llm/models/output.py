@@ -4,11 +4,12 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from emp_llm.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from emp_llm.models.checkpoint import INDEX_NAME, PACK_NAME, SINGLE_NAME, Checkpoint
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.faults import explained, way_on
 from emp_llm.models.files import sync_path, sync_tree
@@ -27,27 +28,33 @@ class OutputFolder:
 
     Args:
         path: where the output shall be.
-        source: what it is made from; never touched.
+        sources: folders that it is made from; never touched.
+        needed: bytes that will be written.
         overwrite: replace an older checkpoint at the path, and what an unfinished run of another kind left of its work.
+        option: what the path is called in errors.
 
     Raises:
         UserError: the path exists (and overwrite is not given, or it is not a checkpoint), it is the source, lies in it or
             holds it, or there is too little space.
     """
 
-    def __init__(self, path: Path, source: Checkpoint, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path, sources: Sequence[Path], needed: int, overwrite: bool = False, option: str = "--output"
+    ) -> None:
         self.path = Path(os.path.abspath(path))
-        self.work = Work(self.path.with_name(f".{self.path.name}.partial"), f"--output {path}")
+        self._option = option
+        self.work = Work(self.path.with_name(f".{self.path.name}.partial"), f"{option} {path}")
         self.files = self.work.files
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
         self._overwrite = overwrite
         self._old = self.work.path / "replaced"
         self._made: list[Path] = []
-        real, origin = self.path.resolve(), source.folder.resolve()
-        if real == origin or real in origin.parents or origin in real.parents:
-            raise UserError(f"--output {path}: it is the input, lies in it or holds it; name another folder.")
+        real = self.path.resolve()
+        for origin in (source.resolve() for source in sources):
+            if real == origin or real in origin.parents or origin in real.parents:
+                raise UserError(f"{option} {path}: it is the input, lies in it or holds it; name another folder.")
         self._check_path()
-        self._check_space(needed_bytes(source))
+        self._check_space(needed)
 
     def __enter__(self) -> "OutputFolder":
         try:
@@ -63,7 +70,7 @@ class OutputFolder:
             raise
         except OSError as error:
             self.work.release()
-            raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
+            raise UserError(f"{self._option} {self.path}: cannot be written there ({reason(error)}).") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -74,7 +81,7 @@ class OutputFolder:
                 with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
                     folder.rmdir()
         kept = (self.work.path, self.calibration)
-        explanation = explained(error, self.path, kept)
+        explanation = explained(error, self.path, kept, self._option)
         if explanation is not None:
             raise explanation from error
         if error is not None and (sentence := way_on(kept)):
@@ -109,10 +116,10 @@ class OutputFolder:
     def _check_path(self) -> None:
         if os.path.lexists(self.path):
             if not self._overwrite:
-                raise UserError(f"--output {self.path}: it exists; name another folder, or add --overwrite.")
+                raise UserError(f"{self._option} {self.path}: it exists; name another folder, or add --overwrite.")
             if not _replaceable(self.path):
                 raise UserError(
-                    f"--output {self.path}: it is not a model folder, so --overwrite leaves it alone; remove it yourself."
+                    f"{self._option} {self.path}: it is not a model folder, so --overwrite leaves it alone; remove it yourself."
                 )
 
     def _check_space(self, needed: int) -> None:
@@ -122,8 +129,8 @@ class OutputFolder:
             needed -= sum(path.stat().st_blocks * 512 for path in self.files.rglob("*"))
         if free < needed:
             raise UserError(
-                f"--output {self.path}: it needs {needed:,} bytes and the disk has {free:,} free. Free some "
-                "space, or name an --output elsewhere."
+                f"{self._option} {self.path}: it needs {needed:,} bytes and the disk has {free:,} free. Free some "
+                f"space, or name an {self._option} elsewhere."
             )
 
 
@@ -174,4 +181,4 @@ def _replaceable(path: Path) -> bool:
     if not path.is_dir() or path.is_symlink():
         return False
     names = {entry.name for entry in path.iterdir()}
-    return not names or bool(names & {INDEX_NAME, SINGLE_NAME, "emp_report.json"})
+    return not names or bool(names & {INDEX_NAME, SINGLE_NAME, PACK_NAME, "emp_report.json"})
