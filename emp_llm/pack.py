@@ -7,11 +7,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from emp_llm.cli import run
-from emp_llm.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from emp_llm.models.packed import MANIFEST_NAME
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.output import OutputFolder
+from emp_llm.models.packed import Manner
 from emp_llm.models.packing import Packer
-from emp_llm.models.recipe import REPORT_NAME
-from emp_llm.models.staging import Staging
 from emp_llm.services.terminal import size
 
 
@@ -22,23 +21,25 @@ def pack(
     mask_only: Annotated[
         bool, Option("--mask-only", help="Which weights are zero, and no weights: for those who have the model itself.")
     ] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older folder at the output.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older folder at OUT.")] = False,
 ) -> dict[str, Any]:
     """Pack a pruned checkpoint into safetensors that hold a bit for every weight and the weights that are not zero.
 
     Nothing is lost: python -m emp_llm.unpack gives every file back, bit for bit. With --mask-only it needs the model that was
-    pruned beside it (--base). The format is described in emp_llm/models/packed.py.
+    pruned beside it (--base). Hidden files are left out. The format is described in emp_llm/models/packed.py.
 
     Returns the sizes: "dense_bytes" and "packed_bytes" of the weights' files, "file_bytes" of the others, "tensors", how many of
     them are "sparse", and "seconds".
+
+    Raises:
+        UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there is nothing to mask.
     """
     started = time.monotonic()
-    checkpoint = Checkpoint(folder)
-    packer = Packer(checkpoint, "zstd" if zstd else "raw", "mask" if mask_only else "packed")
-    known = (MANIFEST_NAME, INDEX_NAME, SINGLE_NAME, REPORT_NAME)
-    with Staging(output, [folder], overwrite, known) as staging:
-        sizes = packer.write(staging.partial)
-        staging.publish()
+    packer = Packer(Checkpoint(Path(folder)), Manner("mask" if mask_only else "weights", "zstd" if zstd else "raw"))
+    with OutputFolder(output, [folder], packer.largest, overwrite, "OUT") as out:
+        out.begin({"packs": str(folder)})
+        sizes = packer.write(out.files)
+        out.publish()
     return sizes | {"output": str(output), "seconds": round(time.monotonic() - started, 3)}
 
 

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from emp_llm.cli import run
-from emp_llm.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from emp_llm.models.packed import MANIFEST_NAME, PackedFolder
-from emp_llm.models.recipe import REPORT_NAME
-from emp_llm.models.staging import Staging, check_space
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.output import OutputFolder
+from emp_llm.models.packed import PackedFolder
 from emp_llm.models.unpacking import Unpacker
 from emp_llm.services.hub import find_model
 from emp_llm.services.terminal import size
@@ -21,22 +20,25 @@ def unpack(
     folder: Annotated[Path, Argument(metavar="DIR", help="Model folder to write.")],
     base: Annotated[str | None, Option(help="For a mask: folder or Hub id of the model that was pruned.")] = None,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a base from the Hub.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older model folder.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older model folder at DIR.")] = False,
 ) -> dict[str, Any]:
-    """Unpack a packed checkpoint: every file as it was, bit for bit, each tensor checked by its digest.
+    """Unpack a packed checkpoint: every file as it was, bit for bit, checked by its SHA-256.
 
     Returns "bytes" and "files" written, and "seconds".
+
+    Raises:
+        UserError: a packed file is damaged, a mask comes without its base or with another model, DIR exists or cannot be
+            written, or zstandard is missing.
     """
     started = time.monotonic()
-    source = PackedFolder(packed)
+    source = PackedFolder(Path(packed))
     dense = Checkpoint(find_model(base, revision).folder) if base is not None else None
     unpacker = Unpacker(source, dense)
-    sources = [packed] if dense is None else [packed, dense.folder]
-    known = (MANIFEST_NAME, INDEX_NAME, SINGLE_NAME, REPORT_NAME)
-    with Staging(folder, sources, overwrite, known) as staging:
-        check_space(folder, source.bytes)
-        written = unpacker.write(staging.partial)
-        staging.publish()
+    sources = [source.folder] if dense is None else [source.folder, dense.folder]
+    with OutputFolder(folder, sources, source.bytes, overwrite, "DIR") as out:
+        out.begin({"unpacks": str(packed)})
+        written = unpacker.write(out.files)
+        out.publish()
     return written | {"folder": str(folder), "seconds": round(time.monotonic() - started, 3)}
 
 

@@ -2,111 +2,113 @@
 
 A packed folder holds, of a model folder, every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file as it is,
 and `emp_pack.json`, which lists them. Packed shards are safetensors files that anybody can open, and from which every byte of
-the shard can be restored:
+the shard can be restored.
 
-**emp_pack.json**: `format` is "emp-llm pack 1"; `kind` "packed" or "mask"; `codec` "raw" or "zstd"; `shards` maps the name of each
-original shard to its size in `bytes`; `files` maps the path of each other file to its `bytes` and `sha256`; `base` is what the
-report of the pruning run says of the model that was pruned, or null.
+**emp_pack.json**: `format` is "emp-llm pack 1"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of words, a
+multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `sha256` and the text of its `header`;
+`files` maps the path of each other file to its `bytes` and `sha256`; `base` is what the report of the pruning run says of the
+model that was pruned, or null.
 
-**Metadata of a packed shard**, under the key `emp_llm_pack`, a JSON object: `format`, `kind` and `codec` as above; `file`, the name
-of the original shard; `header`, the text of its header to the last blank; `block`, a number of weights (1,048,576; always a multiple
-of 64); `tensors`, for each tensor of the original its `form` ("sparse", "dense" or "base") and its `digest`.
+**Tensors** are rows of words: numbers of 1, 2, 4 or 8 bytes in the order in which they were stored, whatever the shape; of
+numbers of less than 8 bits, bytes. Zero is a word of which no bit is set; -0.0 is a value. In the files they are
 
-**Tensors.** A tensor is a row of numbers, in the order in which they were stored, whatever its shape. Zero is a number of which no
-bit is set; -0.0 is a value.
-
-- sparse, raw: `NAME.mask`, U8: a bit for every number, lowest bit of the first byte first, one where it is not zero; zeros fill it up
-  to a multiple of 8 bytes. `NAME.values`, of the original's dtype and of one dimension: the other numbers, one after another.
 - dense, raw: `NAME`, as it was. (A mask would cost more than the zeros.)
-- base: nothing; in masks only, where a tensor has no zeros.
-- sparse and dense, zstd: numbers are taken in blocks of `block`. `NAME.frames`, U8: some zstd frames for every block, one after
-  another, filled up with zeros to a multiple of 8 bytes. `NAME.sizes`, U32, shape (blocks, frames to a block): their sizes. If
-  sparse, the first frame of a block is its mask (not filled up). The others are byte planes of its values, the highest plane first,
-  each value turned left by one bit, so that the sign stands with the lowest bits of the mantissa. Of numbers of 2, 4 and 8 bytes the
-  highest plane (of a bfloat16: the exponent) is written as 15 frequent bytes; then half a byte for each byte of the plane, the low
-  half first, which is its place in that list, or 15 for a byte that is not in it or to fill up the last pair; then the bytes that are
-  not in it. Numbers of less than 8 bits are taken as bytes.
-- In masks `NAME.values`, and all frames but the first, are left out; every tensor with a zero has a mask.
-
-The digest of a tensor is the SHA-256, in hexadecimal, of the SHA-256 digests of its blocks as they were before packing.
+- sparse, raw: `NAME.mask`, U8: a bit for every word, lowest bit of the first byte first, one where it is not zero; filled up with
+  zeros to a multiple of 8 bytes. `NAME.values`, of the original's dtype and of one dimension: the other words, in order.
+- dense or sparse, zstd: `NAME.frames`, U8: of every `block` words some zstd frames, one after another; in the end filled up with
+  zeros to a multiple of 8 bytes. `NAME.sizes`, U32, shape (blocks, frames to a block): their sizes. If sparse, the first frame of
+  a block is its mask. The others are byte planes of its values, the highest plane first, each value turned left by one bit, so
+  that the sign stands with the lowest bits of the mantissa. Of BF16 and F32 the highest plane, which is the exponent, is written
+  as 15 frequent bytes; then half a byte for each byte of the plane, the low half first, which is its place in that list, or 15
+  for a byte that is not in it or to fill up the last pair; then the bytes that are not in it.
+- in a mask of kind "mask": the mask alone, `NAME.mask` or its frames; nothing for a tensor without zeros.
 """
 
-import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NoReturn
 
-from emp_llm.models.checkpoint import Checkpoint, StoredTensor, read_header, read_json
-from emp_llm.models.errors import UserError, reason
+import numpy as np
+
+from emp_llm.models.bits import WORD, Bytes, Words, mask_bytes
+from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
+from emp_llm.models.codec import Zstd
+from emp_llm.models.errors import ReadError, UserError, reason
+from emp_llm.models.files import read_exactly
+from emp_llm.models.headers import BITS, INDEX_LIMIT, StoredTensor, check_links, parse_header, read_header, read_json, shown
 
 FORMAT = "emp-llm pack 1"
-METADATA_KEY = "emp_llm_pack"
-MANIFEST_NAME = "emp_pack.json"
 SUFFIX = ".packed.safetensors"
 BLOCK = 1 << 20
-
-Kind = Literal["packed", "mask"]
-Codec = Literal["raw", "zstd"]
-
 _LARGEST_BLOCK = 1 << 23
-_BITS = {"BOOL": 8, "BF16": 16, "C64": 64, "F4": 4}
+
+Kind = Literal["weights", "mask"]
+Codec = Literal["raw", "zstd"]
+Form = Literal["sparse", "dense", "base"]
 
 
-def bits_of(dtype: str) -> int:
-    """Bits of a number of a safetensors dtype (BF16, F8_E4M3, F6_E2M3, ...); ValueError for what is none."""
-    if dtype in _BITS:
-        return _BITS[dtype]
-    digits = dtype[1:].partition("_")[0]
-    if dtype[:1] not in ("F", "I", "U") or digits not in ("6", "8", "16", "32", "64"):
-        raise ValueError(f"{dtype[:20]!r} is not a dtype")
-    return int(digits)
+def word_bytes(tensor: StoredTensor) -> int:
+    """Bytes of the words in which a tensor is taken."""
+    return max(1, BITS[tensor.dtype] // 8)
 
 
-def item_bytes(dtype: str) -> int:
-    """Bytes of the words in which a tensor is taken; 1 for numbers of less than 8 bits."""
-    return max(1, bits_of(dtype) // 8)
+def words_in(tensor: StoredTensor) -> int:
+    """How many words a tensor is."""
+    return (tensor.end - tensor.start) // word_bytes(tensor)
 
 
-def mask_bytes(numbers: int) -> int:
-    """Size of the mask of so many numbers."""
-    return -(-numbers // 64) * 8
+def packed_bytes(words: int, size: int, zeros: int) -> int:
+    """What so many words of `size` bytes take when packed raw: a mask and values, or themselves where that is no more."""
+    return min(words * size, mask_bytes(words) + (words - zeros) * size)
 
 
-def sparse_bytes(numbers: int, size: int, zeros: int) -> int:
-    """What a tensor takes when packed (raw): a mask and values, or itself where that is no more."""
-    return min(numbers * size, mask_bytes(numbers) + (numbers - zeros) * size)
+def read_words(file: int, tensor: StoredTensor, first: int, count: int) -> Words:
+    """Some words of a tensor from an open shard."""
+    size = word_bytes(tensor)
+    words = np.empty(count, dtype=WORD[size])
+    if count:
+        read_exactly(file, memoryview(words).cast("B"), tensor.start + first * size, tensor.shard)
+    return words
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What a packed shard tells of one tensor of the original.
+class Manner:
+    """How a folder is packed; the words as in emp_pack.json."""
 
-    Attributes:
-        stored: the tensor as it was; its shard is the packed file, its bytes are counted in the original.
-        form: "sparse", "dense" or "base".
-        digest: in hexadecimal.
-    """
+    kind: Kind = "weights"
+    codec: Codec = "raw"
+    block: int = BLOCK
 
-    stored: StoredTensor
-    form: str
-    digest: str
+    def __post_init__(self) -> None:
+        if self.kind not in ("weights", "mask") or self.codec not in ("raw", "zstd"):
+            raise ValueError(f"its kind is {shown(str(self.kind))}, its codec {shown(str(self.codec))}")
+        if type(self.block) is not int or not 64 <= self.block <= _LARGEST_BLOCK or self.block % 64:
+            raise ValueError("its block is not a multiple of 64 within bounds")
 
-    @property
-    def size(self) -> int:
-        """Bytes of a word."""
-        return item_bytes(self.stored.dtype)
+    def blocks(self, tensor: StoredTensor) -> list[tuple[int, int]]:
+        """(first word, words) of each block of a tensor."""
+        words = words_in(tensor)
+        return [(first, min(self.block, words - first)) for first in range(0, words, self.block)]
 
-    @property
-    def words(self) -> int:
-        """How many of them."""
-        return (self.stored.end - self.stored.start) // self.size
+    def frames(self, tensor: StoredTensor, form: Form) -> int:
+        """How many frames a block of a tensor has, by zstd."""
+        return (form == "sparse") + (word_bytes(tensor) if self.kind == "weights" else 0)
 
-    def blocks(self, block: int) -> Iterator[tuple[int, int, int]]:
-        """(number, first word, words) of each of its blocks."""
-        for number, first in enumerate(range(0, self.words, block)):
-            yield number, first, min(block, self.words - first)
+    def parts(self, tensor: StoredTensor, form: Form) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+        """Names, dtypes and shapes of what a packed shard holds of a tensor; None for lengths that depend on its values."""
+        name, mask = tensor.name, ("U8", (mask_bytes(words_in(tensor)),))
+        if form == "base":
+            return {}
+        if self.codec == "zstd":
+            sizes = (len(self.blocks(tensor)), self.frames(tensor, form))
+            return {f"{name}.frames": ("U8", (None,)), f"{name}.sizes": ("U32", sizes)}
+        if form == "dense":
+            return {name: (tensor.dtype, tensor.shape)}
+        if self.kind == "mask":
+            return {f"{name}.mask": mask}
+        return {f"{name}.mask": mask, f"{name}.values": (tensor.dtype, (None,))}
 
 
 class PackedShard:
@@ -114,95 +116,102 @@ class PackedShard:
 
     Attributes:
         path: the file.
-        kind, codec, block: see the format.
         header: the header of the original, in bytes, its length before it.
-        entries: the tensors of the original by name, in the order of their bytes.
-        parts: the tensors of the packed file by name.
+        size, sha256: of the original.
+        tensors: those of the original, in the order of their bytes, which are counted in the original.
+        forms: of each of them.
 
     Raises:
         UserError: it is not such a file, or contradicts itself.
     """
 
-    def __init__(self, path: Path, file: str, size: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, manner: Manner, told: dict[str, Any]) -> None:
+        self.path, self.manner = path, manner
         if not path.is_file():
-            raise UserError(f"{path}: it is missing; {MANIFEST_NAME} beside it names it. Download it again.")
-        self.parts = {tensor.name: tensor for tensor in read_header(path)}
+            raise UserError(f"{path}: it is missing; {PACK_NAME} beside it names it. Download it again.")
+        self._parts = {tensor.name: tensor for tensor in read_header(path)}
         try:
-            told = _metadata(path)
-            if told.get("format") != FORMAT:
-                raise ValueError(f"its format is {str(told.get('format'))[:40]!r}, and this version reads {FORMAT!r}")
-            self.kind: Kind = _one_of(told, "kind", ("packed", "mask"))
-            self.codec: Codec = _one_of(told, "codec", ("raw", "zstd"))
-            self.block = told["block"]
-            if type(self.block) is not int or not 64 <= self.block <= _LARGEST_BLOCK or self.block % 64:
-                raise ValueError("its block is not a multiple of 64 within bounds")
-            if told["file"] != file:
-                raise ValueError(f"it is the shard of another file than {file}")
-            raw = told["header"].encode("utf-8")
-            self.header = len(raw).to_bytes(8, "little") + raw
-            stored = _originals(told["header"], path, len(self.header))
-            if (stored[-1].end if stored else len(self.header)) != size:
-                raise ValueError(f"its tensors do not make up the {size:,} bytes of {file}")
-            if told["tensors"].keys() != {tensor.name for tensor in stored}:
-                raise ValueError("the tensors it tells of are not those of its header")
-            self.entries = {
-                tensor.name: Entry(tensor, str(entry["form"]), str(entry["digest"]))
-                for tensor in stored
-                for entry in (told["tensors"][tensor.name],)
-            }
-            used = {part for entry in self.entries.values() for part in self._check(entry)}
-            if used != self.parts.keys():
-                raise ValueError(f"{min(self.parts.keys() - used)[:80]!r} is of no tensor of the original")
+            text = told["header"].encode("utf-8")
+            self.header = len(text).to_bytes(8, "little") + text
+            self.size, self.sha256 = _natural(told["bytes"]), str(told["sha256"])
+            self.tensors = parse_header(text, path, self.size)
+            self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
+            used: set[str] = set()
+            for tensor in self.tensors:
+                parts = manner.parts(tensor, self.forms[tensor.name])
+                for name, (dtype, shape) in parts.items():
+                    self._check(name, dtype, shape)
+                used |= parts.keys()
+            if used != self._parts.keys():
+                raise ValueError(f"{shown(min(self._parts.keys() - used))} is of no tensor of the original")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            damaged(path, f"{type(error).__name__} {error}" if isinstance(error, KeyError) else reason(error), error)
+            damaged(path, error)
 
-    def part(self, entry: Entry, suffix: str = "") -> StoredTensor:
+    def part(self, tensor: StoredTensor, suffix: str = "") -> StoredTensor:
         """A tensor of the packed file that belongs to one of the original; ValueError where there is none."""
-        name = entry.stored.name + suffix
-        if name not in self.parts:
-            raise ValueError(f"it holds no {name[:80]!r}")
-        return self.parts[name]
+        name = tensor.name + suffix
+        if name not in self._parts:
+            raise ValueError(f"it holds no {shown(name)}")
+        return self._parts[name]
 
-    def frames_to_block(self, entry: Entry) -> int:
-        """Of a tensor, by zstd."""
-        return (entry.form == "sparse") + (entry.size if self.kind == "packed" else 0)
+    def masks(self, file: int, tensor: StoredTensor, coder: Zstd | None) -> Callable[[int], Bytes]:
+        """A function that reads the mask of a block of a sparse tensor, given its number, from the open file."""
+        counts = [count for _, count in self.manner.blocks(tensor)]
+        if coder is not None:
+            frames = Frames(self, file, tensor)
+            return lambda number: coder.mask(frames.read(number, 1)[0], counts[number])
+        part, step = self.part(tensor, ".mask"), self.manner.block // 8
+        return lambda number: read_words(file, part, number * step, mask_bytes(counts[number]))
 
-    def _check(self, entry: Entry) -> list[str]:
-        """The names of a tensor's parts; ValueError where their shapes are not as they must be."""
-        forms = ("sparse", "dense") if self.kind == "packed" else ("sparse", "base")
-        name, words = entry.stored.name, entry.words
-        if entry.form not in forms:
-            raise ValueError(f"{name[:80]!r} is of no form that is known")
-        if entry.form == "base":
-            return []
-        if self.codec == "zstd":
-            sizes, frames = self.part(entry, ".sizes"), self.part(entry, ".frames")
-            shape = (-(-words // self.block), self.frames_to_block(entry))
-            if (sizes.dtype, sizes.shape) != ("U32", shape) or frames.dtype != "U8" or len(frames.shape) != 1:
-                raise ValueError(f"the frames of {name[:80]!r} are not of the shape that its size asks for")
-            return [sizes.name, frames.name]
-        if entry.form == "dense":
-            dense = self.part(entry)
-            if (dense.dtype, dense.shape) != (entry.stored.dtype, entry.stored.shape):
-                raise ValueError(f"{name[:80]!r} has another dtype or shape than its header says")
-            return [name]
-        mask = self.part(entry, ".mask")
-        if (mask.dtype, mask.shape) != ("U8", (mask_bytes(words),)):
-            raise ValueError(f"the mask of {name[:80]!r} does not have a bit for each of its {words:,} numbers")
-        if self.kind == "mask":
-            return [mask.name]
-        values = self.part(entry, ".values")
-        if values.dtype != entry.stored.dtype or len(values.shape) != 1 or values.shape[0] > words:
-            raise ValueError(f"the values of {name[:80]!r} are not of its dtype or more than its {words:,} numbers")
-        return [mask.name, values.name]
+    def _form(self, tensor: StoredTensor) -> Form:
+        """What the parts of a tensor say of its form."""
+        if self.manner.codec == "zstd":
+            sizes = self._parts.get(f"{tensor.name}.sizes")
+            if sizes is None:
+                return "base" if self.manner.kind == "mask" else "dense"
+            return "sparse" if sizes.shape[1:] == (self.manner.frames(tensor, "sparse"),) else "dense"
+        if self.manner.kind == "mask":
+            return "sparse" if f"{tensor.name}.mask" in self._parts else "base"
+        return "dense" if tensor.name in self._parts else "sparse"
+
+    def _check(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
+        found = self._parts.get(name)
+        if found is None:
+            raise ValueError(f"it holds no {shown(name)}")
+        alike = len(found.shape) == len(shape) and all(a in (None, b) for a, b in zip(shape, found.shape, strict=True))
+        if found.dtype != dtype or not alike:
+            raise ValueError(f"{shown(name)} is not of the dtype and shape that its original asks for")
+
+
+class Frames:
+    """The frames of a tensor in an open packed shard; ValueError where their sizes cannot be."""
+
+    def __init__(self, shard: PackedShard, file: int, tensor: StoredTensor) -> None:
+        self._file = file
+        sizes, self._frames = shard.part(tensor, ".sizes"), shard.part(tensor, ".frames")
+        self._sizes = read_words(file, sizes, 0, sizes.numel).reshape(sizes.shape).astype(np.int64)
+        ends = self._sizes.sum(axis=1).cumsum()
+        self._starts = ends - self._sizes.sum(axis=1)
+        total = int(ends[-1]) if ends.size else 0
+        if total + -total % 8 != self._frames.numel:
+            raise ValueError(f"the frames of {shown(tensor.name)} are not as long as announced")
+        if self._sizes.size and int(self._sizes.max()) > 2 * shard.manner.block + 1024:
+            raise ValueError("a frame is longer than any of a block can be")
+
+    def read(self, number: int, frames: int | None = None) -> list[memoryview]:
+        """All frames of a block, or the first few."""
+        sizes = self._sizes[number, :frames].tolist()
+        raw = memoryview(bytearray(sum(sizes)))
+        read_exactly(self._file, raw, self._frames.start + int(self._starts[number]), self._frames.shard)
+        ends = np.cumsum(sizes).tolist()
+        return [raw[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class PackedFolder:
     """A folder that `emp_llm.pack` wrote; read-only.
 
     Attributes:
-        kind, codec: see the format.
+        manner: how it is packed.
         base: what the pruning run's report says of the model that was pruned.
         shards: original name -> packed shard.
         files: path -> (bytes, SHA-256) of the other files.
@@ -213,28 +222,41 @@ class PackedFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / MANIFEST_NAME
+        path = folder / PACK_NAME
         if not path.is_file():
-            raise UserError(f"{folder}: no {MANIFEST_NAME} in it. Give a folder that python -m emp_llm.pack wrote.")
-        told = read_json(path)
+            raise UserError(f"{folder}: no {PACK_NAME} in it. Give a folder that python -m emp_llm.pack wrote.")
+        check_links(folder)
+        told = read_json(path, unique=True, limit=INDEX_LIMIT)
         try:
             if told.get("format") != FORMAT:
-                raise ValueError(f"its format is {str(told.get('format'))[:40]!r}, and this version reads {FORMAT!r}")
-            self.kind: Kind = _one_of(told, "kind", ("packed", "mask"))
-            self.codec: Codec = _one_of(told, "codec", ("raw", "zstd"))
+                raise ValueError(f"its format is {shown(str(told.get('format')))}, and this version reads {FORMAT!r}")
+            self.manner = Manner(told["kind"], told["codec"], told["block"])
             self.base: dict[str, Any] = dict(told["base"] or {})
             self.files = {_plain(name): (_natural(e["bytes"]), str(e["sha256"])) for name, e in told["files"].items()}
-            sizes = {_plain(name): _natural(entry["bytes"]) for name, entry in told["shards"].items()}
-            both = self.files.keys() & sizes.keys()
-            if both or not sizes or any("/" in name or not name.endswith(".safetensors") for name in sizes):
-                raise ValueError("its shards are not the plain names of safetensors files, each once")
+            shards = {_plain(name): dict(entry) for name, entry in told["shards"].items()}
+            if not shards or shards.keys() & self.files.keys():
+                raise ValueError("it names no shards, or a shard as another file")
+            if any("/" in name or not name.endswith(".safetensors") for name in shards):
+                raise ValueError("its shards are not plain names of safetensors files")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            damaged(path, f"it has no {error}" if isinstance(error, KeyError) else reason(error), error)
-        self.shards = {name: PackedShard(folder / packed_name(name), name, size) for name, size in sizes.items()}
-        for shard in self.shards.values():
-            if (shard.kind, shard.codec) != (self.kind, self.codec):
-                damaged(shard.path, f"it is of another kind than {MANIFEST_NAME} says")
-        self.bytes = sum(sizes.values()) + sum(size for size, _ in self.files.values())
+            damaged(path, error)
+        self.shards = {name: PackedShard(folder / packed_name(name), self.manner, entry) for name, entry in shards.items()}
+
+    @property
+    def bytes(self) -> int:
+        """What all files have when unpacked."""
+        return sum(shard.size for shard in self.shards.values()) + sum(size for size, _ in self.files.values())
+
+    @cached_property
+    def coder(self) -> Zstd | None:
+        """What decodes its frames; None where it has none."""
+        return Zstd(str(self.folder)) if self.manner.codec == "zstd" else None
+
+    @property
+    def base_name(self) -> str:
+        """What the model that was pruned is called."""
+        name, revision = self.base.get("model"), self.base.get("revision")
+        return f"{shown(str(name))}{f' at {shown(str(revision))}' if revision else ''}" if name else "the model that was pruned"
 
 
 class PackedCheckpoint(Checkpoint):
@@ -243,7 +265,7 @@ class PackedCheckpoint(Checkpoint):
     def __init__(self, packed: PackedFolder) -> None:
         self.folder = packed.folder
         self.shards = [shard.path for shard in packed.shards.values()]
-        self.tensors = {name: entry.stored for shard in packed.shards.values() for name, entry in shard.entries.items()}
+        self.tensors = {tensor.name: tensor for shard in packed.shards.values() for tensor in shard.tensors}
 
 
 def packed_name(shard: str) -> str:
@@ -251,64 +273,24 @@ def packed_name(shard: str) -> str:
     return shard.removesuffix(".safetensors") + SUFFIX
 
 
-def damaged(path: Path, why: str, cause: BaseException | None = None) -> NoReturn:
+def damaged(path: Path, cause: Exception | str) -> NoReturn:
     """Raise the UserError for a packed file that cannot be believed."""
-    raise UserError(f"{path}: not a sound packed file ({why}). Download or pack it again.") from cause
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        metadata = json.loads(file.read(length)).get("__metadata__") or {}
-    if METADATA_KEY not in metadata:
-        raise ValueError(f"its metadata has no {METADATA_KEY}")
-    told = json.loads(metadata[METADATA_KEY])
-    if not isinstance(told, dict):
-        raise ValueError("its metadata is not an object")
-    return told
-
-
-def _originals(header: str, path: Path, base: int) -> list[StoredTensor]:
-    """The tensors of an original header in the order of their bytes, which they must cover without gap or overlap."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("its header names something twice")
-        return dict(pairs)
-
-    found = []
-    for name, entry in json.loads(header, object_pairs_hook=unique).items():
-        if name == "__metadata__":
-            continue
-        shape = tuple(_natural(length) for length in entry["shape"])
-        start, end = (base + _natural(offset) for offset in entry["data_offsets"])
-        if math.prod(shape) * bits_of(entry["dtype"]) != 8 * (end - start):
-            raise ValueError(f"the shape of {name[:80]!r} does not fit its bytes")
-        found.append(StoredTensor(name, path, entry["dtype"], shape, start, end))
-    found.sort(key=lambda tensor: (tensor.start, tensor.end))
-    position = base
-    for tensor in found:
-        if tensor.start != position:
-            raise ValueError(f"{tensor.name[:80]!r} does not begin where the tensor before it ends")
-        position = tensor.end
-    return found
+    if isinstance(cause, ReadError):
+        raise cause
+    why = cause if isinstance(cause, str) else f"it has no {cause}" if isinstance(cause, KeyError) else reason(cause)
+    raise UserError(f"{path}: not a sound packed file ({why}). Download or pack it again.")
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]!r} is not a size")
+        raise ValueError(f"{shown(str(value))} is not a size")
     return value
 
 
 def _plain(name: str) -> str:
     """A path that stays within its folder, on every system."""
     parts = name.split("/")
-    if name != str(PurePosixPath(name)) or not set(parts).isdisjoint({"", ".", ".."}) or any(c in name for c in '\\:\0'):
-        raise ValueError(f"the path {name[:80]!r} leads out of the folder")
+    inside = name == str(PurePosixPath(name)) and set(parts).isdisjoint({"", ".", ".."}) and name.isprintable()
+    if not inside or any(letter in name for letter in "\\:"):
+        raise ValueError(f"the path {shown(name)} leads out of the folder")
     return name
-
-
-def _one_of(told: dict[str, Any], key: str, values: tuple[str, ...]) -> Any:
-    if told[key] not in values:
-        raise ValueError(f"its {key} is {str(told[key])[:40]!r}")
-    return told[key]

@@ -1,41 +1,37 @@
-"""Packing a checkpoint: block after block out of each shard, counted, taken apart and written; see `packed` for the format."""
+"""Packing a checkpoint: block after block out of each shard, taken apart and written; see `packed` for the format."""
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from emp_llm.models.bits import WORD, Words, count_zeros
-from emp_llm.models.checkpoint import OTHER_WEIGHTS, Checkpoint, StoredTensor, read_header, read_json
-from emp_llm.models.codec import Zstd, encode
+from emp_llm.models.bits import mask_bytes, mask_of, values_of
+from emp_llm.models.checkpoint import OTHER_WEIGHTS, PACK_NAME, Checkpoint
+from emp_llm.models.codec import Zstd
+from emp_llm.models.digests import Digests, digest_of
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import read_exactly, write_exactly
+from emp_llm.models.files import ahead, replace_json, write_exactly
+from emp_llm.models.headers import BITS, StoredTensor, header_text, read_json
 from emp_llm.models.packed import (
-    BLOCK,
     FORMAT,
-    MANIFEST_NAME,
-    METADATA_KEY,
     SUFFIX,
-    Codec,
-    Entry,
-    Kind,
-    bits_of,
-    item_bytes,
-    mask_bytes,
+    Form,
+    Manner,
+    packed_bytes,
     packed_name,
-    sparse_bytes,
+    read_words,
+    word_bytes,
+    words_in,
 )
 from emp_llm.models.recipe import REPORT_NAME
-from emp_llm.models.staging import Workers
 
-_COPY_BYTES = 1 << 24
-_NOT_OF_THE_MODEL = (".git", ".cache")  # what downloads leave: their own copies of all weights among it
+THREADS = min(4, os.cpu_count() or 1)
 
 
 class Packer:
@@ -43,24 +39,29 @@ class Packer:
 
     Args:
         checkpoint: the source; only read.
-        codec: "zstd" makes values smaller too.
-        kind: "mask" leaves the values out.
-        block: numbers to a block.
+        manner: how.
 
     Raises:
-        UserError: the folder is packed already, zstd is not installed, or a mask would carry other weights along.
+        UserError: zstd is not installed, or a mask would carry other weights along.
     """
 
-    def __init__(self, checkpoint: Checkpoint, codec: Codec = "raw", kind: Kind = "packed", block: int = BLOCK) -> None:
-        self.checkpoint = checkpoint
-        self.codec, self.kind, self.block = codec, kind, block
-        self._coder = Zstd("--zstd") if codec == "zstd" else None
+    def __init__(self, checkpoint: Checkpoint, manner: Manner) -> None:
+        self.checkpoint, self.manner = checkpoint, manner
+        self.coder = Zstd("--zstd") if manner.codec == "zstd" else None
         self.files = [path for path in _files(checkpoint.folder) if checkpoint.folder / path not in checkpoint.shards]
         for path in self.files:
-            if path.name == MANIFEST_NAME or path.name.endswith(SUFFIX):
-                raise UserError(f"{checkpoint.folder / path}: it is of a packed checkpoint; pack a folder that has none in it.")
-            if kind == "mask" and path.suffix in OTHER_WEIGHTS and path.parts[0] != "emp_llm":
+            if path.name.endswith(SUFFIX):
+                raise UserError(f"{checkpoint.folder / path}: a file of a packed checkpoint; move it away.")
+            if manner.kind == "mask" and path.suffix in OTHER_WEIGHTS and path.parts[0] != "emp_llm":
                 raise UserError(f"{checkpoint.folder / path}: other weights, which a mask shall not carry; move the file away.")
+
+    @property
+    def largest(self) -> int:
+        """Bytes that the packed folder has at most."""
+        files = sum((self.checkpoint.folder / path).stat().st_size for path in self.files)
+        if self.manner.kind == "mask":
+            return files + sum(mask_bytes(words_in(tensor)) for tensor in self.checkpoint.tensors.values())
+        return files + sum(shard.stat().st_size for shard in self.checkpoint.shards)
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the packed files into a folder that exists.
@@ -69,34 +70,42 @@ class Packer:
             "dense_bytes" and "packed_bytes" of the shards, "file_bytes" of the others, "tensors", and how many are "sparse".
 
         Raises:
-            UserError: a file changed while it was read.
+            UserError: a file changed while it was read, or there are no zeros for a mask to tell of.
         """
-        sizes = {shard: shard.stat().st_size for shard in self.checkpoint.shards}
-        counts = {"tensors": 0, "sparse": 0}
-        packed = 0
-        with Workers() as workers, tqdm(total=sum(sizes.values()), desc="pack", unit="B", unit_scale=True, disable=None) as bar:
+        sizes = {shard.name: shard.stat().st_size for shard in self.checkpoint.shards}
+        forms: list[Form] = []
+        with Digests() as digests, tqdm(total=sum(sizes.values()), desc="pack", unit="B", unit_scale=True, disable=None) as bar:
             for shard in self.checkpoint.shards:
-                target = folder / packed_name(shard.name)
-                packing = _Shard(self, shard, target, workers, bar)
-                packing.write()
-                packed += target.stat().st_size
-                counts["tensors"] += len(packing.told)
-                counts["sparse"] += sum(entry["form"] == "sparse" for entry in packing.told.values())
-        files = {path.as_posix(): copy_file(self.checkpoint.folder / path, folder / path) for path in self.files}
-        manifest = {
-            "format": FORMAT,
-            "kind": self.kind,
-            "codec": self.codec,
-            "base": self._base(),
-            "shards": {shard.name: {"bytes": size} for shard, size in sizes.items()},
-            "files": {path: {"bytes": size, "sha256": digest} for path, (size, digest) in files.items()},
+                digests.advance(shard, 0, sizes[shard.name], last=True)
+                tensors = [tensor for tensor in self.checkpoint.tensors.values() if tensor.shard == shard]
+                forms += ShardPacker(self, tensors, shard, folder / packed_name(shard.name), bar).write()
+            sha256 = digests.finish()
+        self.checkpoint.check_unchanged()
+        if self.manner.kind == "mask" and "sparse" not in forms:
+            raise UserError(f"{self.checkpoint.folder}: it has no zeros, so there is no mask. Give a pruned checkpoint.")
+        for path in self.files:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.checkpoint.folder / path, folder / path)
+        shards = {
+            shard.name: {
+                "bytes": sizes[shard.name],
+                "sha256": sha256[shard.name],
+                "header": header_text(shard).decode("utf-8"),
+            }
+            for shard in self.checkpoint.shards
         }
-        with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        file_bytes = sum(size for size, _ in files.values())
-        return {"dense_bytes": sum(sizes.values()), "packed_bytes": packed, "file_bytes": file_bytes} | counts
+        files = {
+            path.as_posix(): {"bytes": (folder / path).stat().st_size, "sha256": digest_of(folder / path)} for path in self.files
+        }
+        told = {"format": FORMAT, "kind": self.manner.kind, "codec": self.manner.codec, "block": self.manner.block}
+        replace_json(folder / PACK_NAME, told | {"base": self._base(), "shards": shards, "files": files})
+        return {
+            "dense_bytes": sum(sizes.values()),
+            "packed_bytes": sum((folder / packed_name(name)).stat().st_size for name in sizes),
+            "file_bytes": sum(entry["bytes"] for entry in files.values()),
+            "tensors": len(forms),
+            "sparse": forms.count("sparse"),
+        }
 
     def _base(self) -> dict[str, Any] | None:
         path = self.checkpoint.folder / REPORT_NAME
@@ -104,183 +113,153 @@ class Packer:
         return source if isinstance(source, dict) else None
 
 
-class _Shard:
-    """The packing of one shard."""
+class ShardPacker:
+    """The packing of one shard.
 
-    def __init__(self, packer: Packer, shard: Path, target: Path, workers: Workers, bar: Any) -> None:
-        self.packer, self.shard, self.target, self.workers, self.bar = packer, shard, target, workers, bar
+    A tensor's form depends on its zeros, which are known at its end: it is written in the form that its first block suggests,
+    and again where that was wrong, which is rare and costs less than to read everything twice.
+    """
+
+    def __init__(self, packer: Packer, tensors: list[StoredTensor], shard: Path, target: Path, bar: Any) -> None:
+        self.manner, self.coder, self.shard, self.target, self.bar = packer.manner, packer.coder, shard, target, bar
         # Larger numbers first: so each tensor begins at a multiple of its own numbers' size.
-        self.tensors = sorted(read_header(shard), key=lambda t: (-item_bytes(t.dtype), t.start, t.end))
-        self.names = {tensor.name for tensor in self.tensors}
-        self.told: dict[str, dict[str, str]] = {}  # of each tensor: form and digest
-        self._parts: dict[str, tuple[str, list[int], int, int]] = {}  # of each tensor written: dtype, shape, start, end
-        self._position = 0
+        self.tensors = sorted(tensors, key=lambda tensor: (-word_bytes(tensor), tensor.start, tensor.end))
+        self._names = {tensor.name for tensor in tensors}
+        self._parts: dict[str, dict[str, Any]] = {}  # as in the header
+        self._position = self._base = 0
 
-    def write(self) -> None:
-        """Write the packed shard, its header last: only then its sizes are known, but not its length exceeded."""
-        base = len(self._header(self._largest()))
+    def write(self) -> list[Form]:
+        """Write the packed shard, its header last: its length is not exceeded, but what stands in it is known only then.
+
+        Returns:
+            The form of each tensor.
+        """
+        self._base = self._position = len(self._header(self._largest()))
+        forms = []
         self._here = os.open(self.shard, os.O_RDONLY)
-        self._there = os.open(self.target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._there = os.open(self.target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            self._position = self._base = base
             for tensor in self.tensors:
-                self._pack(tensor)
-            header = self._header(self._parts)
-            padded = header[8:].ljust(base - 8)
-            write_exactly(self._there, memoryview(len(padded).to_bytes(8, "little") + padded), 0)
-            os.fsync(self._there)
+                forms.append(self._pack(tensor))
+                self.bar.update(tensor.end - tensor.start)
+            header = self._header(self._parts)[8:].ljust(self._base - 8)
+            write_exactly(self._there, memoryview(len(header).to_bytes(8, "little") + header), 0)
+            os.ftruncate(self._there, self._position)
         finally:
             os.close(self._here)
             os.close(self._there)
+        return forms
 
-    def _pack(self, tensor: StoredTensor) -> None:
-        packer, entry = self.packer, Entry(tensor, "", "")
-        digest, zeros = sha256(), 0
-        for part, found in self.workers.map(self._jobs(entry, lambda words: (sha256(words).digest(), count_zeros(words)))):
-            digest.update(part)
-            zeros += found
-        form = self._form(tensor, entry, zeros)
-        self.told[tensor.name] = {"form": form, "digest": digest.hexdigest()}
-        if form != "base":
-            code = partial(encode, sparse=form == "sparse", values=packer.kind == "packed", coder=packer._coder)
-            if packer.codec == "zstd":
-                self._put_frames(entry, code)
-            else:
-                self._put_raw(entry, form, zeros, code)
-        self.bar.update(tensor.end - tensor.start)
+    def _pack(self, tensor: StoredTensor) -> Form:
+        start = self._position
+        first = self._read(tensor, 0, min(self.manner.block, words_in(tensor)))
+        form = self._form(tensor, first.size, first.size - int(np.count_nonzero(first)))
+        right = self._form(tensor, words_in(tensor), self._put(tensor, form))
+        if right != form:
+            for name in self.manner.parts(tensor, form):
+                del self._parts[name]
+            self._position = start
+            self._put(tensor, right)
+        return right
 
-    def _form(self, tensor: StoredTensor, entry: Entry, zeros: int) -> str:
-        name = tensor.name
-        if self.packer.kind == "mask":
+    def _form(self, tensor: StoredTensor, words: int, zeros: int) -> Form:
+        """The form for a tensor, of which so many words hold so many zeros."""
+        if self.manner.kind == "mask":
             return "sparse" if zeros else "base"
-        pays = sparse_bytes(entry.words, entry.size, zeros) < entry.words * entry.size and bits_of(tensor.dtype) >= 8
-        taken = {f"{name}{suffix}" for suffix in (".mask", ".values")} & self.names
+        pays = packed_bytes(words, word_bytes(tensor), zeros) < words * word_bytes(tensor) and BITS[tensor.dtype] >= 8
+        taken = {f"{tensor.name}{suffix}" for suffix in (".mask", ".values")} & self._names
         return "sparse" if pays and not taken else "dense"
 
-    def _put_raw(self, entry: Entry, form: str, zeros: int, code: Callable[[Words], list[Any]]) -> None:
-        name, words, dtype = entry.stored.name, entry.words, entry.stored.dtype
-        if form == "dense":
-            self._part(name, dtype, list(entry.stored.shape), self._stream(entry, code))
-            return
-        start = self._position
-        self._part(f"{name}.mask", "U8", [mask_bytes(words)], mask_bytes(words))
-        kept = 0
-        for number, chunks in enumerate(self.workers.map(self._jobs(entry, code))):
-            self._write(chunks[0], start + number * self.packer.block // 8)
-            for values in chunks[1:]:
-                self._write(values, self._position + kept * entry.size)
-                kept += values.size
-        padding = start + mask_bytes(words) - (end := start + -(-words // 8))
-        self._write(np.zeros(padding, dtype=np.uint8), end)
-        if self.packer.kind == "packed":
-            if kept != words - zeros:
-                raise UserError(f"{self.shard}: it changed while it was read. See what writes there, and run the command again.")
-            self._part(f"{name}.values", dtype, [kept], kept * entry.size)
-
-    def _put_frames(self, entry: Entry, code: Callable[[Words], list[Any]]) -> None:
-        sizes: list[list[int]] = []
-        total = 0
-        for frames in self.workers.map(self._jobs(entry, code)):
+    def _put(self, tensor: StoredTensor, form: Form) -> int:
+        """Write a tensor in a form; returns how many zeros it has."""
+        if form == "base" or self.coder is None:
+            return self._put_raw(tensor, form)
+        coder, sizes, total, zeros = self.coder, [], 0, 0
+        encode = partial(coder.encode, dtype=tensor.dtype, sparse=form == "sparse", values=self.manner.kind == "weights")
+        for ones, count, frames in self._over(tensor, lambda words: (np.count_nonzero(words), words.size, encode(words))):
+            zeros += count - int(ones)
             sizes.append([len(frame) for frame in frames])
             for frame in frames:
                 self._write(frame, self._position + total)
                 total += len(frame)
         self._write(bytes(-total % 8), self._position + total)
-        total += -total % 8
-        self._part(f"{entry.stored.name}.frames", "U8", [total], total)
-        table = np.array(sizes, dtype="<u4").reshape(len(sizes), _frames(self.packer, entry, self.told))
-        self._write(table, self._position)
-        self._part(f"{entry.stored.name}.sizes", "U32", list(table.shape), table.nbytes)
+        table = np.array(sizes, dtype="<u4").reshape(len(sizes), self.manner.frames(tensor, form))
+        self._write(table, self._position + total + -total % 8)
+        self._note(tensor, form, total + -total % 8)
+        return zeros
 
-    def _stream(self, entry: Entry, code: Callable[[Words], list[Any]]) -> int:
-        """Write a tensor as it is; returns its size."""
-        total = 0
-        for chunks in self.workers.map(self._jobs(entry, code)):
-            for chunk in chunks:
-                self._write(chunk, self._position + total)
-                total += chunk.nbytes
-        return total
+    def _put_raw(self, tensor: StoredTensor, form: Form) -> int:
+        size, words, kept = word_bytes(tensor), words_in(tensor), 0
+        masks = mask_bytes(words) if form == "sparse" else 0
+        wanted = self.manner.kind == "weights"
+        for number, (mask, values, ones) in enumerate(self._over(tensor, partial(_taken, form=form, values=wanted))):
+            if mask is not None:
+                self._write(mask, self._position + number * self.manner.block // 8)
+            if values is not None:
+                at = number * self.manner.block if form == "dense" else kept
+                self._write(values, self._position + masks + at * size)
+            kept += ones
+        self._note(tensor, form, kept)
+        return words - kept
 
-    def _jobs(self, entry: Entry, work: Callable[[Words], Any]) -> Iterator[Callable[[], Any]]:
-        for _, first, count in entry.blocks(self.packer.block):
-            yield partial(self._on_block, entry, first, count, work)
+    def _over(self, tensor: StoredTensor, work: Callable[[Any], Any]) -> Iterator[Any]:
+        """What some work returns for each block of a tensor."""
+        jobs = (lambda first=first, count=count: work(self._read(tensor, first, count)) for first, count in self.manner.blocks(tensor))
+        return ahead(jobs, THREADS)
 
-    def _on_block(self, entry: Entry, first: int, count: int, work: Callable[[Words], Any]) -> Any:
-        return work(read_words(self._here, entry, first, count, self.shard))
+    def _read(self, tensor: StoredTensor, first: int, count: int) -> Any:
+        return read_words(self._here, tensor, first, count)
 
     def _write(self, chunk: Any, offset: int) -> None:
         write_exactly(self._there, memoryview(chunk).cast("B") if len(chunk) else memoryview(b""), offset)
 
-    def _part(self, name: str, dtype: str, shape: list[int], size: int) -> None:
-        start = self._position - self._base
-        self._parts[name] = (dtype, shape, start, start + size)
-        self._position += size
+    def _note(self, tensor: StoredTensor, form: Form, length: int) -> None:
+        """A tensor is written: put its parts into the header, the one of unknown length with that, and go behind them."""
+        for name, (dtype, shape) in self.manner.parts(tensor, form).items():
+            known = [length if side is None else side for side in shape]
+            end = self._position + _bytes(known, dtype)
+            self._parts[name] = {
+                "dtype": dtype,
+                "shape": known,
+                "data_offsets": [self._position - self._base, end - self._base],
+            }
+            self._position = end
 
-    def _header(self, parts: dict[str, tuple[str, list[int], int, int]]) -> bytes:
-        packer = self.packer
-        told = {
-            "format": FORMAT,
-            "kind": packer.kind,
-            "codec": packer.codec,
-            "block": packer.block,
-            "file": self.shard.name,
-            "header": _header_text(self.shard),
-            "tensors": self.told,
-        }
-        header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(told, ensure_ascii=False)}}
-        for name, (dtype, shape, start, end) in parts.items():
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    def _header(self, parts: dict[str, dict[str, Any]]) -> bytes:
+        raw = json.dumps({"__metadata__": {"format": "pt"}} | parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         raw = raw.ljust(-(-len(raw) // 8) * 8)
         return len(raw).to_bytes(8, "little") + raw
 
-    def _largest(self) -> dict[str, tuple[str, list[int], int, int]]:
+    def _largest(self) -> dict[str, dict[str, Any]]:
         """Parts whose header is at least as long as the one to be written."""
-        parts = {}
-        bound = 10 ** len(str(4 * self.shard.stat().st_size)) - 1
-        for tensor in self.tensors:
-            self.told[tensor.name] = {"form": "sparse", "digest": 64 * "0"}
-            for suffix in (".frames", ".sizes"):
-                parts[tensor.name + suffix] = (tensor.dtype, [*tensor.shape, bound, bound], bound, bound)
-        return parts
+        most = 10 ** len(str(4 * self.shard.stat().st_size)) - 1
+        return {
+            f"{tensor.name}{suffix}": {"dtype": tensor.dtype, "shape": [*tensor.shape, most, most], "data_offsets": [most, most]}
+            for tensor in self.tensors
+            for suffix in (".values", ".frames")
+        }
 
 
-def read_words(file: int, entry: Entry, first: int, count: int, path: Path) -> Words:
-    """Some words of a tensor from an open shard."""
-    words = np.empty(count, dtype=WORD[entry.size])
-    if count:
-        read_exactly(file, memoryview(words).cast("B"), entry.stored.start + first * entry.size, path)
-    return words
+def _taken(words: Any, form: Form, values: bool) -> tuple[Any, Any, int]:
+    """Of a block: its mask and its values, as far as a form has them, and how many words are not zero."""
+    if form == "sparse":
+        kept = values_of(words) if values else None
+        return mask_of(words), kept, int(np.count_nonzero(words)) if kept is None else kept.size
+    return None, words if form == "dense" else None, int(np.count_nonzero(words))
 
 
-def copy_file(source: Path, target: Path) -> tuple[int, str]:
-    """Copy a file; returns its size and its SHA-256 in hexadecimal."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    digest, size = sha256(), 0
-    with source.open("rb") as here, target.open("xb") as there:
-        while piece := here.read(_COPY_BYTES):
-            digest.update(piece)
-            there.write(piece)
-            size += len(piece)
-        there.flush()
-        os.fsync(there.fileno())
-    return size, digest.hexdigest()
-
-
-def _frames(packer: Packer, entry: Entry, told: dict[str, dict[str, str]]) -> int:
-    return (told[entry.stored.name]["form"] == "sparse") + (entry.size if packer.kind == "packed" else 0)
+def _bytes(shape: list[int], dtype: str) -> int:
+    numbers = 1
+    for side in shape:
+        numbers *= side
+    return numbers * BITS[dtype] // 8
 
 
 def _files(folder: Path) -> list[Path]:
-    """Every file of a model folder, relative to it."""
+    """Every file of a model folder, relative to it, but hidden ones, which downloads leave."""
     found = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if path.is_file() and relative.parts[0] not in _NOT_OF_THE_MODEL:
+        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
             found.append(relative)
     return found
-
-
-def _header_text(shard: Path) -> str:
-    with shard.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little")).decode("utf-8")
