@@ -28,8 +28,8 @@ def pack(
     Nothing is lost: python -m emp_llm.unpack gives every file back, bit for bit. With --mask-only it needs the model that was
     pruned beside it (--base). Hidden files are left out. The format is described in emp_llm/models/packed.py.
 
-    Returns the sizes: "dense_bytes" and "packed_bytes" of the weights' files, "file_bytes" of the others, "tensors", how many of
-    them are "sparse", and "seconds".
+    Returns the sizes: "dense_bytes" and "packed_bytes" of the weights' files, "file_bytes" of the others, "tensors", how many
+    of them are "sparse", and "seconds".
 
     Raises:
         UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there is nothing to mask.

@@ -32,7 +32,7 @@ def mask_of(words: Words) -> Bytes:
 
 def values_of(words: Words) -> Words:
     """The words that are not zero."""
-    # By places and not by booleans: numpy does the latter with a jump at every word, six times as slow where zeros are scattered.
+    # By places, not by booleans: these numpy follows with a jump at every word, six times as slow where zeros are scattered.
     return words.take(np.flatnonzero(words))
 
 

@@ -21,8 +21,8 @@ from emp_llm.models.bits import (
 )
 from emp_llm.models.errors import UserError, reason
 
-# Of planes that are as random as a mantissa zstd makes blocks of literals, which cost nothing to write or to read; of the others
-# its Huffman coder makes what there is to be had, and what higher levels look for, repetitions, is not there.
+# Planes as random as a mantissa become blocks of literals, which cost nothing to write or to read; of the others zstd's Huffman
+# coder makes what there is to be had, and what higher levels look for, repetitions, is not there.
 _LEVEL = 1
 _PAIRED = ("BF16", "F32")  # whose highest plane is the exponent and nothing else
 

@@ -1,27 +1,27 @@
 """Packed checkpoints: the format, and how it is read with suspicion.
 
-A packed folder holds, of a model folder, every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file as it is,
-and `emp_pack.json`, which lists them. Packed shards are safetensors files that anybody can open, and from which every byte of
-the shard can be restored.
+A packed folder holds, of a model folder, every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file as it
+is, and `emp_pack.json`, which lists them. Packed shards are safetensors files that anybody can open, and from which every byte
+of the shard can be restored.
 
-**emp_pack.json**: `format` is "emp-llm pack 1"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of words, a
-multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `sha256` and the text of its `header`;
-`files` maps the path of each other file to its `bytes` and `sha256`; `base` is what the report of the pruning run says of the
-model that was pruned, or null.
+**emp_pack.json**: `format` is "emp-llm pack 1"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of words,
+a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `sha256` and the text of its
+`header`; `files` maps the path of each other file to its `bytes` and `sha256`; `base` is what the report of the pruning run
+says of the model that was pruned, or null.
 
 **Tensors** are rows of words: numbers of 1, 2, 4 or 8 bytes in the order in which they were stored, whatever the shape; of
 numbers of less than 8 bits, bytes. Zero is a word of which no bit is set; -0.0 is a value. In the files they are
 
 - dense, raw: `NAME`, as it was. (A mask would cost more than the zeros.)
-- sparse, raw: `NAME.mask`, U8: a bit for every word, lowest bit of the first byte first, one where it is not zero; filled up with
-  zeros to a multiple of 8 bytes. `NAME.values`, of the original's dtype and of one dimension: the other words, in order.
-- dense or sparse, zstd: `NAME.frames`, U8: of every `block` words some zstd frames, one after another; in the end filled up with
-  zeros to a multiple of 8 bytes. `NAME.sizes`, U32, shape (blocks, frames to a block): their sizes. If sparse, the first frame of
-  a block is its mask. The others are byte planes of its values, the highest plane first, each value turned left by one bit, so
-  that the sign stands with the lowest bits of the mantissa. Of BF16 and F32 the highest plane, which is the exponent, is written
-  as 15 frequent bytes; then half a byte for each byte of the plane, the low half first, which is its place in that list, or 15
-  for a byte that is not in it or to fill up the last pair; then the bytes that are not in it.
-- in a mask of kind "mask": the mask alone, `NAME.mask` or its frames; nothing for a tensor without zeros.
+- sparse, raw: `NAME.mask`, U8: a bit for every word, lowest bit of the first byte first, one where it is not zero; filled up
+  with zeros to a multiple of 8 bytes. `NAME.values`, of the original's dtype and of one dimension: the other words, in order.
+- dense or sparse, zstd: `NAME.frames`, U8: of every `block` words some zstd frames, one after another; in the end filled up
+  with zeros to a multiple of 8 bytes. `NAME.sizes`, U32, shape (blocks, frames to a block): their sizes. If sparse, the first
+  frame of a block is its mask. The others are byte planes of its values, the highest plane first, each value turned left by one
+  bit, so that the sign stands with the lowest bits of the mantissa. Of BF16 and F32 the highest plane, which is the exponent, is
+  written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first, which is its place in that
+  list, or 15 for a byte that is not in it or to fill up the last pair; then the bytes that are not in it.
+- in a folder of kind "mask": the mask alone, `NAME.mask` or its frames; nothing for a tensor without zeros.
 """
 
 from collections.abc import Callable

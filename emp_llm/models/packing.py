@@ -95,7 +95,8 @@ class Packer:
             for shard in self.checkpoint.shards
         }
         files = {
-            path.as_posix(): {"bytes": (folder / path).stat().st_size, "sha256": digest_of(folder / path)} for path in self.files
+            path.as_posix(): {"bytes": (folder / path).stat().st_size, "sha256": digest_of(folder / path)}
+            for path in self.files
         }
         told = {"format": FORMAT, "kind": self.manner.kind, "codec": self.manner.codec, "block": self.manner.block}
         replace_json(folder / PACK_NAME, told | {"base": self._base(), "shards": shards, "files": files})
@@ -204,7 +205,10 @@ class ShardPacker:
 
     def _over(self, tensor: StoredTensor, work: Callable[[Any], Any]) -> Iterator[Any]:
         """What some work returns for each block of a tensor."""
-        jobs = (lambda first=first, count=count: work(self._read(tensor, first, count)) for first, count in self.manner.blocks(tensor))
+        jobs = (
+            lambda first=first, count=count: work(self._read(tensor, first, count))
+            for first, count in self.manner.blocks(tensor)
+        )
         return ahead(jobs, THREADS)
 
     def _read(self, tensor: StoredTensor, first: int, count: int) -> Any:
@@ -234,7 +238,11 @@ class ShardPacker:
         """Parts whose header is at least as long as the one to be written."""
         most = 10 ** len(str(4 * self.shard.stat().st_size)) - 1
         return {
-            f"{tensor.name}{suffix}": {"dtype": tensor.dtype, "shape": [*tensor.shape, most, most], "data_offsets": [most, most]}
+            f"{tensor.name}{suffix}": {
+                "dtype": tensor.dtype,
+                "shape": [*tensor.shape, most, most],
+                "data_offsets": [most, most],
+            }
             for tensor in self.tensors
             for suffix in (".values", ".frames")
         }

@@ -1,6 +1,5 @@
 """Unpacking: every byte of a packed checkpoint put back where it was; a mask put on the weights of its base."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -130,8 +129,8 @@ class Unpacker:
                 stored = base.tensors.get(tensor.name)
                 if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     raise UserError(
-                        f"--base {base.folder}: it has no {shown(tensor.name)} of {tensor.dtype} {list(tensor.shape)}, so it is "
-                        f"not the model that the mask is for ({self.packed.base_name})."
+                        f"--base {base.folder}: it has no {shown(tensor.name)} of {tensor.dtype} {list(tensor.shape)}, so it "
+                        f"is not the model that the mask is for ({self.packed.base_name})."
                     )
         if self.packed.base.get("sha256_of_samples") not in (None, base.fingerprint["sha256_of_samples"]):
             raise UserError(
