@@ -1,6 +1,7 @@
 """emp-llm: Effective Model Pruning for Hugging Face causal language models.
 
-The mathematics is importable from here (`from emp_llm import effective_mask`); the commands are modules
+The mathematics is importable from here (`from emp_llm import effective_mask`), and what keeps a pruned model sparse while it is
+trained (`reapply_mask`, `SparsityCallback`); the commands are modules
 (`python -m emp_llm.prune`), each with one typed function of the same name.
 """
 
@@ -9,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from emp_llm.models.reapply import SparsityCallback, reapply_mask
     from emp_llm.selection.criteria import exponential, shift
     from emp_llm.selection.effective import (
         effective_mask,
@@ -19,22 +21,26 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "effective_mask": "effective",
-    "effective_number": "effective",
-    "effective_mass": "effective",
-    "effective_mass_bound": "effective",
-    "loss_change_bound": "effective",
-    "shift": "criteria",
-    "exponential": "criteria",
+    "effective_mask": "selection.effective",
+    "effective_number": "selection.effective",
+    "effective_mass": "selection.effective",
+    "effective_mass_bound": "selection.effective",
+    "loss_change_bound": "selection.effective",
+    "shift": "selection.criteria",
+    "exponential": "selection.criteria",
+    "reapply_mask": "models.reapply",
+    "SparsityCallback": "models.reapply",
 }
 
 __all__ = [
+    "SparsityCallback",
     "effective_mask",
     "effective_mass",
     "effective_mass_bound",
     "effective_number",
     "exponential",
     "loss_change_bound",
+    "reapply_mask",
     "shift",
 ]
 
@@ -45,7 +51,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 
 def __getattr__(name: str) -> object:
-    """Import torch only when the mathematics is asked for: `--help` should not wait for it."""
+    """Import torch, and transformers, only when what needs them is asked for: `--help` should not wait for it."""
     if name in _HOME:
-        return getattr(import_module(f"emp_llm.selection.{_HOME[name]}"), name)
+        return getattr(import_module(f"emp_llm.{_HOME[name]}"), name)
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")

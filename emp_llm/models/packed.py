@@ -4,8 +4,8 @@ A packed folder holds, of a model folder, every shard `NAME.safetensors` as `NAM
 is, and `emp_pack.json`, which lists them. Packed shards are safetensors files that anybody can open, and from which every byte
 of the shard can be restored.
 
-**emp_pack.json**: `format` is "emp-llm pack 1"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of words,
-a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `sha256` and the text of its
+**emp_pack.json**: `format` is "emp-llm pack 1"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of
+words, a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `sha256` and the text of its
 `header`; `files` maps the path of each other file to its `bytes` and `sha256`; `base` is what the report of the pruning run
 says of the model that was pruned, or null.
 
@@ -18,8 +18,8 @@ numbers of less than 8 bits, bytes. Zero is a word of which no bit is set; -0.0 
 - dense or sparse, zstd: `NAME.frames`, U8: of every `block` words some zstd frames, one after another; in the end filled up
   with zeros to a multiple of 8 bytes. `NAME.sizes`, U32, shape (blocks, frames to a block): their sizes. If sparse, the first
   frame of a block is its mask. The others are byte planes of its values, the highest plane first, each value turned left by one
-  bit, so that the sign stands with the lowest bits of the mantissa. Of BF16 and F32 the highest plane, which is the exponent, is
-  written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first, which is its place in that
+  bit, so that the sign stands with the lowest bits of the mantissa. Of BF16 and F32 the highest plane, which is the exponent,
+  is written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first, which is its place in that
   list, or 15 for a byte that is not in it or to fill up the last pair; then the bytes that are not in it.
 - in a folder of kind "mask": the mask alone, `NAME.mask` or its frames; nothing for a tensor without zeros.
 """

@@ -1,11 +1,15 @@
 """What a pruning run did, as plain data for `emp_report.json`: per matrix, per role and in all."""
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from emp_llm.models.bits import mask_bytes
+from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.outcomes import Outcome
+from emp_llm.models.packed import packed_bytes, word_bytes, words_in
 from emp_llm.models.pruning import Pruner
 from emp_llm.models.targets import Coverage
 from emp_llm.selection.effective import effective_mass_bound
@@ -22,7 +26,8 @@ def summarise(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) -> di
         pruner: how they were made. The lower bound on s_eff holds for the Hill order 2 only and is null for others.
 
     Returns:
-        "targets": counts in all, and what was scored by magnitude for want of tokens; "matrices": by layer name, quantities
+        "targets": counts in all, and what was scored by magnitude for want of tokens; "sizes": of the weights in bytes, as they
+        are and as `pack` makes them; "matrices": by layer name, quantities
         per row as min, quartiles and max, masses as shares of sum |s|; "warnings": sentences.
     """
     order, whole = pruner.scheme.budget.order, pruner.whole
@@ -62,7 +67,22 @@ def summarise(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) -> di
             f"{len(names)} of {len(outcomes)} matrices are of experts that were shown fewer than {pruner.least_tokens} tokens "
             f"(--min-expert-tokens), and were scored by magnitude: {listed}. More --samples show them more.",
         )
-    return {"targets": targets, "matrices": matrices, "warnings": warnings}
+    return {"targets": targets, "sizes": sizes(outcomes, pruner.checkpoint), "matrices": matrices, "warnings": warnings}
+
+
+def sizes(outcomes: list[Outcome], checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes of a pruned checkpoint's tensors: dense, packed (raw; the zeros of targets left out), and of a mask of the targets."""
+    zeros: Counter[str] = Counter()
+    for outcome in outcomes:
+        zeros[outcome.target.matrix.stored.name] += outcome.zeros
+    found = {"dense": sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values()), "packed": 0, "mask": 0}
+    found["packed"] = found["dense"]
+    for name, removed in zeros.items():
+        tensor = checkpoint.tensors[name]
+        words = words_in(tensor)
+        found["packed"] -= tensor.end - tensor.start - packed_bytes(words, word_bytes(tensor), removed)
+        found["mask"] += mask_bytes(words)
+    return found
 
 
 def _matrix_entry(outcome: Outcome, order: float) -> dict[str, Any]:

@@ -6,18 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from emp_llm.models.bits import Words, ones_in, put_zeros_in, zero_out
+from emp_llm.models.bits import Bytes, Words, mask_bytes, mask_of, ones_in, put_zeros_in, zero_out
 from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
+from emp_llm.models.codec import Zstd
 from emp_llm.models.digests import Digests, digest_of
 from emp_llm.models.errors import UserError
 from emp_llm.models.files import OpenFiles, ahead, write_exactly
 from emp_llm.models.headers import StoredTensor, shown
 from emp_llm.models.packed import Frames, PackedFolder, PackedShard, damaged, read_words, word_bytes, words_in
 from emp_llm.models.packing import THREADS
-
-Job = Callable[[], Words]
 
 
 class Unpacker:
@@ -80,48 +80,8 @@ class Unpacker:
         """The bytes of the original, in order."""
         yield memoryview(shard.header)
         for tensor in shard.tensors:
-            try:
-                for words in ahead(self._jobs(shard, tensor, files), THREADS):
-                    yield memoryview(words).cast("B")
-            except UserError:
-                raise
-            except ValueError as error:
-                damaged(shard.path, f"{shown(tensor.name)}: {error}")
-
-    def _jobs(self, shard: PackedShard, tensor: StoredTensor, files: OpenFiles) -> Iterator[Job]:
-        """What makes the words of a tensor, block after block; ValueError where they cannot be made."""
-        form, here = shard.forms[tensor.name], files.reading(shard.path)
-        if self.base is not None:
-            stored = self.base.tensors[tensor.name]
-            there = files.reading(stored.shard)
-            masks = shard.masks(here, tensor, self.coder) if form == "sparse" else None
-            for number, (first, count) in enumerate(shard.manner.blocks(tensor)):
-                yield partial(_masked, there, stored, first, count, None if masks is None else partial(masks, number))
-        elif self.coder is not None:
-            frames, size = Frames(shard, here, tensor), word_bytes(tensor)
-            for number, (_, count) in enumerate(shard.manner.blocks(tensor)):
-                decode = partial(self.coder.decode, count=count, dtype=tensor.dtype, size=size, sparse=form == "sparse")
-                yield partial(_decoded, frames, number, decode)
-        elif form == "sparse":
-            yield from self._sparse(shard, tensor, here)
-        else:
-            part = shard.part(tensor)
-            for first, count in shard.manner.blocks(tensor):
-                yield partial(read_words, here, part, first, count)
-
-    def _sparse(self, shard: PackedShard, tensor: StoredTensor, here: int) -> Iterator[Job]:
-        """The masks are read here, for they tell where the values of each block begin."""
-        masks, values = shard.masks(here, tensor, None), shard.part(tensor, ".values")
-        used = 0
-        for number, (_, count) in enumerate(shard.manner.blocks(tensor)):
-            mask = masks(number)
-            kept = ones_in(mask, count)
-            if used + kept > words_in(values):
-                raise ValueError(f"its mask has more bits set than its {words_in(values):,} values")
-            yield partial(_filled, here, values, used, kept, partial(put_zeros_in, mask, count=count))
-            used += kept
-        if used != words_in(values):
-            raise ValueError(f"its mask has {used:,} bits set, and {words_in(values):,} values are there")
+            for words in words_of(shard, tensor, files, self.coder, self.base):
+                yield memoryview(words).cast("B")
 
     def _check_base(self, base: Checkpoint) -> None:
         for shard in self.packed.shards.values():
@@ -146,6 +106,86 @@ class Unpacker:
             f"SHA-256). It is not the very model that was pruned ({self.packed.base_name}), other weights changed after "
             "pruning, or one of both is damaged."
         )
+
+
+def words_of(
+    shard: PackedShard, tensor: StoredTensor, files: OpenFiles, coder: Zstd | None, base: Checkpoint | None = None
+) -> Iterator[Words]:
+    """The words of an original tensor, block after block.
+
+    Args:
+        shard: where it is packed.
+        tensor: one of the shard's.
+        files: where the files are opened.
+        coder: that of the folder.
+        base: where its values are, for a mask.
+
+    Raises:
+        UserError: what is packed is damaged.
+    """
+    try:
+        yield from ahead(_jobs(shard, tensor, files, coder, base), THREADS)
+    except UserError:
+        raise
+    except ValueError as error:
+        damaged(shard.path, f"{shown(tensor.name)}: {error}")
+
+
+def masks_of(shard: PackedShard, tensor: StoredTensor, files: OpenFiles, coder: Zstd | None) -> Iterator[Bytes]:
+    """The mask of an original tensor, block after block; arguments and errors are those of `words_of`."""
+    if shard.manner.kind == "weights":
+        yield from map(mask_of, words_of(shard, tensor, files, coder))
+        return
+    masks = shard.masks(files.reading(shard.path), tensor, coder) if shard.forms[tensor.name] == "sparse" else None
+    for number, (_, count) in enumerate(shard.manner.blocks(tensor)):
+        try:
+            mask = np.full(mask_bytes(count), 255, dtype=np.uint8) if masks is None else masks(number)
+            if masks is not None:
+                ones_in(mask, count)
+        except UserError:
+            raise
+        except ValueError as error:
+            damaged(shard.path, f"{shown(tensor.name)}: {error}")
+        yield mask
+
+
+def _jobs(
+    shard: PackedShard, tensor: StoredTensor, files: OpenFiles, coder: Zstd | None, base: Checkpoint | None
+) -> Iterator[Callable[[], Words]]:
+    """What makes the words of a tensor, block after block; ValueError where they cannot be made."""
+    form, here = shard.forms[tensor.name], files.reading(shard.path)
+    if base is not None:
+        stored = base.tensors[tensor.name]
+        there = files.reading(stored.shard)
+        masks = shard.masks(here, tensor, coder) if form == "sparse" else None
+        for number, (first, count) in enumerate(shard.manner.blocks(tensor)):
+            yield partial(_masked, there, stored, first, count, None if masks is None else partial(masks, number))
+    elif coder is not None:
+        frames, size = Frames(shard, here, tensor), word_bytes(tensor)
+        for number, (_, count) in enumerate(shard.manner.blocks(tensor)):
+            decode = partial(coder.decode, count=count, dtype=tensor.dtype, size=size, sparse=form == "sparse")
+            yield partial(_decoded, frames, number, decode)
+    elif form == "sparse":
+        yield from _sparse(shard, tensor, here)
+    else:
+        part = shard.part(tensor)
+        for first, count in shard.manner.blocks(tensor):
+            yield partial(read_words, here, part, first, count)
+
+
+def _sparse(shard: PackedShard, tensor: StoredTensor, here: int) -> Iterator[Callable[[], Words]]:
+    """The masks are read here, for they tell where the values of each block begin."""
+    masks, values = shard.masks(here, tensor, None), shard.part(tensor, ".values")
+    used = 0
+    for number, (_, count) in enumerate(shard.manner.blocks(tensor)):
+        mask = masks(number)
+        kept = ones_in(mask, count)
+        if used + kept > words_in(values):
+            raise ValueError(f"its mask has more bits set than its {words_in(values):,} values")
+        yield partial(_filled, here, values, used, kept, partial(put_zeros_in, mask, count=count))
+        used += kept
+    if used != words_in(values):
+        raise ValueError(f"its mask has {used:,} bits set, and {words_in(values):,} values are there")
 
 
 def _masked(file: int, stored: StoredTensor, first: int, count: int, mask: Callable[[], Any] | None) -> Words:

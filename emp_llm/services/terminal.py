@@ -107,14 +107,15 @@ def pruning_rows(report: dict[str, Any]) -> Rows:
 
 
 def pruning_lines(report: dict[str, Any]) -> list[str]:
-    """The sparsity in all, and what share of the model the targets are."""
-    targets = report["targets"]
+    """The sparsity in all, what share of the model the targets are, and how small the weights can be shipped."""
+    targets, sizes = report["targets"], report["sizes"]
     return [
         f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets, "
         f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters",
         f"targets: {targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
         f"{_percent(targets['share_of_blocks'])} % of the weights there, "
         f"{_percent(targets['share_of_all_parameters'])} % of all parameters",
+        f"weights: {size(sizes['dense'])} dense, {size(sizes['packed'])} packed, {size(sizes['mask'])} as a mask (emp-llm pack)",
     ]
 
 
