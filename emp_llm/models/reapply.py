@@ -34,8 +34,8 @@ class Masks:
         targets: which layers, as for `prune`; None: those of the run that pruned it.
 
     Raises:
-        UserError: the folder is no checkpoint or of another model, it does not say what its targets are, or a weight of the model
-            cannot be reached.
+        UserError: the folder is no checkpoint or of another model, it does not say what its targets are, or a weight of the
+            model cannot be reached.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path | str, targets: str | list[str] | None = None) -> None:
@@ -102,9 +102,9 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps a model as sparse as a pruned checkpoint while `transformers.Trainer` trains it: after each step of the optimizer,
     which moves zeros as it does all weights, they are zeros again, before anything is saved or evaluated.
 
-    `Trainer(..., callbacks=[SparsityCallback("pruned")])`. For LoRA there is nothing to keep during the training, as the base is
-    frozen: call `reapply_mask(model.merge_and_unload(), "pruned")` afterwards. It costs a bit of memory for every weight of the
-    targets. Arguments and errors are those of `Masks`; errors are raised when the training begins.
+    `Trainer(..., callbacks=[SparsityCallback("pruned")])`. For LoRA there is nothing to keep during the training, as the base
+    is frozen: call `reapply_mask(model.merge_and_unload(), "pruned")` afterwards. It costs a bit of memory for every weight of
+    the targets. Arguments and errors are those of `Masks`; errors are raised when the training begins.
     """
 
     def __init__(self, folder: Path | str, targets: str | list[str] | None = None) -> None:

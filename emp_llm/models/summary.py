@@ -71,7 +71,7 @@ def summarise(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) -> di
 
 
 def sizes(outcomes: list[Outcome], checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes of a pruned checkpoint's tensors: dense, packed (raw; the zeros of targets left out), and of a mask of the targets."""
+    """Bytes of a pruned checkpoint's tensors: dense; packed (raw, the targets' zeros left out); as a mask of the targets."""
     zeros: Counter[str] = Counter()
     for outcome in outcomes:
         zeros[outcome.target.matrix.stored.name] += outcome.zeros

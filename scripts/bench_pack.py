@@ -1,0 +1,156 @@
+"""pack and unpack of a synthetic checkpoint of bfloat16: sizes beside what entropy allows, and speed beside a plain `cp`.
+
+    python scripts/bench_pack.py [--gigabytes 1.5] [--repeats 3] [--folder DIR] [--write]
+
+The weights are Gaussian; 40 % of them are zero, the smallest of each row ("magnitude") or any ("random", which is what a
+criterion tends to that is independent of the weight, and the worst case for a packer). Commands run as whole processes, imports
+included; like them, cp is followed by sync. `warm`: the source is in the page cache, as after pruning.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure_memory import run_and_watch
+from safetensors.torch import save_file
+
+from emp_llm.models.packed import packed_name
+
+_SPARSITY = 0.4
+_COLUMNS = 4096
+
+
+def main() -> None:
+    """Make, measure, print, and write if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
+    parser.add_argument("--write", action="store_true", help="put the tables in scripts/results/pack.md")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        folders = {kind: Path(scratch) / kind for kind in ("magnitude", "random")}
+        for kind, folder in folders.items():
+            make(folder, arguments.gigabytes if kind == "magnitude" else arguments.gigabytes / 4, kind)
+        sizes = ["| zeros | packed | bytes / dense | entropy |", "|---|---|---:|---:|"]
+        for kind, folder in folders.items():
+            sizes += size_rows(kind, folder, Path(scratch))
+        speed, peak = speeds(folders["magnitude"], Path(scratch), arguments.repeats)
+        dense = weights(folders["magnitude"])
+    about = (
+        f"{dense / 1e9:.2f} GB of Gaussian bfloat16, {100 * _SPARSITY:.0f} % zeros; {os.cpu_count()} cores, medians of "
+        f"{arguments.repeats}, whole processes; GB/s of the dense checkpoint. Peak memory: {peak / 1e9:.2f} GB."
+    )
+    text = f"{about}\n\n" + "\n".join(sizes) + "\n\n" + "\n".join(speed)
+    print(text)
+    if arguments.write:
+        target = Path(__file__).parent / "results" / "pack.md"
+        target.write_text(f"# Packed checkpoints\n\n`python scripts/bench_pack.py`: {text}\n", encoding="utf-8")
+
+
+def make(folder: Path, gigabytes: float, kind: str) -> None:
+    """A checkpoint of one shard: Gaussian matrices of 64 MB, of each row the smallest or any 40 % zero."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors = {}
+    for number in range(max(1, round(gigabytes * 1e9 / (1 << 26)))):
+        weight = (torch.randn(1 << 13, _COLUMNS) * 0.02).bfloat16()
+        score = weight.abs().float() if kind == "magnitude" else torch.rand(weight.shape)
+        cut = score.kthvalue(int(_SPARSITY * _COLUMNS), dim=1, keepdim=True).values
+        tensors[f"layers.{number}.weight"] = weight.masked_fill(score <= cut, 0)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def weights(folder: Path) -> int:
+    """Bytes of the weights' files of a checkpoint, packed or not."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def entropy(folder: Path) -> tuple[float, float]:
+    """(all, sign and mantissa taken as random): bits that weights need at least, each coded by itself, as a share of 16.
+
+    The first is the entropy of the bfloat16 numbers themselves, zero one of them.
+    """
+    with (folder / "model.safetensors").open("rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        words = np.fromfile(file, dtype="<u2", count=1 << 26)
+    counts = np.bincount(words, minlength=1 << 16)
+    kept = counts.copy()
+    kept[0] = 0
+    share = kept.sum() / counts.sum()
+    mask = bits(np.array([share, 1 - share]))
+    exponents = kept.reshape(2, 256, 128).sum(axis=(0, 2))
+    return bits(counts) / 16, (mask + share * (8 + bits(exponents))) / 16
+
+
+def bits(counts: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> float:
+    """Entropy of a distribution in bits."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def size_rows(kind: str, folder: Path, scratch: Path) -> list[str]:
+    """How small one checkpoint gets, each way."""
+    rows = []
+    of_all, of_parts = entropy(folder)
+    for name, flags in (("raw", []), ("zstd", ["--zstd"]), ("mask", ["--mask-only"]), ("mask, zstd", ["--mask-only", "--zstd"])):
+        command("pack", folder, scratch / "packed", *flags)
+        ratio = weights(scratch / "packed") / weights(folder)
+        rows.append(f"| {kind} | {name} | {ratio:.4f} | {f'{of_all:.4f} ({of_parts:.4f})' if name == 'zstd' else ''} |")
+        shutil.rmtree(scratch / "packed")
+    return rows
+
+
+def speeds(source: Path, scratch: Path, repeats: int) -> tuple[list[str], int]:
+    """A table of seconds and GB/s, and the largest peak of memory."""
+    times: dict[str, list[float]] = {}
+    peaks = [0]
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        work()
+        times.setdefault(name, []).append(time.perf_counter() - start)
+
+    for _ in range(repeats):
+        timed("cp -r; sync", lambda: copy(source, scratch / "copy"))
+        shutil.rmtree(scratch / "copy")
+        for name, flags in (("", []), (" --zstd", ["--zstd"]), (" --mask-only", ["--mask-only"])):
+            base = ["--base", source] if flags == ["--mask-only"] else []
+            timed(f"pack{name}", lambda flags=flags: peaks.append(command("pack", source, scratch / "packed", *flags)))  # type: ignore[misc]
+            timed(f"unpack{name}", lambda base=base: peaks.append(command("unpack", scratch / "packed", scratch / "back", *base)))  # type: ignore[misc]
+            same = subprocess.run(["cmp", source / "model.safetensors", scratch / "back" / "model.safetensors"], check=False)
+            assert same.returncode == 0
+            shutil.rmtree(scratch / "packed")
+            shutil.rmtree(scratch / "back")
+    rows = ["| run | seconds | GB/s |", "|---|---:|---:|"]
+    for name, passed in times.items():
+        seconds = statistics.median(passed)
+        rows.append(f"| {name} | {seconds:.2f} | {weights(source) / 1e9 / seconds:.2f} |")
+    return rows, max(peaks)
+
+
+def copy(source: Path, target: Path) -> None:
+    """`cp -r`, and wait for the disk."""
+    subprocess.run(["cp", "-r", source, target], check=True)
+    for path in target.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+
+def command(name: str, *arguments: object) -> int:
+    """Run a command as a process; returns its peak memory."""
+    return run_and_watch([sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)])
+
+
+if __name__ == "__main__":
+    main()

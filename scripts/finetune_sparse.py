@@ -1,0 +1,105 @@
+"""Fine-tune a pruned model, and keep it pruned: `transformers.Trainer` with and without `emp_llm.SparsityCallback`.
+
+    python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--method emp-magnitude] [--steps 100] [--output DIR]
+
+Prunes the model, trains it on the text twice, once with the callback and once without, and prints the loss on the last tenth of
+the text, which is not trained on, beside the zeros that are left. With --output, the model that was trained with the callback
+is written there, in the dtype it was pruned in, with its tokenizer. By default all of it is the demo model of this repository
+and its text, and no network is needed.
+
+For LoRA, train as ever and call `reapply_mask(model.merge_and_unload(), "pruned")` in the end.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from emp_llm import SparsityCallback
+from emp_llm.models.reapply import Masks
+from emp_llm.prune import prune
+
+ROOT = Path(__file__).parents[1]
+_LENGTH = 128  # tokens to an example
+
+
+def main() -> None:
+    """Prune, train twice, print, and write if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "scripts" / "demo" / "model")
+    parser.add_argument("--text", type=Path, default=ROOT / "calibration" / "demo.txt")
+    parser.add_argument("--method", choices=("emp-magnitude", "magnitude"), default="emp-magnitude")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--output", type=Path, help="where to write the tuned model; default: nowhere")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        pruned = Path(scratch) / "pruned"
+        prune(str(arguments.model), pruned, method=arguments.method)
+        tokenizer = AutoTokenizer.from_pretrained(pruned)
+        examples = chunks(tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0])
+        held = len(examples) // 10
+        train, test = examples[:-held], examples[-held:]
+        before = load(pruned)
+        masks = Masks(before, pruned)
+        rows = [("pruned", loss(before, test), masks.broken(before))]
+        for name, callbacks in (("tuned, with the callback", [SparsityCallback(pruned)]), ("tuned, without", [])):
+            model = load(pruned)
+            tune(model, train, arguments.steps, Path(scratch), callbacks)
+            rows.append((name, loss(model, test), masks.broken(model)))
+            if callbacks and arguments.output is not None:
+                model.to(before.config.dtype).save_pretrained(arguments.output)
+                tokenizer.save_pretrained(arguments.output)
+    print(f"{'':26} {'loss':>6}  removed weights that are not zero")
+    for name, value, broken in rows:
+        print(f"{name:26} {value:6.3f}  {broken:,}")
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The model in float32, as an optimizer wants it."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def chunks(tokens: Tensor) -> list[dict[str, Tensor]]:
+    """Examples of equal length; the rest at the end is left out."""
+    return [{"input_ids": chunk, "labels": chunk} for chunk in tokens[: len(tokens) // _LENGTH * _LENGTH].split(_LENGTH)]
+
+
+def loss(model: PreTrainedModel, examples: list[dict[str, Tensor]]) -> float:
+    """Mean loss of a token, in nats."""
+    batch = torch.stack([example["input_ids"] for example in examples]).to(model.device)
+    model.eval()
+    with torch.inference_mode():
+        return sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in batch.split(16)) / len(batch)
+
+
+def tune(model: PreTrainedModel, examples: list[dict[str, Tensor]], steps: int, scratch: Path, callbacks: list[Any]) -> None:
+    """Some steps of AdamW, in place."""
+    how = TrainingArguments(
+        output_dir=str(scratch / "trainer"),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=5e-4,
+        warmup_steps=steps // 10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        seed=0,
+    )
+    Trainer(model, how, train_dataset=examples, data_collator=default_data_collator, callbacks=callbacks).train()
+
+
+if __name__ == "__main__":
+    main()

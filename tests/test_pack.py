@@ -1,0 +1,363 @@
+"""pack and unpack: bit for bit, in little memory, and nothing that is damaged, foreign or hostile passes."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from emp_llm.models.bits import mask_of, pair_exponents, put_zeros_in, split_planes, unpair_exponents, values_of
+from emp_llm.models.checkpoint import Checkpoint
+from emp_llm.models.errors import UserError
+from emp_llm.models.packed import Manner, PackedFolder
+from emp_llm.models.packing import Packer
+from emp_llm.models.unpacking import Unpacker
+from emp_llm.pack import pack
+from emp_llm.prune import prune
+from emp_llm.unpack import unpack
+
+Models = Callable[[str], Path]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but hidden ones, by its path."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: raw for name, raw in found.items() if not name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def pruned(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a family's tiny model, pruned by magnitude; read-only."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("pruned") / family
+            prune(str(models(family)), made[family], method="emp-magnitude")
+        return made[family]
+
+    return folder
+
+
+def odd_checkpoint(folder: Path) -> Path:
+    """One shard with every dtype, special numbers, empty tensors, names that clash, and a header with blanks and metadata."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors = {
+        "bf16": torch.randn(70, 33).bfloat16(),
+        "f16": torch.randn(513).half(),
+        "f32": torch.randn(9, 31),
+        "f64": torch.randn(65).double(),
+        "i64": torch.arange(-9, 9),
+        "u8": torch.arange(100, dtype=torch.uint8) % 3,
+        "bool": torch.arange(100) % 3 == 0,
+        "f8": torch.randn(77).to(torch.float8_e4m3fn),
+        "zero": torch.zeros(129).bfloat16(),
+        "scalar": torch.tensor(0.0),
+        "empty": torch.empty(0, 4),
+        "clash": torch.zeros(1000).half(),
+        "clash.mask": torch.ones(3).half(),
+        "clash.values": torch.zeros(64).half(),
+        "special": torch.tensor([0.0, -0.0, float("nan"), -float("nan"), float("inf"), 1e-40] * 50).bfloat16(),
+    }
+    for name in ("bf16", "f16", "f32", "f64"):
+        tensors[name].view(-1)[::2] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": "ünïcode"})
+    raw = (folder / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length + 5) + raw[8 : 8 + length] + b" " * 5 + raw[8 + length :])
+    (folder / "sub").mkdir()
+    (folder / "sub" / "notes.bin").write_bytes(bytes(range(256)))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "mixtral"])
+def test_every_file_comes_back_bit_for_bit(pruned: Callable[[str], Path], tmp_path: Path, family: str, zstd: bool) -> None:
+    source = pruned(family)
+    before = contents(source)
+    sizes = pack(source, tmp_path / "packed", zstd=zstd)
+    unpack(tmp_path / "packed", tmp_path / "back")
+    assert contents(tmp_path / "back") == before == contents(source)
+    assert sizes["sparse"] > 0
+    assert sizes["packed_bytes"] < sizes["dense_bytes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed"]  # nothing is left beside them
+    again = pack(source, tmp_path / "again", zstd=zstd)
+    assert contents(tmp_path / "again") == contents(tmp_path / "packed")
+    assert again["packed_bytes"] == sizes["packed_bytes"]
+
+
+@pytest.mark.parametrize("block", [64, 128, 1 << 20])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_every_dtype_and_odd_shapes(tmp_path: Path, codec: Any, block: int) -> None:
+    source = odd_checkpoint(tmp_path / "odd")
+    (tmp_path / "packed").mkdir()
+    sizes = Packer(Checkpoint(source), Manner("weights", codec, block)).write(tmp_path / "packed")
+    assert sizes["sparse"] >= 6
+    (tmp_path / "back").mkdir()
+    Unpacker(PackedFolder(tmp_path / "packed")).write(tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    with safe_open(tmp_path / "packed" / "model.packed.safetensors", "pt") as file:  # plain safetensors, aligned
+        assert len(list(file.keys())) > 15
+    if codec == "raw":
+        parts = load_file(tmp_path / "packed" / "model.packed.safetensors")
+        original = load_file(source / "model.safetensors")
+        assert torch.equal(parts["bf16.values"], original["bf16"][original["bf16"] != 0])
+        assert torch.equal(parts["clash"], original["clash"])
+
+
+def test_a_tensor_is_packed_by_all_its_zeros_not_by_those_of_its_first_block(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    late, early = torch.ones(1000).bfloat16(), torch.ones(1000).bfloat16()
+    late[64:], early[:64] = 0, 0
+    save_file({"late": late, "early": early}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "packed").mkdir()
+    Packer(Checkpoint(tmp_path / "model"), Manner("weights", "raw", 64)).write(tmp_path / "packed")
+    with safe_open(tmp_path / "packed" / "model.packed.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["early", "late.mask", "late.values"]
+    (tmp_path / "back").mkdir()
+    Unpacker(PackedFolder(tmp_path / "packed")).write(tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(tmp_path / "model")
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_a_mask_and_the_base_are_the_pruned_checkpoint(
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path, zstd: bool
+) -> None:
+    source, base = pruned("qwen3_moe"), models("qwen3_moe")
+    sizes = pack(source, tmp_path / "mask", zstd=zstd, mask_only=True)
+    headers = sum(path.stat().st_size for path in (tmp_path / "mask").glob("*.safetensors")) - sizes["packed_bytes"]
+    assert headers == 0
+    assert sizes["packed_bytes"] < sizes["dense_bytes"] / 4  # headers are most of it in a model this small
+    unpack(tmp_path / "mask", tmp_path / "back", base=str(base))
+    assert contents(tmp_path / "back") == contents(source)
+    with pytest.raises(UserError, match="a mask holds no weights. Name the model it is for: --base"):
+        unpack(tmp_path / "mask", tmp_path / "none")
+    with pytest.raises(UserError, match="not those that were pruned"):
+        unpack(tmp_path / "mask", tmp_path / "none", base=str(source))
+    with pytest.raises(UserError, match="it has no .* so it is not the model that the mask is for"):
+        unpack(tmp_path / "mask", tmp_path / "none", base=str(models("llama")))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_mask_of_weights_that_changed_after_pruning_is_refused(
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path
+) -> None:
+    tuned = shutil.copytree(pruned("llama"), tmp_path / "tuned")
+    shard = next(tuned.glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    pack(tuned, tmp_path / "mask", mask_only=True)
+    with pytest.raises(UserError, match="does not yield the file that was packed"):
+        unpack(tmp_path / "mask", tmp_path / "none", base=str(models("llama")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask", "tuned"]
+
+
+def test_sizes_in_the_report_are_those_of_packing(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+    source = pruned("mixtral")
+    told = json.loads((source / "emp_report.json").read_text())["sizes"]
+    pack(source, tmp_path / "packed")
+    pack(source, tmp_path / "mask", mask_only=True)
+
+    def data(folder: Path, suffix: str = "") -> int:
+        files = [load_file(path) for path in folder.glob("*.safetensors")]
+        return sum(t.numel() * t.element_size() for file in files for name, t in file.items() if name.endswith(suffix))
+
+    assert told["dense"] == data(source)
+    assert told["packed"] == data(tmp_path / "packed")
+    assert told["mask"] == data(tmp_path / "mask", ".mask")
+
+
+def test_the_promised_sizes_for_gaussian_weights(tmp_path: Path) -> None:
+    """Issue: at 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd; zeros at random are the worst case."""
+    torch.manual_seed(0)
+    weight = torch.randn(2048, 2048).bfloat16() * 0.02
+    for name, score in (("magnitude", weight.abs().float()), ("random", torch.rand(2048, 2048))):
+        (tmp_path / name).mkdir()
+        cut = score.flatten().kthvalue(int(0.4 * weight.numel())).values
+        save_file({"w": weight.masked_fill(score <= cut, 0)}, tmp_path / name / "model.safetensors")
+        ratio = {}
+        for zstd in (False, True):
+            sizes = pack(tmp_path / name, tmp_path / f"{name}-{zstd}", zstd=zstd)
+            ratio[zstd] = sizes["packed_bytes"] / sizes["dense_bytes"]
+        assert ratio[False] <= 0.67
+        assert ratio[True] <= 0.46
+    assert pack(tmp_path / "random", tmp_path / "mask", mask_only=True)["packed_bytes"] <= weight.numel() / 8 + 1000
+
+
+def damage(folder: Path, rng: np.random.Generator) -> None:
+    """One byte of one file of a packed folder is another."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    path = files[rng.integers(len(files))]
+    raw = bytearray(path.read_bytes())
+    raw[rng.integers(len(raw))] ^= 1 << rng.integers(8)
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}])
+def test_damage_is_refused_and_leaves_nothing(
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path, how: dict[str, bool]
+) -> None:
+    """A flipped bit is refused, or is of no consequence (in the filling of a header): what comes out is right or nothing."""
+    pack(pruned("llama"), tmp_path / "packed", **how)
+    base = str(models("llama")) if "mask_only" in how else None
+    wanted, rng, refused = contents(pruned("llama")), np.random.default_rng(0), 0
+    for _ in range(60):
+        shutil.copytree(tmp_path / "packed", tmp_path / "bad")
+        damage(tmp_path / "bad", rng)
+        try:
+            unpack(tmp_path / "bad", tmp_path / "back", base=base)
+        except UserError as error:
+            refused += 1
+            assert str(tmp_path) in str(error)
+            assert not (tmp_path / "back").exists()
+        else:
+            assert contents(tmp_path / "back") == wanted
+            shutil.rmtree(tmp_path / "back")
+        assert not list(tmp_path.glob(".*"))
+        shutil.rmtree(tmp_path / "bad")
+    assert refused > 50
+
+
+def test_truncated_and_missing_files_are_refused(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+    pack(pruned("llama"), tmp_path / "packed")
+    for path in sorted((tmp_path / "packed").rglob("*")):
+        if not path.is_file():
+            continue
+        raw = path.read_bytes()
+        path.write_bytes(raw[: len(raw) // 2])
+        with pytest.raises(UserError):
+            unpack(tmp_path / "packed", tmp_path / "back")
+        path.unlink()
+        with pytest.raises(UserError):
+            unpack(tmp_path / "packed", tmp_path / "back")
+        path.write_bytes(raw)
+    unpack(tmp_path / "packed", tmp_path / "back")
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "emp_pack.json"
+    told = json.loads(path.read_text())
+    change(told)
+    path.write_text(json.dumps(told))
+
+
+def escape(told: dict[str, Any]) -> None:
+    told["files"]["../escaped"] = told["files"].pop("config.json")
+
+
+def escape_by_shard(told: dict[str, Any]) -> None:
+    told["shards"]["/tmp/escaped.safetensors"] = told["shards"].popitem()[1]
+
+
+def bomb(told: dict[str, Any]) -> None:
+    shard = next(iter(told["shards"].values()))
+    shard["header"] = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
+    shard["bytes"] = (1 << 42) + 8 + len(shard["header"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        escape,
+        escape_by_shard,
+        bomb,
+        lambda told: told.update(format="emp-llm pack 2"),
+        lambda told: told.update(kind="mask"),
+        lambda told: told.update(codec="zstd"),
+        lambda told: told.update(codec="brotli"),
+        lambda told: told.update(block=0),
+        lambda told: told.update(block=128),
+        lambda told: told.update(block=True),
+        lambda told: told.update(shards={}),
+        lambda told: told.update(shards=[]),
+        lambda told: told.update(files={"config.json": 3}),
+        lambda told: told.pop("base"),
+        lambda told: next(iter(told["shards"].values())).update(bytes=-1),
+        lambda told: next(iter(told["shards"].values())).update(header="{}"),
+        lambda told: next(iter(told["shards"].values())).update(header=7),
+        lambda told: next(iter(told["shards"].values())).update(sha256="0" * 64),
+    ],
+)
+def test_hostile_lists_are_refused(
+    pruned: Callable[[str], Path], tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    pack(pruned("llama"), tmp_path / "packed")
+    edited(tmp_path / "packed", change)
+    if change(json.loads((tmp_path / "packed" / "emp_pack.json").read_text()) | {}) is True:
+        pytest.fail("unreachable")
+    with pytest.raises(UserError):
+        unpack(tmp_path / "packed", tmp_path / "deep" / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
+
+
+def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
+    source = shutil.copytree(pruned("llama"), tmp_path / "source")
+    pack(source, tmp_path / "packed")
+    for call, said in (
+        (lambda: pack(tmp_path / "packed", tmp_path / "x"), "a packed checkpoint. Unpack it first"),
+        (lambda: pack(source, tmp_path / "packed"), "OUT .*: it exists"),
+        (lambda: pack(source, source / "inside"), "it is the input, lies in it or holds it"),
+        (lambda: pack(source, source), "it is the input"),
+        (lambda: pack(models("llama"), tmp_path / "x", mask_only=True), "it has no zeros, so there is no mask"),
+        (lambda: unpack(source, tmp_path / "x"), "no emp_pack.json in it"),
+        (lambda: unpack(tmp_path / "packed", tmp_path / "x", base=str(models("llama"))), "leave --base out"),
+        (lambda: unpack(tmp_path / "packed", source), "DIR .*: it exists"),
+    ):
+        with pytest.raises(UserError, match=said):
+            call()
+    (source / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: other weights, which a mask shall not carry"):
+        pack(source, tmp_path / "x", mask_only=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed", "source"]
+    pack(source, tmp_path / "packed", zstd=True, overwrite=True)
+    unpack(tmp_path / "packed", source.with_name("other"))
+    assert contents(tmp_path / "other") == contents(source)
+
+
+def test_without_zstandard_the_extra_is_named(
+    pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(pruned("llama"), tmp_path / "packed", zstd=True)
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(UserError, match=r"--zstd needs zstandard. Install it: pip install 'emp-llm\[zstd\]'"):
+        pack(pruned("llama"), tmp_path / "x", zstd=True)
+    with pytest.raises(UserError, match=r"emp-llm\[zstd\]"):
+        unpack(tmp_path / "packed", tmp_path / "x")
+
+
+def test_from_the_shell(pruned: Callable[[str], Path], models: Models, run: Run, tmp_path: Path) -> None:
+    done = run("pack", pruned("llama"), "packed", "--mask-only")
+    assert done.returncode == 0, done.stderr
+    assert "tensors sparse" in done.stdout
+    done = run("unpack", "packed", "back", "--base", models("llama"))
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "back") == contents(pruned("llama"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    wrong = run("unpack", "packed", "other")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: ")
+    assert "Traceback" not in wrong.stderr
+
+
+@given(st.lists(st.integers(0, 3) | st.integers(0, 65535), max_size=300), st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]))
+@settings(deadline=None, max_examples=150)
+def test_words_taken_apart_are_put_together_again(numbers: list[int], dtype: Any) -> None:
+    words = np.array(numbers, dtype=np.uint64).astype(dtype)
+    mask, values = mask_of(words), values_of(words)
+    assert np.array_equal(put_zeros_in(mask, values, words.size), words)
+    plane = split_planes(words)[0]
+    assert np.array_equal(unpair_exponents(pair_exponents(plane), plane.size), plane)

@@ -1,0 +1,170 @@
+"""Sparsity that lasts: masks put on again after merging adapters, and kept through training, on every way of storing weights."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from emp_llm import SparsityCallback, reapply_mask
+from emp_llm.models.errors import UserError
+from emp_llm.models.reapply import Masks
+from emp_llm.pack import pack
+from emp_llm.prune import prune
+
+Models = Callable[[str], Path]
+FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox")
+
+
+@pytest.fixture(scope="module")
+def pruned(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("pruned") / family
+            prune(str(models(family)), made[family], method="emp-magnitude")
+        return made[family]
+
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def shifted(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A model of which every parameter has moved, as by an optimizer; and what they were."""
+    model = load(folder)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    return model, before
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "packed", "zstd", "mask", "mask, zstd"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exactly_the_removed_weights_are_zero_again(
+    pruned: Callable[[str], Path], tmp_path: Path, family: str, kind: str
+) -> None:
+    folder = pruned(family)
+    if kind != "checkpoint":
+        folder = tmp_path / "packed"
+        pack(pruned(family), folder, zstd="zstd" in kind, mask_only="mask" in kind)
+    model, before = shifted(pruned(family))
+    removed = json.loads((pruned(family) / "emp_report.json").read_text())["targets"]["zeros"]
+    assert reapply_mask(model, folder) == removed > 0
+    zeros = 0
+    for name, parameter in model.named_parameters():
+        expected = before[name] + 1
+        if re.search(r"mlp", name) and parameter.dim() > 1 and "router" not in name and not name.endswith("mlp.gate.weight"):
+            expected[before[name] == 0] = 0
+            zeros += int((before[name] == 0).sum())
+        assert torch.equal(parameter, expected), name
+    assert zeros == removed
+    assert reapply_mask(model, folder) == 0
+
+
+def test_targets_may_be_said_and_have_to_be_where_the_folder_does_not(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+    bare = shutil.copytree(pruned("llama"), tmp_path / "bare")
+    (bare / "emp_report.json").unlink()
+    model, _ = shifted(bare)
+    with pytest.raises(UserError, match="emp_report.json"):
+        reapply_mask(model, bare)
+    assert Masks(model, bare, targets="up_proj").layers == [f"model.layers.{i}.mlp.up_proj" for i in range(2)]
+    assert reapply_mask(model, bare, targets="up_proj") > 0
+
+
+def test_what_cannot_be_masked_is_refused(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
+    model = load(pruned("llama"))
+    with pytest.raises(UserError, match="no such model folder"):
+        reapply_mask(model, tmp_path / "none")
+    with pytest.raises(UserError):
+        reapply_mask(model, pruned("gpt2"))
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(UserError, match="on meta.*without quantisation, offloading"):
+        reapply_mask(meta, pruned("llama"))
+    wrapped = load(pruned("llama"))
+    wrapped.model.layers[0].mlp.up_proj = Adapted(wrapped.model.layers[0].mlp.up_proj)
+    with pytest.raises(UserError, match=r"Merge them first: reapply_mask\(model.merge_and_unload\(\), DIR\)"):
+        reapply_mask(wrapped, pruned("llama"))
+    whole = wrapped.model.layers[0].mlp.up_proj
+    wrapped.model.layers[0].mlp.up_proj = whole.merged()
+    assert reapply_mask(wrapped, pruned("llama")) > 0
+    assert torch.equal(wrapped.model.layers[0].mlp.up_proj.weight == 0, model.model.layers[0].mlp.up_proj.weight == 0)
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter beside it, as PEFT wraps it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def merged(self) -> nn.Linear:
+        self.base_layer.weight.data += self.lora_b.weight.data @ self.lora_a.weight.data
+        return self.base_layer
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_training_keeps_zeros_and_moves_all_else(pruned: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    tokens = torch.arange(64).repeat(8, 1) % 50
+    examples = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def train(callbacks: list[Any]) -> tuple[PreTrainedModel, float]:
+        model = load(pruned(family))
+        with torch.no_grad():
+            model(input_ids=tokens, labels=tokens)
+        how = TrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            max_steps=6,
+            learning_rate=3e-3,
+            per_device_train_batch_size=8,
+            save_strategy="steps",
+            save_steps=3,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        Trainer(model, how, train_dataset=examples, callbacks=callbacks).train()
+        model.eval()
+        with torch.no_grad():
+            return model, float(model(input_ids=tokens, labels=tokens).loss)
+
+    start = load(pruned(family))
+    masks = Masks(start, pruned(family))
+    kept, after = train([SparsityCallback(pruned(family))])
+    with torch.no_grad():
+        assert after < float(start(input_ids=tokens, labels=tokens).loss) - 0.1
+    assert masks.broken(kept) == 0
+    moved = [(a != b).float().mean() for a, b in zip(kept.parameters(), start.parameters(), strict=True)]
+    assert sum(share > 0.5 for share in moved) > len(moved) / 2
+    saved = load(tmp_path / "run" / "checkpoint-3")  # what is saved on the way is sparse as well
+    assert masks.broken(saved) == 0
+    loose, _ = train([])
+    assert masks.broken(loose) > 0
+
+
+def test_the_example_works_offline(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    line = [sys.executable, str(root / "scripts" / "finetune_sparse.py"), "--steps", "12", "--output", str(tmp_path / "tuned")]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:26].strip(): line[26:].split() for line in done.stdout.splitlines()[1:]}
+    assert rows["pruned"][1] == rows["tuned, with the callback"][1] == "0"
+    assert rows["tuned, without"][1] != "0"
+    assert float(rows["tuned, with the callback"][0]) < float(rows["pruned"][0])
+    prune(str(root / "scripts" / "demo" / "model"), tmp_path / "pruned", method="emp-magnitude")
+    assert reapply_mask(load(tmp_path / "tuned", torch.bfloat16), tmp_path / "pruned") == 0
