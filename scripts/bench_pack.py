@@ -23,8 +23,6 @@ import torch
 from measure_memory import run_and_watch
 from safetensors.torch import save_file
 
-from emp_llm.models.packed import packed_name
-
 _SPARSITY = 0.4
 _COLUMNS = 4096
 
@@ -102,7 +100,12 @@ def size_rows(kind: str, folder: Path, scratch: Path) -> list[str]:
     """How small one checkpoint gets, each way."""
     rows = []
     of_all, of_parts = entropy(folder)
-    for name, flags in (("raw", []), ("zstd", ["--zstd"]), ("mask", ["--mask-only"]), ("mask, zstd", ["--mask-only", "--zstd"])):
+    for name, flags in (
+        ("raw", []),
+        ("zstd", ["--zstd"]),
+        ("mask", ["--mask-only"]),
+        ("mask, zstd", ["--mask-only", "--zstd"]),
+    ):
         command("pack", folder, scratch / "packed", *flags)
         ratio = weights(scratch / "packed") / weights(folder)
         rows.append(f"| {kind} | {name} | {ratio:.4f} | {f'{of_all:.4f} ({of_parts:.4f})' if name == 'zstd' else ''} |")
@@ -126,7 +129,9 @@ def speeds(source: Path, scratch: Path, repeats: int) -> tuple[list[str], int]:
         for name, flags in (("", []), (" --zstd", ["--zstd"]), (" --mask-only", ["--mask-only"])):
             base = ["--base", source] if flags == ["--mask-only"] else []
             timed(f"pack{name}", lambda flags=flags: peaks.append(command("pack", source, scratch / "packed", *flags)))  # type: ignore[misc]
-            timed(f"unpack{name}", lambda base=base: peaks.append(command("unpack", scratch / "packed", scratch / "back", *base)))  # type: ignore[misc]
+            timed(
+                f"unpack{name}", lambda base=base: peaks.append(command("unpack", scratch / "packed", scratch / "back", *base))
+            )  # type: ignore[misc]
             same = subprocess.run(["cmp", source / "model.safetensors", scratch / "back" / "model.safetensors"], check=False)
             assert same.returncode == 0
             shutil.rmtree(scratch / "packed")

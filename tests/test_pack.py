@@ -76,7 +76,9 @@ def odd_checkpoint(folder: Path) -> Path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": "ünïcode"})
     raw = (folder / "model.safetensors").read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length + 5) + raw[8 : 8 + length] + b" " * 5 + raw[8 + length :])
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", length + 5) + raw[8 : 8 + length] + b" " * 5 + raw[8 + length :]
+    )
     (folder / "sub").mkdir()
     (folder / "sub" / "notes.bin").write_bytes(bytes(range(256)))
     (folder / "config.json").write_text("{}")
@@ -143,11 +145,11 @@ def test_a_mask_and_the_base_are_the_pruned_checkpoint(
     assert sizes["packed_bytes"] < sizes["dense_bytes"] / 4  # headers are most of it in a model this small
     unpack(tmp_path / "mask", tmp_path / "back", base=str(base))
     assert contents(tmp_path / "back") == contents(source)
-    with pytest.raises(UserError, match="a mask holds no weights. Name the model it is for: --base"):
+    with pytest.raises(UserError, match=r"a mask holds no weights\. Name the model it is for: --base"):
         unpack(tmp_path / "mask", tmp_path / "none")
     with pytest.raises(UserError, match="not those that were pruned"):
         unpack(tmp_path / "mask", tmp_path / "none", base=str(source))
-    with pytest.raises(UserError, match="it has no .* so it is not the model that the mask is for"):
+    with pytest.raises(UserError, match=r"it has no .* so it is not the model that the mask is for"):
         unpack(tmp_path / "mask", tmp_path / "none", base=str(models("llama")))
     assert not (tmp_path / "none").exists()
 
@@ -182,7 +184,7 @@ def test_sizes_in_the_report_are_those_of_packing(pruned: Callable[[str], Path],
 
 
 def test_the_promised_sizes_for_gaussian_weights(tmp_path: Path) -> None:
-    """Issue: at 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd; zeros at random are the worst case."""
+    """At 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd; zeros at random are the worst case."""
     torch.manual_seed(0)
     weight = torch.randn(2048, 2048).bfloat16() * 0.02
     for name, score in (("magnitude", weight.abs().float()), ("random", torch.rand(2048, 2048))):
@@ -220,13 +222,12 @@ def test_damage_is_refused_and_leaves_nothing(
         damage(tmp_path / "bad", rng)
         try:
             unpack(tmp_path / "bad", tmp_path / "back", base=base)
-        except UserError as error:
+        except UserError:
             refused += 1
-            assert str(tmp_path) in str(error)
-            assert not (tmp_path / "back").exists()
         else:
             assert contents(tmp_path / "back") == wanted
             shutil.rmtree(tmp_path / "back")
+        assert not (tmp_path / "back").exists()
         assert not list(tmp_path.glob(".*"))
         shutil.rmtree(tmp_path / "bad")
     assert refused > 50
@@ -297,8 +298,6 @@ def test_hostile_lists_are_refused(
 ) -> None:
     pack(pruned("llama"), tmp_path / "packed")
     edited(tmp_path / "packed", change)
-    if change(json.loads((tmp_path / "packed" / "emp_pack.json").read_text()) | {}) is True:
-        pytest.fail("unreachable")
     with pytest.raises(UserError):
         unpack(tmp_path / "packed", tmp_path / "deep" / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
@@ -353,7 +352,10 @@ def test_from_the_shell(pruned: Callable[[str], Path], models: Models, run: Run,
     assert "Traceback" not in wrong.stderr
 
 
-@given(st.lists(st.integers(0, 3) | st.integers(0, 65535), max_size=300), st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]))
+@given(
+    st.lists(st.integers(0, 3) | st.integers(0, 65535), max_size=300),
+    st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),
+)
 @settings(deadline=None, max_examples=150)
 def test_words_taken_apart_are_put_together_again(numbers: list[int], dtype: Any) -> None:
     words = np.array(numbers, dtype=np.uint64).astype(dtype)
