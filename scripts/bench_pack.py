@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ def entropy(folder: Path) -> tuple[float, float]:
     return bits(counts) / 16, (mask + share * (8 + bits(exponents))) / 16
 
 
-def bits(counts: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> float:
+def bits(counts: Any) -> float:
     """Entropy of a distribution in bits."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
@@ -118,22 +118,20 @@ def speeds(source: Path, scratch: Path, repeats: int) -> tuple[list[str], int]:
     times: dict[str, list[float]] = {}
     peaks = [0]
 
-    def timed(name: str, work: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        work()
-        times.setdefault(name, []).append(time.perf_counter() - start)
-
     for _ in range(repeats):
-        timed("cp -r; sync", lambda: copy(source, scratch / "copy"))
+        start = time.perf_counter()
+        copy(source, scratch / "copy")
+        times.setdefault("cp -r, sync", []).append(time.perf_counter() - start)
         shutil.rmtree(scratch / "copy")
-        for name, flags in (("", []), (" --zstd", ["--zstd"]), (" --mask-only", ["--mask-only"])):
-            base = ["--base", source] if flags == ["--mask-only"] else []
-            timed(f"pack{name}", lambda flags=flags: peaks.append(command("pack", source, scratch / "packed", *flags)))  # type: ignore[misc]
-            timed(
-                f"unpack{name}", lambda base=base: peaks.append(command("unpack", scratch / "packed", scratch / "back", *base))
-            )  # type: ignore[misc]
-            same = subprocess.run(["cmp", source / "model.safetensors", scratch / "back" / "model.safetensors"], check=False)
-            assert same.returncode == 0
+        for flags, base in (([], []), (["--zstd"], []), (["--mask-only"], ["--base", source])):
+            for name, line in (
+                ("pack", ["pack", source, scratch / "packed", *flags]),
+                ("unpack", ["unpack", scratch / "packed", scratch / "back", *base]),
+            ):
+                start = time.perf_counter()
+                peaks.append(command(*line))
+                times.setdefault(" ".join([name, *flags]), []).append(time.perf_counter() - start)
+            subprocess.run(["cmp", source / "model.safetensors", scratch / "back" / "model.safetensors"], check=True)
             shutil.rmtree(scratch / "packed")
             shutil.rmtree(scratch / "back")
     rows = ["| run | seconds | GB/s |", "|---|---:|---:|"]
@@ -152,7 +150,7 @@ def copy(source: Path, target: Path) -> None:
         os.close(file)
 
 
-def command(name: str, *arguments: object) -> int:
+def command(name: object, *arguments: object) -> int:
     """Run a command as a process; returns its peak memory."""
     return run_and_watch([sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)])
 

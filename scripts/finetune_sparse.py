@@ -73,7 +73,8 @@ def load(folder: Path) -> PreTrainedModel:
 
 def chunks(tokens: Tensor) -> list[dict[str, Tensor]]:
     """Examples of equal length; the rest at the end is left out."""
-    return [{"input_ids": chunk, "labels": chunk} for chunk in tokens[: len(tokens) // _LENGTH * _LENGTH].split(_LENGTH)]
+    whole = tokens[: len(tokens) // _LENGTH * _LENGTH].view(-1, _LENGTH)
+    return [{"input_ids": chunk, "labels": chunk} for chunk in whole]
 
 
 def loss(model: PreTrainedModel, examples: list[dict[str, Tensor]]) -> float:
@@ -81,7 +82,9 @@ def loss(model: PreTrainedModel, examples: list[dict[str, Tensor]]) -> float:
     batch = torch.stack([example["input_ids"] for example in examples]).to(model.device)
     model.eval()
     with torch.inference_mode():
-        return sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in batch.split(16)) / len(batch)
+        parts = [batch[first : first + 16] for first in range(0, len(batch), 16)]
+        losses = [float(model(input_ids=part, labels=part).loss) * len(part) for part in parts]
+    return sum(losses) / len(batch)
 
 
 def tune(model: PreTrainedModel, examples: list[dict[str, Tensor]], steps: int, scratch: Path, callbacks: list[Any]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Words = NDArray[Any]  # one dimension, uint8, uint16, uint32 or uint64, little-endian
 Bytes = NDArray[np.uint8]
 
-WORD = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+WORD: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _ONES = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 FREQUENT = 15  # exponents with a code of four bits; the sixteenth code says that the byte is found elsewhere
 _SAMPLE = 1 << 16  # bytes that tell which are frequent
@@ -87,8 +87,9 @@ def join_planes(planes: list[Bytes]) -> Words:
     raw = np.empty((planes[0].size, size), dtype=np.uint8)
     for plane, values in zip(reversed(range(size)), planes, strict=True):
         raw[:, plane] = values
-    turned = raw.reshape(-1).view(WORD[size])
-    return (turned >> 1) | (turned << (8 * size - 1))
+    turned: Words = raw.reshape(-1).view(WORD[size])
+    joined: Words = (turned >> 1) | (turned << (8 * size - 1))
+    return joined
 
 
 def pair_exponents(plane: Bytes) -> Bytes:

@@ -52,7 +52,7 @@ class Zstd:
             if dtype in _PAIRED:
                 planes[0] = pair_exponents(planes[0])
             chunks += planes
-        return [self._zstd.ZstdCompressor(level=_LEVEL).compress(chunk) for chunk in chunks]
+        return [self._zstd.ZstdCompressor(level=_LEVEL).compress(memoryview(chunk)) for chunk in chunks]  # type: ignore[arg-type]
 
     def decode(self, frames: list[memoryview], count: int, dtype: str, size: int, sparse: bool) -> Words:
         """The `count` words, of `size` bytes, of a block whose values were encoded; ValueError where the frames hold others."""

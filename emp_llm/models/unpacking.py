@@ -81,7 +81,7 @@ class Unpacker:
         yield memoryview(shard.header)
         for tensor in shard.tensors:
             for words in words_of(shard, tensor, files, self.coder, self.base):
-                yield memoryview(words).cast("B")
+                yield memoryview(words.view(np.uint8))
 
     def _check_base(self, base: Checkpoint) -> None:
         for shard in self.packed.shards.values():
