@@ -32,8 +32,8 @@ def mask_of(words: Words) -> Bytes:
 
 def values_of(words: Words) -> Words:
     """The words that are not zero."""
-    # By places, not by booleans: these numpy follows with a jump at every word, six times as slow where zeros are scattered.
-    return words.take(np.flatnonzero(words))
+    # By places, and the places of booleans: all other ways numpy goes with a jump at every word, five times as slow.
+    return words.take(np.flatnonzero(words != 0))
 
 
 def ones_in(mask: Bytes, count: int) -> int:
@@ -103,7 +103,7 @@ def pair_exponents(plane: Bytes) -> Bytes:
     frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:FREQUENT].astype(np.uint8)
     codes = np.full(256, FREQUENT, dtype=np.uint8)
     codes[frequent] = np.arange(FREQUENT, dtype=np.uint8)
-    coded = codes[plane]
+    coded = codes.take(plane)
     others = plane[np.flatnonzero(coded == FREQUENT)]
     if coded.size % 2:
         coded = np.append(coded, np.uint8(FREQUENT))
@@ -123,7 +123,7 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
     coded = np.empty(2 * pairs.size, dtype=np.uint8)
     coded[0::2], coded[1::2] = pairs & 15, pairs >> 4
     coded = coded[:count]
-    plane = np.append(packed[:FREQUENT], np.uint8(0))[coded]
+    plane = np.append(packed[:FREQUENT], np.uint8(0)).take(coded)
     rare = np.flatnonzero(coded == FREQUENT)
     if rare.size != packed.size - end:
         raise ValueError("the exponents that are not frequent are not as many as announced")
