@@ -52,7 +52,7 @@ def main() -> None:
         dense = weights(folders["magnitude"])
     about = (
         f"{dense / 1e9:.2f} GB of Gaussian bfloat16, {100 * _SPARSITY:.0f} % zeros; {os.cpu_count()} cores, medians of "
-        f"{arguments.repeats}, GB/s of the dense checkpoint. Peak memory of a process, its imports included: {peak / 1e9:.2f} GB."
+        f"{arguments.repeats}, GB/s of the dense checkpoint. Peak memory of a process, imports included: {peak / 1e9:.2f} GB."
     )
     notes = (
         "Entropy: bits of a weight by itself, zero one of them, as a share of 16; in brackets with sign and mantissa taken as "

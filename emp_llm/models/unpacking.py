@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from tqdm import tqdm
 from emp_llm.models.bits import Bytes, Words, mask_bytes, mask_of, ones_in, put_zeros_in, zero_out
 from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
 from emp_llm.models.codec import Zstd
-from emp_llm.models.digests import Digests, digest_of
+from emp_llm.models.digests import digest_of
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import OpenFiles, ahead, write_exactly
+from emp_llm.models.files import Behind, OpenFiles, ahead, write_exactly
 from emp_llm.models.headers import StoredTensor, shown
 from emp_llm.models.packed import Frames, PackedFolder, PackedShard, damaged, read_words, word_bytes, words_in
 from emp_llm.models.packing import THREADS
@@ -52,27 +53,25 @@ class Unpacker:
         """
         packed = self.packed
         total = sum(shard.size for shard in packed.shards.values())
-        with Digests() as digests, tqdm(total=total, desc="unpack", unit="B", unit_scale=True, disable=None) as bar:
+        with tqdm(total=total, desc="unpack", unit="B", unit_scale=True, disable=None) as bar:
             for name, shard in packed.shards.items():
-                with OpenFiles() as files:
+                digest, position = sha256(), 0
+                with OpenFiles() as files, Behind() as behind:
                     there = files.writing(folder / name)
-                    position = 0
                     for piece in self._pieces(shard, files):
-                        write_exactly(there, piece, position)
-                        digests.advance(folder / name, position, position + len(piece))
+                        behind.do(write_exactly, there, piece, position)
+                        digest.update(piece)
                         position += len(piece)
                         bar.update(len(piece))
-            found = digests.finish()
-        for name, shard in packed.shards.items():
-            if found[name] != shard.sha256:
-                self._refuse(shard)
-        for name, (size, digest) in packed.files.items():
+                if digest.hexdigest() != shard.sha256:
+                    self._refuse(shard)
+        for name, (size, wanted) in packed.files.items():
             source, target = packed.folder / name, folder / name
             if not source.is_file():
                 raise UserError(f"{source}: it is missing; {PACK_NAME} beside it names it. Download it again.")
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
-            if target.stat().st_size != size or digest_of(target) != digest:
+            if target.stat().st_size != size or digest_of(target) != wanted:
                 damaged(source, f"it is not the file that {PACK_NAME} names")
         return {"bytes": packed.bytes, "files": len(packed.shards) + len(packed.files)}
 
