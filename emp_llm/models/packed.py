@@ -69,7 +69,7 @@ def read_words(file: int, tensor: StoredTensor, first: int, count: int) -> Words
     size = word_bytes(tensor)
     words = np.empty(count, dtype=WORD[size])
     if count:
-        read_exactly(file, memoryview(words.view(np.uint8)), tensor.start + first * size, tensor.shard)
+        read_exactly(file, words.view(np.uint8).data, tensor.start + first * size, tensor.shard)
     return words
 
 

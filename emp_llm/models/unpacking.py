@@ -80,7 +80,7 @@ class Unpacker:
         yield memoryview(shard.header)
         for tensor in shard.tensors:
             for words in words_of(shard, tensor, files, self.coder, self.base):
-                yield memoryview(words.view(np.uint8))
+                yield words.view(np.uint8).data
 
     def _check_base(self, base: Checkpoint) -> None:
         for shard in self.packed.shards.values():
