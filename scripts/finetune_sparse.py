@@ -1,11 +1,11 @@
 """Fine-tune a pruned model, and keep it pruned: `transformers.Trainer` with and without `emp_llm.SparsityCallback`.
 
-    python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--method emp-magnitude] [--steps 100] [--output DIR]
+    python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--beta 0.6] [--steps 40] [--output DIR]
 
-Prunes the model, trains it on the text twice, once with the callback and once without, and prints the loss on the last tenth of
-the text, which is not trained on, beside the zeros that are left. With --output, the model that was trained with the callback
-is written there, in the dtype it was pruned in, with its tokenizer. By default all of it is the demo model of this repository
-and its text, and no network is needed.
+Prunes the model (emp-magnitude, beta times N_eff stay), trains it on the text twice, once with the callback
+and once without, and prints the loss on the last tenth of the text, which is not trained on, and how many of the removed
+weights have come back. With --output, the model that was trained with the callback is written there, in the dtype it was pruned
+in, with its tokenizer. By default all of it is the demo model of this repository and its text, and no network is needed.
 
 For LoRA, train as ever and call `reapply_mask(model.merge_and_unload(), "pruned")` in the end.
 """
@@ -21,10 +21,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     default_data_collator,
 )
+from transformers.utils import logging
 
 from emp_llm import SparsityCallback
 from emp_llm.models.reapply import Masks
@@ -34,18 +36,19 @@ ROOT = Path(__file__).parents[1]
 _LENGTH = 128  # tokens to an example
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Prune, train twice, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "scripts" / "demo" / "model")
     parser.add_argument("--text", type=Path, default=ROOT / "calibration" / "demo.txt")
-    parser.add_argument("--method", choices=("emp-magnitude", "magnitude"), default="emp-magnitude")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--beta", type=float, default=0.6)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", type=Path, help="where to write the tuned model; default: nowhere")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(line)
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         pruned = Path(scratch) / "pruned"
-        prune(str(arguments.model), pruned, method=arguments.method)
+        report = prune(str(arguments.model), pruned, method="emp-magnitude", beta=arguments.beta)
         tokenizer = AutoTokenizer.from_pretrained(pruned)
         examples = chunks(tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0])
         held = len(examples) // 10
@@ -60,6 +63,7 @@ def main() -> None:
             if callbacks and arguments.output is not None:
                 model.to(before.config.dtype).save_pretrained(arguments.output)
                 tokenizer.save_pretrained(arguments.output)
+    print(f"{100 * report['targets']['sparsity_of_targets']:.1f} % of the targets removed")
     print(f"{'':26} {'loss':>6}  removed weights that are not zero")
     for name, value, broken in rows:
         print(f"{name:26} {value:6.3f}  {broken:,}")
@@ -98,10 +102,13 @@ def tune(model: PreTrainedModel, examples: list[dict[str, Tensor]], steps: int, 
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        dataloader_pin_memory=False,
         logging_strategy="no",
         seed=0,
     )
-    Trainer(model, how, train_dataset=examples, data_collator=default_data_collator, callbacks=callbacks).train()
+    trainer = Trainer(model, how, train_dataset=examples, data_collator=default_data_collator, callbacks=callbacks)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 if __name__ == "__main__":
