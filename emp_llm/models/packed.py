@@ -35,8 +35,8 @@ import numpy as np
 from emp_llm.models.bits import WORD, Bytes, Words, mask_bytes
 from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
 from emp_llm.models.codec import Zstd
+from emp_llm.models.direct import Source
 from emp_llm.models.errors import ReadError, UserError, reason
-from emp_llm.models.files import read_exactly
 from emp_llm.models.headers import BITS, INDEX_LIMIT, StoredTensor, check_links, parse_header, read_header, read_json, shown
 
 FORMAT = "emp-llm pack 1"
@@ -64,12 +64,12 @@ def packed_bytes(words: int, size: int, zeros: int) -> int:
     return min(words * size, mask_bytes(words) + (words - zeros) * size)
 
 
-def read_words(file: int, tensor: StoredTensor, first: int, count: int) -> Words:
+def read_words(file: Source, tensor: StoredTensor, first: int, count: int) -> Words:
     """Some words of a tensor from an open shard."""
     size = word_bytes(tensor)
     words = np.empty(count, dtype=WORD[size])
     if count:
-        read_exactly(file, words.view(np.uint8).data, tensor.start + first * size, tensor.shard)
+        file.read(words.view(np.uint8).data, tensor.start + first * size)
     return words
 
 
@@ -154,7 +154,7 @@ class PackedShard:
             raise ValueError(f"it holds no {shown(name)}")
         return self._parts[name]
 
-    def masks(self, file: int, tensor: StoredTensor, coder: Zstd | None) -> Callable[[int], Bytes]:
+    def masks(self, file: Source, tensor: StoredTensor, coder: Zstd | None) -> Callable[[int], Bytes]:
         """A function that reads the mask of a block of a sparse tensor, given its number, from the open file."""
         counts = [count for _, count in self.manner.blocks(tensor)]
         if coder is not None:
@@ -186,7 +186,7 @@ class PackedShard:
 class Frames:
     """The frames of a tensor in an open packed shard; ValueError where their sizes cannot be."""
 
-    def __init__(self, shard: PackedShard, file: int, tensor: StoredTensor) -> None:
+    def __init__(self, shard: PackedShard, file: Source, tensor: StoredTensor) -> None:
         self._file = file
         sizes, self._frames = shard.part(tensor, ".sizes"), shard.part(tensor, ".frames")
         self._sizes = read_words(file, sizes, 0, sizes.numel).reshape(sizes.shape).astype(np.int64)
@@ -202,7 +202,7 @@ class Frames:
         """All frames of a block, or the first few."""
         sizes = self._sizes[number, :frames].tolist()
         raw = memoryview(bytearray(sum(sizes)))
-        read_exactly(self._file, raw, self._frames.start + int(self._starts[number]), self._frames.shard)
+        self._file.read(raw, self._frames.start + int(self._starts[number]))
         ends = np.cumsum(sizes).tolist()
         return [raw[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 

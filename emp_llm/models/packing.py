@@ -15,8 +15,9 @@ from emp_llm.models.bits import mask_bytes, mask_of, values_of
 from emp_llm.models.checkpoint import OTHER_WEIGHTS, PACK_NAME, Checkpoint
 from emp_llm.models.codec import Zstd
 from emp_llm.models.digests import Digests, digest_of
+from emp_llm.models.direct import Buffers, write_copied
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import ahead, replace_json, write_exactly
+from emp_llm.models.files import OpenFiles, ahead, replace_json
 from emp_llm.models.headers import BITS, StoredTensor, header_text, read_json
 from emp_llm.models.packed import (
     FORMAT,
@@ -128,6 +129,7 @@ class ShardPacker:
         self._names = {tensor.name for tensor in tensors}
         self._parts: dict[str, dict[str, Any]] = {}  # as in the header
         self._position = self._base = 0
+        self._buffers = Buffers()
 
     def write(self) -> list[Form]:
         """Write the packed shard, its header last: its length is not exceeded, but what stands in it is known only then.
@@ -137,18 +139,14 @@ class ShardPacker:
         """
         self._base = self._position = len(self._header(self._largest()))
         forms = []
-        self._here = os.open(self.shard, os.O_RDONLY)
-        self._there = os.open(self.target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        with OpenFiles() as files:
+            self._here, self._there = files.reading(self.shard), files.writing(self.target)
             for tensor in self.tensors:
                 forms.append(self._pack(tensor))
                 self.bar.update(tensor.end - tensor.start)
             header = self._header(self._parts)[8:].ljust(self._base - 8)
-            write_exactly(self._there, memoryview(len(header).to_bytes(8, "little") + header), 0)
-            os.ftruncate(self._there, self._position)
-        finally:
-            os.close(self._here)
-            os.close(self._there)
+            self._write(len(header).to_bytes(8, "little") + header, 0)
+        os.truncate(self.target, self._position)
         return forms
 
     def _pack(self, tensor: StoredTensor) -> Form:
@@ -215,7 +213,8 @@ class ShardPacker:
         return read_words(self._here, tensor, first, count)
 
     def _write(self, chunk: Any, offset: int) -> None:
-        write_exactly(self._there, memoryview(chunk).cast("B") if len(chunk) else memoryview(b""), offset)
+        if len(chunk):
+            write_copied(self._there, self._buffers, memoryview(chunk).cast("B"), offset)
 
     def _note(self, tensor: StoredTensor, form: Form, length: int) -> None:
         """A tensor is written: put its parts into the header, the one of unknown length with that, and go behind them."""

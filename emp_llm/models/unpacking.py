@@ -14,8 +14,9 @@ from emp_llm.models.bits import Bytes, Words, mask_bytes, mask_of, ones_in, put_
 from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
 from emp_llm.models.codec import Zstd
 from emp_llm.models.digests import digest_of
+from emp_llm.models.direct import Buffers, Source, write_copied
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import Behind, OpenFiles, ahead, write_exactly
+from emp_llm.models.files import Behind, OpenFiles, ahead
 from emp_llm.models.headers import StoredTensor, shown
 from emp_llm.models.packed import Frames, PackedFolder, PackedShard, damaged, read_words, word_bytes, words_in
 from emp_llm.models.packing import THREADS
@@ -55,11 +56,11 @@ class Unpacker:
         total = sum(shard.size for shard in packed.shards.values())
         with tqdm(total=total, desc="unpack", unit="B", unit_scale=True, disable=None) as bar:
             for name, shard in packed.shards.items():
-                digest, position = sha256(), 0
+                digest, position, buffers = sha256(), 0, Buffers()
                 with OpenFiles() as files, Behind() as behind:
-                    there = files.writing(folder / name)
+                    write = partial(write_copied, files.writing(folder / name), buffers)
                     for piece in self._pieces(shard, files):
-                        behind.do(write_exactly, there, piece, position)
+                        behind.do(write, piece, position)
                         digest.update(piece)
                         position += len(piece)
                         bar.update(len(piece))
@@ -172,7 +173,7 @@ def _jobs(
             yield partial(read_words, here, part, first, count)
 
 
-def _sparse(shard: PackedShard, tensor: StoredTensor, here: int) -> Iterator[Callable[[], Words]]:
+def _sparse(shard: PackedShard, tensor: StoredTensor, here: Source) -> Iterator[Callable[[], Words]]:
     """The masks are read here, for they tell where the values of each block begin."""
     masks, values = shard.masks(here, tensor, None), shard.part(tensor, ".values")
     used = 0
@@ -187,7 +188,7 @@ def _sparse(shard: PackedShard, tensor: StoredTensor, here: int) -> Iterator[Cal
         raise ValueError(f"its mask has {used:,} bits set, and {words_in(values):,} values are there")
 
 
-def _masked(file: int, stored: StoredTensor, first: int, count: int, mask: Callable[[], Any] | None) -> Words:
+def _masked(file: Source, stored: StoredTensor, first: int, count: int, mask: Callable[[], Any] | None) -> Words:
     words = read_words(file, stored, first, count)
     if mask is None:
         return words
@@ -200,5 +201,5 @@ def _decoded(frames: Frames, number: int, decode: Callable[..., Words]) -> Words
     return decode(frames.read(number))
 
 
-def _filled(file: int, values: StoredTensor, first: int, count: int, fill: Callable[..., Words]) -> Words:
+def _filled(file: Source, values: StoredTensor, first: int, count: int, fill: Callable[..., Words]) -> Words:
     return fill(values=read_words(file, values, first, count))
