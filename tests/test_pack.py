@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,23 @@ def test_every_dtype_and_odd_shapes(tmp_path: Path, codec: Any, block: int) -> N
         original = load_file(source / "model.safetensors")
         assert torch.equal(parts["bf16.values"], original["bf16"][original["bf16"] != 0])
         assert torch.equal(parts["clash"], original["clash"])
+
+
+@pytest.mark.parametrize("how", [{}, {"codec": "zstd"}, {"kind": "mask"}])
+def test_a_few_blocks_are_held_not_a_tensor(tmp_path: Path, how: dict[str, Any]) -> None:
+    (tmp_path / "model").mkdir()
+    weight = torch.randn(4000, 5000).bfloat16()
+    save_file({"w": weight.masked_fill(weight.abs() < 0.5, 0)}, tmp_path / "model" / "model.safetensors")
+    source = Checkpoint(tmp_path / "model")
+    tracemalloc.start()
+    (tmp_path / "packed").mkdir()
+    Packer(source, Manner(block=1 << 16, **how)).write(tmp_path / "packed")
+    (tmp_path / "back").mkdir()
+    Unpacker(PackedFolder(tmp_path / "packed"), source if "kind" in how else None).write(tmp_path / "back")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert contents(tmp_path / "back") == contents(tmp_path / "model")
+    assert peak < 2 * weight.numel() / 4  # numpy's memory, of 40 MB of weights
 
 
 def test_a_tensor_is_packed_by_all_its_zeros_not_by_those_of_its_first_block(tmp_path: Path) -> None:
@@ -264,6 +282,11 @@ def escape_by_shard(told: dict[str, Any]) -> None:
     told["shards"]["/tmp/escaped.safetensors"] = told["shards"].popitem()[1]
 
 
+def bomb_of_frames(told: dict[str, Any]) -> None:
+    bomb(told)
+    told.update(codec="zstd", block=64)
+
+
 def bomb(told: dict[str, Any]) -> None:
     shard = next(iter(told["shards"].values()))
     shard["header"] = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
@@ -276,6 +299,7 @@ def bomb(told: dict[str, Any]) -> None:
         escape,
         escape_by_shard,
         bomb,
+        bomb_of_frames,
         lambda told: told.update(format="emp-llm pack 2"),
         lambda told: told.update(kind="mask"),
         lambda told: told.update(codec="zstd"),

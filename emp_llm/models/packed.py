@@ -24,7 +24,7 @@ numbers of less than 8 bits, bytes. Zero is a word of which no bit is set; -0.0 
 - in a folder of kind "mask": the mask alone, `NAME.mask` or its frames; nothing for a tensor without zeros.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -87,10 +87,10 @@ class Manner:
         if type(self.block) is not int or not 64 <= self.block <= _LARGEST_BLOCK or self.block % 64:
             raise ValueError("its block is not a multiple of 64 within bounds")
 
-    def blocks(self, tensor: StoredTensor) -> list[tuple[int, int]]:
+    def blocks(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
         """(first word, words) of each block of a tensor."""
         words = words_in(tensor)
-        return [(first, min(self.block, words - first)) for first in range(0, words, self.block)]
+        return ((first, min(self.block, words - first)) for first in range(0, words, self.block))
 
     def frames(self, tensor: StoredTensor, form: Form) -> int:
         """How many frames a block of a tensor has, by zstd."""
@@ -102,7 +102,7 @@ class Manner:
         if form == "base":
             return {}
         if self.codec == "zstd":
-            sizes = (len(self.blocks(tensor)), self.frames(tensor, form))
+            sizes = (-(-words_in(tensor) // self.block), self.frames(tensor, form))
             return {f"{name}.frames": ("U8", (None,)), f"{name}.sizes": ("U32", sizes)}
         if form == "dense":
             return {name: (tensor.dtype, tensor.shape)}
@@ -156,12 +156,12 @@ class PackedShard:
 
     def masks(self, file: Source, tensor: StoredTensor, coder: Zstd | None) -> Callable[[int], Bytes]:
         """A function that reads the mask of a block of a sparse tensor, given its number, from the open file."""
-        counts = [count for _, count in self.manner.blocks(tensor)]
+        words, block = words_in(tensor), self.manner.block
         if coder is not None:
             frames = Frames(self, file, tensor)
-            return lambda number: coder.mask(frames.read(number, 1)[0], counts[number])
-        part, step = self.part(tensor, ".mask"), self.manner.block // 8
-        return lambda number: read_words(file, part, number * step, mask_bytes(counts[number]))
+            return lambda number: coder.mask(frames.read(number, 1)[0], min(block, words - number * block))
+        part = self.part(tensor, ".mask")
+        return lambda number: read_words(file, part, number * block // 8, mask_bytes(min(block, words - number * block)))
 
     def _form(self, tensor: StoredTensor) -> Form:
         """What the parts of a tensor say of its form."""

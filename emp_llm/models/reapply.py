@@ -47,7 +47,7 @@ class Masks:
         self._bits: dict[Layer, Tensor] = {}
         by_tensor: dict[str, list[Target]] = defaultdict(list)
         for target in chosen:
-            _weight(model, target.layer, (target.matrix.rows, target.matrix.columns))
+            _check_weight(model, target.layer, (target.matrix.rows, target.matrix.columns))
             by_tensor[target.matrix.stored.name].append(target)
         with OpenFiles() as files:
             for name, of_tensor in by_tensor.items():
@@ -148,7 +148,7 @@ def _check_whole(model: PreTrainedModel) -> None:
         )
 
 
-def _weight(model: PreTrainedModel, layer: Layer, shape: tuple[int, int]) -> None:
+def _check_weight(model: PreTrainedModel, layer: Layer, shape: tuple[int, int]) -> None:
     """Raise UserError where a layer's weight is not there as it was stored."""
     weight = weight_of(model, layer)
     if weight.device.type == "meta" or tuple(weight.shape) != shape or not weight.is_floating_point():
