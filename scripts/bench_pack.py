@@ -10,6 +10,7 @@ is in the page cache, as after pruning.
 
 import argparse
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -56,7 +57,8 @@ def main() -> None:
     )
     notes = (
         "Entropy: bits of a weight by itself, zero one of them, as a share of 16; in brackets with sign and mantissa taken as "
-        "random, as the packer does."
+        "random, as the packer does. Processor seconds tell of the work where other jobs share the machine"
+        f" (load while this ran: {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores)."
     )
     text = f"{about}\n\n" + "\n".join(sizes) + f"\n\n{notes}\n\n" + "\n".join(speed)
     print(text)
@@ -139,21 +141,27 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
         "pack --mask-only": lambda: pack(source, packed, mask_only=True),
         "unpack --base": lambda: unpack(packed, back, base=str(source)),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, work in runs.items():
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), processor()
             work()
-            times[name].append(time.perf_counter() - start)
+            times[name].append((time.perf_counter() - start, processor() - worked))
             if back.exists():
                 subprocess.run(["cmp", source / "model.safetensors", back / "model.safetensors"], check=True)
                 shutil.rmtree(back)
                 shutil.rmtree(packed, ignore_errors=True)
-    rows = ["| run | seconds | GB/s |", "|---|---:|---:|"]
+    rows = ["| run | seconds | GB/s | processor seconds |", "|---|---:|---:|---:|"]
     for name, passed in times.items():
-        seconds = statistics.median(passed)
-        rows.append(f"| {name} | {seconds:.2f} | {weights(source) / 1e9 / seconds:.2f} |")
+        seconds, worked = (statistics.median(column) for column in zip(*passed, strict=True))
+        rows.append(f"| {name} | {seconds:.2f} | {weights(source) / 1e9 / seconds:.2f} | {worked:.2f} |")
     return rows
+
+
+def processor() -> float:
+    """Seconds of a processor that this process and those it waited for have used, in and outside the system."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def copy(source: Path, target: Path) -> None:
