@@ -267,7 +267,10 @@ class _Sweep:
             pruner.use(self.norms)
         stages, path = Stages(), self._folder.points / point.name
         with ExitStack() as stack:
-            out = stack.enter_context(OutputFolder(path, self._plan.checkpoint, overwrite=True)) if self._keep else None
+            source, kept = self._plan.checkpoint, None
+            if self._keep:
+                kept = OutputFolder(path, [source.folder], needed_bytes(source), overwrite=True)
+            out = stack.enter_context(kept) if kept is not None else None
             journal = self._begun(out, recipe, pruner) if out is not None else None
             with stages("prune"):
                 outcomes = memory.prune(pruner) if memory is not None else []
