@@ -115,7 +115,8 @@ def pruning_lines(report: dict[str, Any]) -> list[str]:
         f"targets: {targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
         f"{_percent(targets['share_of_blocks'])} % of the weights there, "
         f"{_percent(targets['share_of_all_parameters'])} % of all parameters",
-        f"weights: {size(sizes['dense'])} dense, {size(sizes['packed'])} packed, {size(sizes['mask'])} as a mask (emp-llm pack)",
+        f"weights: {size(sizes['dense'])} dense, {size(sizes['packed'])} packed (emp-llm pack), "
+        f"{size(sizes['mask'])} as a mask",
     ]
 
 
