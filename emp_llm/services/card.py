@@ -126,8 +126,8 @@ class Card:
 
     def _summary(self) -> str:
         how = _METHODS.get(self._report["recipe"]["method"], self._report["recipe"]["method"])
-        sparsity, coverage = pruning_lines(self._report)
-        return f"{self._base}, pruned after training and without retraining by {how}.\n\n- {sparsity}\n- {coverage}"
+        lines = "\n".join(f"- {line}" for line in pruning_lines(self._report))
+        return f"{self._base}, pruned after training and without retraining by {how}.\n\n{lines}"
 
     def _gains(self) -> str:
         zeros = self._report["targets"]["sparsity_of_all_parameters"]

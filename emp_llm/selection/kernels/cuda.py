@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.kernels import cuda_cut
 from emp_llm.selection.sums import LANES
@@ -153,12 +153,13 @@ def _check_arguments(weight: Tensor, norms: Tensor | None, budget: Budget, out: 
 
 def _given_counts(budget: Budget, rows: int, columns: int, offset: int, device: torch.device) -> Tensor | None:
     """The counts of a budget that needs the sizes of the rows and nothing else of them; counted on the CPU."""
-    if not isinstance(budget, RatioBudget | TotalBudget):
+    if not isinstance(budget, RatioBudget | TotalBudget | PartsBudget):
         return None
-    size = torch.full((rows if isinstance(budget, TotalBudget) else 1,), columns, dtype=torch.int64)
+    alike = isinstance(budget, RatioBudget)
+    size = torch.full((1 if alike else rows,), columns, dtype=torch.int64)
     nothing = torch.zeros(size.shape, dtype=torch.float64)
     counts = budget.counts(Moments(2.0, size, nothing + 1, nothing, nothing), offset)
-    if isinstance(budget, TotalBudget):
+    if not alike:
         return counts.to(device)
     return torch.full((rows,), int(counts), dtype=torch.int64, device=device)  # the same for all, and nothing to copy
 

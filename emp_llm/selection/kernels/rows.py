@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.rows import Selection, select_rows
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _COMPILED = ("magnitude", "wanda")
 # As of `scores.value16`: by how much the bits of a weight are shifted to be those of a float32, and the factor left over.
 _SHIFTS = {torch.bfloat16: (16, 1.0), torch.float16: (13, 2.0**112), torch.float32: (0, 1.0)}
-_ON_GPUS = (EffectiveBudget, RatioBudget, TotalBudget, PatternBudget)  # the budgets that the Triton kernel knows
+_ON_GPUS = (EffectiveBudget, RatioBudget, TotalBudget, PartsBudget, PatternBudget)  # the budgets that the Triton kernel knows
 _BITS = {2: torch.uint16, 4: torch.uint32}
 _PIECE = 1 << 18  # weights that a thread takes at a time
 
