@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+from hub_server import Hub
+
 _PROGRAM = """
 import io, json, logging, os, sys, traceback
 from pathlib import Path
@@ -106,3 +109,22 @@ class Client:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+
+
+def expected(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def held(hub: Hub, name: str, branch: str = "main") -> dict[str, bytes]:
+    files = dict(hub.repositories[name].head(branch).files)
+    del files[".gitattributes"]
+    return files
+
+
+def card_of(hub: Hub, name: str) -> tuple[dict[str, Any], str]:
+    _, metadata, body = hub.repositories[name].head().files["README.md"].decode().split("---\n", 2)
+    return yaml.safe_load(metadata), body
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))

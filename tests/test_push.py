@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hub_client import Client, environment
+from hub_client import Client, card_of, environment, expected, held, shards
 from hub_server import CUT, TOKEN, Hub, hub_server
 from hub_store import Commit, Repository, User, sha256
 from tiny import make_model
@@ -75,25 +75,6 @@ def _nothing_left_over(hub: Hub) -> None:
     hub.put.clear()
     hub.faults.clear()
     hub.part_size, hub.ignored = None, ()
-
-
-def expected(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def held(hub: Hub, name: str, branch: str = "main") -> dict[str, bytes]:
-    files = dict(hub.repositories[name].head(branch).files)
-    del files[".gitattributes"]
-    return files
-
-
-def card_of(hub: Hub, name: str) -> tuple[dict[str, Any], str]:
-    _, metadata, body = hub.repositories[name].head().files["README.md"].decode().split("---\n", 2)
-    return yaml.safe_load(metadata), body
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 def command(hub: Hub, home: Path, *arguments: object, token: str = TOKEN) -> "subprocess.CompletedProcess[str]":

@@ -1,0 +1,64 @@
+"""Runs to be reported on, for the tests of reports."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from emp_llm.prune import prune
+from emp_llm.services.runs import read_points
+from emp_llm.services.studies import Study, studies
+
+
+def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
+    """Runs of the tiny Llama: EMP by both criteria, at two β by magnitude, and uniform baselines of the same totals."""
+    suite = folder / "suite.toml"
+    (folder / "judge.txt").write_text(text.read_text()[:3000])
+    suite.write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 64\n')
+    common: dict[str, Any] = {"model": str(models("llama")), "device_map": "cpu", "evaluate": f"{suite}"}
+    given = {"calibration": str(text), "samples": 4, "seqlen": 64}
+    prune(**common, output=folder / "emp", method="emp-magnitude")
+    prune(**common, output=folder / "emp-0.5", method="emp-magnitude", beta=0.5)
+    prune(**common, output=folder / "uniform", method="magnitude", match=folder / "emp")
+    prune(**common, output=folder / "uniform-0.5", method="magnitude", match=folder / "emp-0.5")
+    prune(**common, output=folder / "half", method="magnitude", sparsity=0.5)
+    prune(**common, **given, output=folder / "wanda", method="emp-wanda")
+    return folder
+
+
+NAMES = ("emp", "emp-0.5", "uniform", "uniform-0.5", "half", "wanda")
+
+
+def study_of(runs: Path, *names: str) -> Study:
+    (study,) = studies(read_points([runs / name for name in names or NAMES]))
+    return study
+
+
+def report_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "emp_report.json").read_text())
+    return found
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def make_sweep(runs: Path, folder: Path) -> Path:
+    """A sweep's folder of finished runs, as `sweep` writes it."""
+    told = report_of(runs / "emp")
+    links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
+    points = []
+    for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
+        (folder / "points" / name).mkdir(parents=True)
+        point = report_of(runs / name)
+        evaluation = point["evaluation"]["pruned"]
+        point["recipe"] |= {"match": None} if name in links else {}
+        (folder / "points" / name / "emp_report.json").write_text(json.dumps(point))
+        of, match = links.get(name, (None, None))
+        points.append({"name": name, "baseline_of": of, "match": match, "evaluation": evaluation})
+    sweep = {"format": "emp-llm sweep 1", "suite": "mine", "dense": told["evaluation"]["dense"], "points": points}
+    (folder / "sweep.json").write_text(json.dumps(sweep))
+    return folder
