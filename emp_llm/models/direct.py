@@ -55,16 +55,17 @@ class Source:
 
     Args:
         path: the file.
+        again: what is read will be read again, so that it belongs in the cache.
 
     Raises:
         ReadError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, again: bool = False) -> None:
         self.path = path
         with reading(path):
             self.file = os.open(path, os.O_RDONLY)
-        self._direct = _open_direct(path, os.O_RDONLY)
+        self._direct = None if again else _open_direct(path, os.O_RDONLY)
         self._cached = _Cached(self.file)
         if self._direct is None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -18,17 +18,22 @@ _WAITING = 3  # jobs of a thread beside the work; what they hold is all the memo
 
 
 class OpenFiles(ExitStack):
-    """Open files by path; what is written reaches the disk with `sync`."""
+    """Open files by path; what is written reaches the disk with `sync`.
 
-    def __init__(self) -> None:
+    Args:
+        again: what is read will be read again, so that it belongs in the page cache.
+    """
+
+    def __init__(self, again: bool = False) -> None:
         super().__init__()
+        self._again = again
         self._sources: dict[Path, Source] = {}
         self._sinks: dict[Path, Sink] = {}
 
     def reading(self, path: Path) -> Source:
         """A file to read from."""
         if path not in self._sources:
-            self._sources[path] = Source(path)
+            self._sources[path] = Source(path, self._again)
             self.callback(self._sources[path].close)
         return self._sources[path]
 

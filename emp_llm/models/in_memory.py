@@ -40,7 +40,7 @@ class InMemory:
         """
         if is_offloaded(self.model):
             return False
-        with OpenFiles() as files:
+        with OpenFiles(again=True) as files:
             for target in self._dense.targets:
                 weight = weight_of(self.model, target.layer)
                 if weight.shape != (target.matrix.rows, target.matrix.columns) or not weight.is_floating_point():
@@ -58,7 +58,7 @@ class InMemory:
 
     def restore(self) -> None:
         """Put the checkpoint's own rows back."""
-        with OpenFiles() as files:
+        with OpenFiles(again=True) as files:
             for target in self._dense.targets:
                 for first, block in self._dense.blocks(target, files):
                     self._put(target, first, block)

@@ -133,7 +133,7 @@ class Pruner:
         if norm is not None:
             self._take(target, norm, tokens)
         mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
-        with OpenFiles() as files:
+        with OpenFiles(again=True) as files:
             selector = self._search([target], files) if self.scheme.group == "matrix" else None
             for first, part in self._masks(target, files.reading(target.matrix.stored.shard), selector):
                 mask[first : first + part.shape[0]] = part
@@ -157,7 +157,7 @@ class Pruner:
             (folder / relative.parent).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / relative, folder / relative)
         try:
-            with Writer(folder, journal, self._buffers) as writer:
+            with Writer(folder, journal, self._buffers, again=self.scheme.group != "row") as writer:
                 outcomes = self._write(writer, journal)
             self.checkpoint.check_unchanged()
         except ReadError:
@@ -178,7 +178,7 @@ class Pruner:
         """
         outcomes = []
         total = sum(target.matrix.numel for target in self.targets)
-        with OpenFiles() as files, tqdm(total=total, desc="decide", unit="W", unit_scale=True, disable=None) as bar:
+        with OpenFiles(again=True) as files, tqdm(total=total, desc="decide", unit="W", unit_scale=True, disable=None) as bar:
             everything = self._search(self.targets, files) if self.scheme.group == "all" else None
             for target in self.targets:
                 selector = self._search([target], files) if self.scheme.group == "matrix" else everything

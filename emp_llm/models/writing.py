@@ -61,17 +61,19 @@ class Writer(ExitStack):
         folder: where.
         journal: where it is noted how far the writing has come.
         buffers: where the memory of what is written comes from and goes to.
+        again: what is read is read more than once.
     """
 
-    def __init__(self, folder: Path, journal: Journal, buffers: Buffers) -> None:
+    def __init__(self, folder: Path, journal: Journal, buffers: Buffers, again: bool = False) -> None:
         super().__init__()
         self._folder = folder
         self._journal = journal
         self._buffers = buffers
+        self._again = again
 
     def __enter__(self) -> "Writer":
         super().__enter__()
-        self.files = self.enter_context(OpenFiles())
+        self.files = self.enter_context(OpenFiles(self._again))
         self.enter_context(self._journal.keeping(self.files))
         self._behind = self.enter_context(Behind())
         return self
