@@ -13,7 +13,8 @@ from emp_llm.prune import prune
 
 # Ends the process, as Ctrl-C or a scheduler would, when a matrix has been written and is noted as finished.
 PROGRAM = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 from emp_llm.cli import run
 from emp_llm.models import journal
 from emp_llm.models.pruning import Pruner
