@@ -11,14 +11,24 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
-from emp_llm.models.hidden import Place
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.norms import NormsDifference, compare_norms
 from emp_llm.models.output import OutputFile
-from emp_llm.models.propagation import Execution, Mode
+from emp_llm.models.propagation import Execution
 from emp_llm.models.ranks import ranks
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.services.hub import find_model
+from emp_llm.services.options import (
+    Blocks,
+    CalibrationText,
+    DeviceMap,
+    ExecutionMode,
+    HiddenStatesPlace,
+    Revision,
+    Seed,
+    Seqlen,
+    TrustRemoteCode,
+)
 from emp_llm.services.terminal import show_difference
 
 logger = logging.getLogger(__name__)
@@ -27,25 +37,25 @@ logger = logging.getLogger(__name__)
 def calibrate(
     model: Annotated[str | None, Option(help="Model folder or Hub id.")] = None,
     output: Annotated[Path, Option(help="Activations file to write.")] = Path("activations.safetensors"),
-    calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
+    calibration: CalibrationText = "wikitext2",
     samples: Annotated[int | None, Option(help="Sequences; default: the recipe's.")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
+    seqlen: Seqlen = None,
     targets: Annotated[str, Option(help="Layers, as for prune; the default serves any later choice.")] = "all-linear",
     ignore: Annotated[str | None, Option(help="Layers to leave out, as for prune.")] = None,
     batch_size: Annotated[int, Option(help="Sequences to a forward pass.", min=1)] = 4,
-    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
+    device_map: DeviceMap = "auto",
     dtype: Annotated[str, Option(help="Of the forward pass: auto, bfloat16, float16 or float32.")] = "auto",
-    execution: Annotated[Mode, Option(help="The whole model at once or by blocks; auto: by blocks if offloaded.")] = "auto",
-    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
-    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
+    execution: ExecutionMode = "auto",
+    hidden_states: HiddenStatesPlace = "auto",
+    blocks: Blocks = None,
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
     allow_partial: Annotated[
         bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be reached.")
     ] = False,
-    seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
     compare: Annotated[tuple[Path, Path] | None, Option(help="Only say by how much two activations files differ.")] = None,
 ) -> Activations | NormsDifference:

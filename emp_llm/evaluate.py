@@ -17,6 +17,7 @@ from emp_llm.services.comparison import Format, check_format, compare
 from emp_llm.services.evaluation import Evaluation, missing
 from emp_llm.services.harness import Harness, parse_batch_size
 from emp_llm.services.hub import Source, find_model
+from emp_llm.services.options import DeviceMap, Dtype, Revision, TrustRemoteCode
 from emp_llm.services.results import Record, ResultsFile, difference, new_record, read_results
 from emp_llm.services.suites import Suite, find_suite
 
@@ -32,12 +33,12 @@ def evaluate(
     batch_size: Annotated[str, Option(help="Examples to a forward pass of a task, or auto.")] = "8",
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise by bitsandbytes (LLM.int8).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise by bitsandbytes (NF4).")] = False,
-    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
-    dtype: Annotated[str, Option(help="Of forward passes: auto, bfloat16, float16 or float32.")] = "auto",
+    device_map: DeviceMap = "auto",
+    dtype: Dtype = "auto",
     output: Annotated[Path | None, Option(help="Results file; default: MODEL-SUITE.json in the current folder.")] = None,
     form: Annotated[Format, Option("--format", help="Of the table.")] = "terminal",
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Measure anew where the output holds results already.")] = False,
     prepare: Annotated[
         bool, Option("--prepare", help="Only fetch what the suite (and the model) needs into the cache.")

@@ -12,19 +12,35 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.errors import UserError
 from emp_llm.models.files import replace_json
-from emp_llm.models.hidden import Place
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
 from emp_llm.models.measuring import measure_targets
 from emp_llm.models.output import OutputFile
 from emp_llm.models.plan import Plan
 from emp_llm.models.points import parse_numbers, parse_words
-from emp_llm.models.propagation import Execution, Mode
+from emp_llm.models.propagation import Execution
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.ranks import ranks
 from emp_llm.models.recipe import Method, Recipe
 from emp_llm.models.summary import summarise
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.services.hub import Source, find_model
+from emp_llm.services.options import (
+    BatchSize,
+    Blocks,
+    CalibrationText,
+    DeviceMap,
+    ExecutionMode,
+    HiddenStatesPlace,
+    Ignore,
+    MinExpertTokens,
+    Model,
+    Revision,
+    Samples,
+    Seed,
+    Seqlen,
+    Targets,
+    TrustRemoteCode,
+)
 from emp_llm.services.overview import measure_table
 
 logger = logging.getLogger(__name__)
@@ -32,29 +48,29 @@ FORMAT = "emp-llm measure 1"
 
 
 def measure(
-    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    model: Model,
     output: Annotated[Path | None, Option(help="File to write; default: MODEL-measure.json in the current folder.")] = None,
     criteria: Annotated[str, Option(help="Scores, separated by commas: magnitude, wanda.")] = "magnitude,wanda",
     orders: Annotated[str, Option(help="Hill orders of the effective number, separated by commas.")] = "2",
-    targets: Annotated[str, Option(help="mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp",
-    ignore: Annotated[str | None, Option(help="Layers to leave out: suffixes a,b, or a regex.")] = None,
+    targets: Targets = "mlp",
+    ignore: Ignore = None,
     activations: Annotated[Path | None, Option(help="Activations file; default: calibrate now, if wanda is asked for.")] = None,
-    calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
-    samples: Annotated[int | None, Option(help="Calibration sequences; default: the recipe's.")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
-    batch_size: Annotated[int, Option(help="Sequences to a calibration pass.", min=1)] = 4,
-    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
+    calibration: CalibrationText = "wikitext2",
+    samples: Samples = None,
+    seqlen: Seqlen = None,
+    batch_size: BatchSize = 4,
+    device_map: DeviceMap = "auto",
     dtype: Annotated[str, Option(help="Of the calibration pass: auto, bfloat16, float16 or float32.")] = "auto",
-    execution: Annotated[Mode, Option(help="The whole model at once or by blocks; auto: by blocks if offloaded.")] = "auto",
-    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
-    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
-    min_expert_tokens: Annotated[int, Option(help="Experts that are shown fewer tokens are scored by magnitude.")] = 32,
+    execution: ExecutionMode = "auto",
+    hidden_states: HiddenStatesPlace = "auto",
+    blocks: Blocks = None,
+    min_expert_tokens: MinExpertTokens = 32,
     allow_partial: Annotated[
         bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be reached.")
     ] = False,
-    seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
 ) -> dict[str, Any]:
     """Tell the effective number of every row of every matrix, and the share of the scores that so many weights hold.

@@ -17,13 +17,12 @@ from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.errors import UserError
 from emp_llm.models.files import replace_json, sync_tree
-from emp_llm.models.hidden import Place
 from emp_llm.models.journal import Journal
 from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.manifest import ACTIVATIONS_NAME, definition, norms_digest, write_manifest
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.plan import Plan
-from emp_llm.models.propagation import Execution, Mode, Propagate
+from emp_llm.models.propagation import Execution, Propagate
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.ranks import ranks
 from emp_llm.models.recipe import REPORT_NAME, MatchBy, Method, Recipe
@@ -32,6 +31,23 @@ from emp_llm.models.summary import summarise
 from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures
 from emp_llm.services.hub import Source, find_model
+from emp_llm.services.options import (
+    BatchSize,
+    Blocks,
+    CalibrationText,
+    DeviceMap,
+    Dtype,
+    ExecutionMode,
+    HiddenStatesPlace,
+    Ignore,
+    MinExpertTokens,
+    Model,
+    Samples,
+    Seed,
+    Seqlen,
+    Targets,
+    TrustRemoteCode,
+)
 from emp_llm.services.publishing import publish_finished
 from emp_llm.services.suites import find_suite
 from emp_llm.services.terminal import show_pruning as show
@@ -42,7 +58,7 @@ _BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
 
 
 def prune(
-    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    model: Model,
     output: Annotated[Path | None, Option(help="Folder to write; default: MODEL-METHOD in the current folder.")] = None,
     method: Annotated[Method, Option(help="emp-: the effective number decides how many stay.")] = "emp-wanda",
     beta: Annotated[float | None, Option(help="Keep beta x N_eff (emp methods); default 1.")] = None,
@@ -54,29 +70,29 @@ def prune(
         MatchBy | None, Option(help="As many of all weights as that run, or of every matrix; default: total.")
     ] = None,
     group: Annotated[Group, Option(help="What competes for places.")] = "row",
-    targets: Annotated[str, Option(help="mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp",
-    ignore: Annotated[str | None, Option(help="Layers to leave out: suffixes a,b, or a regex.")] = None,
+    targets: Targets = "mlp",
+    ignore: Ignore = None,
     activations: Annotated[Path | None, Option(help="Activations file; default: calibrate now.")] = None,
-    calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
-    samples: Annotated[int | None, Option(help="Calibration sequences; default: the recipe's.")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
-    batch_size: Annotated[int, Option(help="Sequences to a calibration pass.", min=1)] = 4,
-    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
-    dtype: Annotated[str, Option(help="Of forward passes: auto, bfloat16, float16 or float32.")] = "auto",
-    execution: Annotated[Mode, Option(help="The whole model at once or by blocks; auto: by blocks if offloaded.")] = "auto",
+    calibration: CalibrationText = "wikitext2",
+    samples: Samples = None,
+    seqlen: Seqlen = None,
+    batch_size: BatchSize = 4,
+    device_map: DeviceMap = "auto",
+    dtype: Dtype = "auto",
+    execution: ExecutionMode = "auto",
     propagate: Annotated[
         Propagate, Option(help="What each block is shown: the dense model's inputs, or the pruned one's.")
     ] = "dense",
-    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
-    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
+    hidden_states: HiddenStatesPlace = "auto",
+    blocks: Blocks = None,
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
-    min_expert_tokens: Annotated[int, Option(help="Experts that are shown fewer tokens are scored by magnitude.")] = 32,
+    min_expert_tokens: MinExpertTokens = 32,
     allow_partial: Annotated[
         bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be pruned.")
     ] = False,
-    seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
+    seed: Seed = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
     push_to_hub: Annotated[str | None, Option(help="USER/NAME on the Hub to push the result to, with a model card.")] = None,
     private: Annotated[bool, Option("--private", help="Make that repository a private one.")] = False,
@@ -84,7 +100,7 @@ def prune(
         str | None, Option(help="Branch to push to; made where it is not there. (--revision is the source's.)")
     ] = None,
     revision: Annotated[str | None, Option(help="Branch, tag or commit of the source, a Hub model.")] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Say what would be done, and touch nothing.")] = False,
     overwrite: Annotated[
         bool, Option("--overwrite", help="Replace an older checkpoint at the output, and on the Hub.")

@@ -18,7 +18,6 @@ from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_
 from emp_llm.models.errors import UserError
 from emp_llm.models.files import replace_json, sync_path
 from emp_llm.models.headers import read_json
-from emp_llm.models.hidden import Place
 from emp_llm.models.in_memory import InMemory
 from emp_llm.models.journal import Journal
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
@@ -38,6 +37,23 @@ from emp_llm.models.sweeps import SweepFolder
 from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures, missing
 from emp_llm.services.hub import Source, find_model
+from emp_llm.services.options import (
+    BatchSize,
+    Blocks,
+    CalibrationText,
+    DeviceMap,
+    Dtype,
+    HiddenStatesPlace,
+    Ignore,
+    MinExpertTokens,
+    Model,
+    Revision,
+    Samples,
+    Seed,
+    Seqlen,
+    Targets,
+    TrustRemoteCode,
+)
 from emp_llm.services.overview import sweep_plan, sweep_table
 from emp_llm.services.results import ResultsFile, new_record
 from emp_llm.services.suites import find_suite
@@ -47,7 +63,7 @@ _BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
 
 
 def sweep(
-    model: Annotated[str, Option(help="Model folder or Hub id.")],
+    model: Model,
     output: Annotated[Path | None, Option(help="Folder of the sweep; default: MODEL-sweep in the current folder.")] = None,
     methods: Annotated[str, Option(help="Of prune, separated by commas.")] = "emp-wanda,wanda,emp-magnitude,magnitude",
     betas: Annotated[str | None, Option(help=f"Of the emp methods; default {BETAS}.")] = None,
@@ -60,28 +76,28 @@ def sweep(
     suite: Annotated[str, Option(help="What to judge by: a suite of eval/, or a .toml file of your own.")] = "perplexity",
     limit: Annotated[int | None, Option(help="Examples of every task and blocks of the text; the numbers are partial.")] = None,
     group: Annotated[Group, Option(help="What competes for places: row or matrix.")] = "row",
-    targets: Annotated[str, Option(help="mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp",
-    ignore: Annotated[str | None, Option(help="Layers to leave out: suffixes a,b, or a regex.")] = None,
+    targets: Targets = "mlp",
+    ignore: Ignore = None,
     activations: Annotated[Path | None, Option(help="Activations file; default: calibrate once.")] = None,
-    calibration: Annotated[str, Option(help="Recipe, text file or Hub data set id; then ,field=value.")] = "wikitext2",
-    samples: Annotated[int | None, Option(help="Calibration sequences; default: the recipe's.")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens to a sequence; default: the recipe's.")] = None,
-    batch_size: Annotated[int, Option(help="Sequences to a calibration pass.", min=1)] = 4,
-    device_map: Annotated[str, Option(help="auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto",
-    dtype: Annotated[str, Option(help="Of forward passes: auto, bfloat16, float16 or float32.")] = "auto",
+    calibration: CalibrationText = "wikitext2",
+    samples: Samples = None,
+    seqlen: Seqlen = None,
+    batch_size: BatchSize = 4,
+    device_map: DeviceMap = "auto",
+    dtype: Dtype = "auto",
     execution: Annotated[
         Mode, Option(help="Of the calibration: whole model or by blocks; auto: by blocks if offloaded.")
     ] = "auto",
-    hidden_states: Annotated[Place, Option(help="Where they are kept between blocks.")] = "auto",
-    blocks: Annotated[str | None, Option(help="Name of the list of decoder blocks; default: found.")] = None,
-    min_expert_tokens: Annotated[int, Option(help="Experts that are shown fewer tokens are scored by magnitude.")] = 32,
+    hidden_states: HiddenStatesPlace = "auto",
+    blocks: Blocks = None,
+    min_expert_tokens: MinExpertTokens = 32,
     allow_partial: Annotated[
         bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be pruned.")
     ] = False,
-    seed: Annotated[int, Option(help="For recipes that shuffle.")] = 0,
+    seed: Seed = 0,
     keep: Annotated[bool, Option("--keep", help="Write the checkpoint of every point, too.")] = False,
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub model.")] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the model repository.")] = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Say what would be measured, and touch nothing.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Throw away a sweep of another kind at the output.")] = False,
 ) -> dict[str, Any]:
