@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emp_llm.models import direct
+from emp_llm.models import direct, files
 from emp_llm.models.direct import PAGE, Buffers, Sink, Source, bytes_of
 from emp_llm.models.errors import UserError
+from emp_llm.models.files import Behind, Stream
 
 SIZE = 20 * PAGE + 123
 CONTENT = bytes(torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy())
@@ -44,6 +45,31 @@ def test_written_in_pieces(tmp_path: Path, cuts: list[int], aligned: bool, direc
             patch.setattr(direct, "_DIRECT", 0)
         write(path, Buffers(), cuts, aligned)
     assert path.read_bytes() == CONTENT
+
+
+@some
+@given(
+    cuts=st.lists(st.integers(0, SIZE), max_size=9).map(sorted),
+    offset=st.integers(0, 2 * PAGE) | st.just(0),
+    collected=st.sampled_from([PAGE, 3 * PAGE, 1 << 22]),
+)
+def test_a_stream_of_pieces(tmp_path: Path, cuts: list[int], offset: int, collected: int) -> None:
+    path, buffers, writes = tmp_path / "file", Buffers(), []
+    path.write_bytes(b"." * offset)
+    sink = Sink(path)
+    with pytest.MonkeyPatch.context() as patch, Behind() as behind:
+        patch.setattr(files, "_COLLECTED", collected)
+        patch.setattr(sink, "write", lambda raw, at: writes.append((at, len(raw))) or Sink.write(sink, raw, at))
+        stream = Stream(sink, offset, buffers, behind)
+        for start, end in zip([0, *cuts], [*cuts, SIZE], strict=True):
+            piece = bytearray(CONTENT[start:end])
+            stream.write(memoryview(piece))
+            piece[:] = bytes(len(piece))  # it may be changed
+        stream.close()
+    sink.close()
+    assert path.read_bytes() == b"." * offset + CONTENT
+    assert all((at + size) % PAGE == 0 for at, size in writes[:-1]), "only the last may end within a page"
+    assert len(writes) <= 2 + SIZE // max(PAGE, collected - PAGE)
 
 
 @some

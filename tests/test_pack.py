@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from emp_llm.models import bits
 from emp_llm.models.bits import mask_of, pair_exponents, put_zeros_in, split_planes, unpair_exponents, values_of
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
@@ -383,11 +384,24 @@ def test_from_the_shell(pruned: Callable[[str], Path], models: Models, run: Run,
 @given(
     st.lists(st.integers(0, 3) | st.integers(0, 65535), max_size=300),
     st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),
+    st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
-def test_words_taken_apart_are_put_together_again(numbers: list[int], dtype: Any) -> None:
+@settings(deadline=None, max_examples=300)
+def test_words_taken_apart_are_put_together_again(numbers: list[int], dtype: Any, compiled: bool) -> None:
     words = np.array(numbers, dtype=np.uint64).astype(dtype)
-    mask, values = mask_of(words), values_of(words)
-    assert np.array_equal(put_zeros_in(mask, values, words.size), words)
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(bits, "_loops", lambda: None)
+        mask, values = mask_of(words), values_of(words)
+        assert [int(mask[j // 8] >> (j % 8) & 1) for j in range(8 * mask.size)] == [
+            int(j < words.size and words[j] != 0) for j in range(8 * mask.size)
+        ]
+        assert values.dtype == dtype
+        assert values.tolist() == [word for word in words.tolist() if word]
+        assert np.array_equal(put_zeros_in(mask, values, words.size), words)
+        for wrong in (np.append(values, dtype(1)), values[:-1]):
+            if wrong.size != values.size:
+                with pytest.raises(ValueError, match="not as many bits"):
+                    put_zeros_in(mask, wrong, words.size)
     plane = split_planes(words)[0]
     assert np.array_equal(unpair_exponents(pair_exponents(plane), plane.size), plane)

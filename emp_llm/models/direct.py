@@ -150,15 +150,6 @@ class Sink:
         return written
 
 
-def write_copied(sink: Sink, buffers: Buffers, raw: memoryview, offset: int) -> None:
-    """`Sink.write` of bytes that lie anywhere in memory: by way of some that lies as the file does."""
-    block = buffers.take((1, len(raw)), torch.uint8, offset)
-    laid = bytes_of(block)
-    laid[:] = raw
-    sink.write(laid, offset)
-    buffers.give(block)
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Name the file that could not be read."""

@@ -10,11 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
-from emp_llm.models.direct import Sink, Source
+import torch
+from torch import Tensor
+
+from emp_llm.models.direct import PAGE, Buffers, Sink, Source, bytes_of
 
 T = TypeVar("T")
 
 _WAITING = 3  # jobs of a thread beside the work; what they hold is all the memory it costs
+_COLLECTED = 1 << 22  # bytes of a write of a stream
 
 
 class OpenFiles(ExitStack):
@@ -100,6 +104,47 @@ class Behind:
                 self._waiting.popleft().result()
         finally:
             self._thread.shutdown(cancel_futures=True)
+
+
+class Stream:
+    """Bytes that come in pieces, one after another, written to a file in large blocks of whole pages.
+
+    Args:
+        sink: the file.
+        offset: where in it they begin.
+        buffers: where memory for the blocks comes from.
+        behind: who writes them.
+    """
+
+    def __init__(self, sink: Sink, offset: int, buffers: Buffers, behind: Behind) -> None:
+        self._sink, self._buffers, self._behind = sink, buffers, behind
+        self._offset = offset  # of the block that is being filled
+        self._block: Tensor | None = None
+        self._filled = 0
+
+    def write(self, piece: memoryview) -> None:
+        """Take some bytes, which may be changed afterwards; they are in the file after `close`, when `behind` is done."""
+        while piece:
+            if self._block is None:
+                self._block = self._buffers.take((1, _COLLECTED - self._offset % PAGE), torch.uint8, self._offset)
+            room = bytes_of(self._block)[self._filled :]
+            taken = min(len(room), len(piece))
+            room[:taken] = piece[:taken]
+            self._filled += taken
+            piece = piece[taken:]
+            if taken == len(room):
+                self.close()
+
+    def close(self) -> None:
+        """Have written what is not yet."""
+        if self._block is not None:
+            self._behind.do(self._put, self._block, self._filled, self._offset)
+            self._offset += self._filled
+            self._block, self._filled = None, 0
+
+    def _put(self, block: Tensor, size: int, offset: int) -> None:
+        self._sink.write(bytes_of(block)[:size], offset)
+        self._buffers.give(block)
 
 
 def sync_path(path: Path) -> None:

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from emp_llm.models.bits import mask_bytes, mask_of, values_of
+from emp_llm.models.bits import WORD, Words, mask_bytes, mask_of, values_of
 from emp_llm.models.checkpoint import OTHER_WEIGHTS, PACK_NAME, Checkpoint
 from emp_llm.models.codec import Zstd
 from emp_llm.models.digests import Digests, digest_of
-from emp_llm.models.direct import Buffers, write_copied
+from emp_llm.models.direct import Buffers, bytes_of
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import OpenFiles, ahead, replace_json
+from emp_llm.models.files import Behind, OpenFiles, Stream, ahead, replace_json
 from emp_llm.models.headers import BITS, StoredTensor, header_text, read_json
 from emp_llm.models.packed import (
     FORMAT,
@@ -33,6 +34,7 @@ from emp_llm.models.packed import (
 from emp_llm.models.recipe import REPORT_NAME
 
 THREADS = min(4, os.cpu_count() or 1)
+_GUESSED = 1 << 16  # words of a tensor that suggest its form
 
 
 class Packer:
@@ -77,9 +79,8 @@ class Packer:
         forms: list[Form] = []
         with Digests() as digests, tqdm(total=sum(sizes.values()), desc="pack", unit="B", unit_scale=True, disable=None) as bar:
             for shard in self.checkpoint.shards:
-                digests.advance(shard, 0, sizes[shard.name], last=True)
                 tensors = [tensor for tensor in self.checkpoint.tensors.values() if tensor.shard == shard]
-                forms += ShardPacker(self, tensors, shard, folder / packed_name(shard.name), bar).write()
+                forms += ShardPacker(self, tensors, shard, folder / packed_name(shard.name), digests, bar).write()
             sha256 = digests.finish()
         self.checkpoint.check_unchanged()
         if self.manner.kind == "mask" and "sparse" not in forms:
@@ -122,8 +123,11 @@ class ShardPacker:
     and again where that was wrong, which is rare and costs less than to read everything twice.
     """
 
-    def __init__(self, packer: Packer, tensors: list[StoredTensor], shard: Path, target: Path, bar: Any) -> None:
-        self.manner, self.coder, self.shard, self.target, self.bar = packer.manner, packer.coder, shard, target, bar
+    def __init__(
+        self, packer: Packer, tensors: list[StoredTensor], shard: Path, target: Path, digests: Digests, bar: Any
+    ) -> None:
+        self.manner, self.coder, self.shard, self.target = packer.manner, packer.coder, shard, target
+        self.digests, self.bar = digests, bar
         # Larger numbers first: so each tensor begins at a multiple of its own numbers' size.
         self.tensors = sorted(tensors, key=lambda tensor: (-word_bytes(tensor), tensor.start, tensor.end))
         self._names = {tensor.name for tensor in tensors}
@@ -139,19 +143,21 @@ class ShardPacker:
         """
         self._base = self._position = len(self._header(self._largest()))
         forms = []
+        self.digests.advance(self.shard, 0, min((tensor.start for tensor in self.tensors), default=0))
         with OpenFiles() as files:
             self._here, self._there = files.reading(self.shard), files.writing(self.target)
-            for tensor in self.tensors:
-                forms.append(self._pack(tensor))
-                self.bar.update(tensor.end - tensor.start)
+            with Behind() as self._behind:
+                for tensor in self.tensors:
+                    forms.append(self._pack(tensor))
+                    self.bar.update(tensor.end - tensor.start)
             header = self._header(self._parts)[8:].ljust(self._base - 8)
-            self._write(len(header).to_bytes(8, "little") + header, 0)
+            self._there.write(memoryview(bytearray(len(header).to_bytes(8, "little") + header)), 0)
         os.truncate(self.target, self._position)
         return forms
 
     def _pack(self, tensor: StoredTensor) -> Form:
         start = self._position
-        first = self._read(tensor, 0, min(self.manner.block, words_in(tensor)))
+        first = read_words(self._here, tensor, 0, min(_GUESSED, words_in(tensor)))
         form = self._form(tensor, first.size, first.size - int(np.count_nonzero(first)))
         right = self._form(tensor, words_in(tensor), self._put(tensor, form))
         if right != form:
@@ -173,48 +179,55 @@ class ShardPacker:
         """Write a tensor in a form; returns how many zeros it has."""
         if form == "base" or self.coder is None:
             return self._put_raw(tensor, form)
-        coder, sizes, total, zeros = self.coder, [], 0, 0
+        coder, sizes, total, zeros, stream = self.coder, [], 0, 0, self._stream(0)
         encode = partial(coder.encode, dtype=tensor.dtype, sparse=form == "sparse", values=self.manner.kind == "weights")
         for ones, count, frames in self._over(tensor, lambda words: (np.count_nonzero(words), words.size, encode(words))):
             zeros += count - int(ones)
             sizes.append([len(frame) for frame in frames])
             for frame in frames:
-                self._write(frame, self._position + total)
+                stream.write(memoryview(frame))
                 total += len(frame)
-        self._write(bytes(-total % 8), self._position + total)
-        table = np.array(sizes, dtype="<u4").reshape(len(sizes), self.manner.frames(tensor, form))
-        self._write(table, self._position + total + -total % 8)
+        stream.write(memoryview(bytes(-total % 8)))
+        stream.write(memoryview(np.array(sizes, dtype="<u4").tobytes()))
+        stream.close()
         self._note(tensor, form, total + -total % 8)
         return zeros
 
     def _put_raw(self, tensor: StoredTensor, form: Form) -> int:
-        size, words, kept = word_bytes(tensor), words_in(tensor), 0
-        masks = mask_bytes(words) if form == "sparse" else 0
+        words, kept = words_in(tensor), 0
+        masks, values = self._stream(0), self._stream(mask_bytes(words) if form == "sparse" else 0)
         wanted = self.manner.kind == "weights"
-        for number, (mask, values, ones) in enumerate(self._over(tensor, partial(_taken, form=form, values=wanted))):
+        for mask, numbers, ones in self._over(tensor, partial(_taken, form=form, values=wanted)):
             if mask is not None:
-                self._write(mask, self._position + number * self.manner.block // 8)
-            if values is not None:
-                at = number * self.manner.block if form == "dense" else kept
-                self._write(values, self._position + masks + at * size)
+                masks.write(mask.data)
+            if numbers is not None:
+                values.write(numbers.view(np.uint8).data)
             kept += ones
+        masks.close()
+        values.close()
         self._note(tensor, form, kept)
         return words - kept
 
-    def _over(self, tensor: StoredTensor, work: Callable[[Any], Any]) -> Iterator[Any]:
-        """What some work returns for each block of a tensor."""
-        jobs = (
-            lambda first=first, count=count: work(self._read(tensor, first, count))
-            for first, count in self.manner.blocks(tensor)
-        )
-        return ahead(jobs, THREADS)
+    def _over(self, tensor: StoredTensor, work: Callable[[Words], Any]) -> Iterator[Any]:
+        """What some work returns for each block of a tensor, which is hashed meanwhile, if it comes next in the shard."""
+        size = word_bytes(tensor)
 
-    def _read(self, tensor: StoredTensor, first: int, count: int) -> Any:
-        return read_words(self._here, tensor, first, count)
+        def job(first: int, count: int) -> tuple[int, torch.Tensor, Any]:
+            at = tensor.start + first * size
+            block = self._buffers.take((1, count * size), torch.uint8, at)
+            self._here.read(bytes_of(block), at)
+            return at, block, work(np.frombuffer(bytes_of(block), dtype=WORD[size]))
 
-    def _write(self, chunk: Any, offset: int) -> None:
-        if len(chunk):
-            write_copied(self._there, self._buffers, memoryview(chunk).cast("B"), offset)
+        for at, block, done in ahead((partial(job, *part) for part in self.manner.blocks(tensor)), THREADS):
+            digest = self.digests.add(self.shard, at, bytes_of(block))
+            yield done
+            if digest is not None:
+                digest.result()
+            self._buffers.give(block)
+
+    def _stream(self, offset: int) -> Stream:
+        """Where to write a part of the tensor that is being packed."""
+        return Stream(self._there, self._position + offset, self._buffers, self._behind)
 
     def _note(self, tensor: StoredTensor, form: Form, length: int) -> None:
         """A tensor is written: put its parts into the header, the one of unknown length with that, and go behind them."""

@@ -14,9 +14,9 @@ from emp_llm.models.bits import Bytes, Words, mask_bytes, mask_of, ones_in, put_
 from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
 from emp_llm.models.codec import Zstd
 from emp_llm.models.digests import digest_of
-from emp_llm.models.direct import Buffers, Source, write_copied
+from emp_llm.models.direct import Buffers, Source
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import Behind, OpenFiles, ahead
+from emp_llm.models.files import Behind, OpenFiles, Stream, ahead
 from emp_llm.models.headers import StoredTensor, shown
 from emp_llm.models.packed import Frames, PackedFolder, PackedShard, damaged, read_words, word_bytes, words_in
 from emp_llm.models.packing import THREADS
@@ -36,6 +36,7 @@ class Unpacker:
 
     def __init__(self, packed: PackedFolder, base: Checkpoint | None = None) -> None:
         self.packed, self.base, self.coder = packed, base, packed.coder
+        self._buffers = Buffers()
         if base is None and packed.manner.kind == "mask":
             raise UserError(f"{packed.folder}: a mask holds no weights. Name the model it is for: --base {packed.base_name}")
         if base is not None and packed.manner.kind != "mask":
@@ -56,14 +57,14 @@ class Unpacker:
         total = sum(shard.size for shard in packed.shards.values())
         with tqdm(total=total, desc="unpack", unit="B", unit_scale=True, disable=None) as bar:
             for name, shard in packed.shards.items():
-                digest, position, buffers = sha256(), 0, Buffers()
+                digest = sha256()
                 with OpenFiles() as files, Behind() as behind:
-                    write = partial(write_copied, files.writing(folder / name), buffers)
+                    stream = Stream(files.writing(folder / name), 0, self._buffers, behind)
                     for piece in self._pieces(shard, files):
-                        behind.do(write, piece, position)
+                        stream.write(piece)
                         digest.update(piece)
-                        position += len(piece)
                         bar.update(len(piece))
+                    stream.close()
                 if digest.hexdigest() != shard.sha256:
                     self._refuse(shard)
         for name, (size, wanted) in packed.files.items():

@@ -102,12 +102,12 @@ def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
         and criterion in _COMPILED
         and budget.order == 2.0
         and getattr(budget, "dtype", "float64") == "float64"
-        and (_has_numba() if weight.device.type == "cpu" else isinstance(budget, _ON_GPUS) and _takes(weight.device))
+        and (has_numba() if weight.device.type == "cpu" else isinstance(budget, _ON_GPUS) and _takes(weight.device))
     )
 
 
 @cache
-def _has_numba() -> bool:
+def has_numba() -> bool:
     """Whether the kernel can be used here: numba may be missing, of another numpy, or without a place for its cache."""
     try:
         from emp_llm.selection.kernels import cut  # noqa: F401
