@@ -111,10 +111,23 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("mixture") / "model", "mixtral", max_shard_size="80KB")
 
 
-@pytest.mark.parametrize(("count", "execution"), [(3, "model"), (2, "blocks")])
-def test_calibrating_with_ranks(text: Path, mixture: Path, tmp_path: Path, count: int, execution: str) -> None:
+@pytest.fixture(scope="module")
+def projecting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a linear layer before the first block, and one behind the last."""
+    name, values = tiny.FAMILIES["opt"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 16}))
+        return tiny.make_model(tmp_path_factory.mktemp("projecting") / "model", "opt-350m")
+
+
+@pytest.mark.parametrize(
+    ("count", "execution", "source"), [(3, "model", None), (2, "blocks", "mixture"), (2, "blocks", "projecting")]
+)
+def test_calibrating_with_ranks(
+    text: Path, tmp_path: Path, request: pytest.FixtureRequest, count: int, execution: str, source: str | None
+) -> None:
     """Seven samples, two at a time: shares of two batches and one, and a batch that is not full."""
-    model = DEMO if execution == "model" else mixture
+    model = DEMO if source is None else request.getfixturevalue(source)
     arguments = ["emp_llm.calibrate", "--model", model, "--calibration", text, "--samples", 7, "--seqlen", 128]
     arguments += ["--batch-size", 2, "--execution", execution]
     launched(tmp_path, *arguments, "--output", "one.safetensors")

@@ -171,6 +171,7 @@ def propagated(
     batches = own_batches(tokens, batch_size)
     runner.prepare(batches[0])  # before there are hooks: what it runs does not count
     with input_hooks(model, layers) as memory, runner.walk(batches, "calibrate") as walk:
+        memory.reduce()  # of the layers before the first block
         first = progress.restore(memory, walk) if progress is not None else 0
         for step in walk.steps(first):
             targets = [t for t in pruner.targets if t.name.startswith(f"{step.name}.")] if pruner is not None else []
