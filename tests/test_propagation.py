@@ -260,3 +260,22 @@ def test_activations_that_are_not_finite(models: Models, mode: Any) -> None:
         UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity, first in batch 2: try --dtype"
     ):
         Execution(mode).calibrate(model, linears(model), ids, BATCH, None)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("model.layers.1.mlp", r"model\.layers\.1"), ("model.embed_tokens", "LlamaForCausalLM before its first block")],
+)
+@pytest.mark.parametrize("mode", ["model", "blocks"])
+def test_memory_that_runs_out(
+    models: Models, monkeypatch: pytest.MonkeyPatch, mode: Any, part: str, said: str, error: Exception
+) -> None:
+    model = load_model(models("llama"), "cpu")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(model.get_submodule(part), "forward", fail)
+    with pytest.raises(UserError, match=rf"^{said}: out of memory on cpu with 2 sequences of 40 .*Lower --batch-size, then"):
+        Execution(mode).calibrate(model, linears(model), tokens(), BATCH, None)

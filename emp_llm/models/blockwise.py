@@ -23,6 +23,7 @@ from emp_llm.models.blocks import body_of, find_blocks
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.hidden import HiddenStates, Place, check_place, choose_place
 from emp_llm.models.loading import input_device
+from emp_llm.models.memory import enough_memory, ran_out
 from emp_llm.models.ranks import ranks
 from emp_llm.models.recording import Call, NotAlone, Pool, check_independence, record, run_tail
 from emp_llm.models.residency import Outside, Residents, execution_device
@@ -79,28 +80,32 @@ class BlockwiseModel:
         """Find out, on one batch, how blocks are called, and that they can be run one at a time; `walk` does it too.
 
         Raises:
-            UserError: they cannot.
+            UserError: they cannot, or memory runs out.
         """
         if self._outputs is not None:
             return
         reasons = []
         body = body_of(self.model)
-        for outputs in range(4):
-            try:
-                with torch.no_grad(), self._outside.coming():
-                    calls = record(self.blocks, lambda: self._call(batch, body), outputs)[1]
-                    check_independence(self.blocks, lambda: self._call(batch, body), outputs, calls)
-            except (NotAlone, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                reasons.append(reason(error))
-                continue
-            self._outputs = outputs
-            return
+        with enough_memory(self._before_blocks, batch):
+            for outputs in range(4):
+                try:
+                    with torch.no_grad(), self._outside.coming():
+                        calls = record(self.blocks, lambda: self._call(batch, body), outputs)[1]
+                        check_independence(self.blocks, lambda: self._call(batch, body), outputs, calls)
+                except (NotAlone, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+                    if ran_out(error):
+                        raise
+                    reasons.append(reason(error))
+                    continue
+                self._outputs = outputs
+                return
         raise UserError(
             f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reasons[0]}. Name others "
             "with --blocks PATH, or use --execution model."
         )
+
+    def _before_blocks(self) -> tuple[str, torch.device]:
+        return f"{type(self.model).__name__} before its first block", input_device(self.model)
 
     def _call(self, batch: Tensor, body: nn.Module | None = None) -> Any:
         return (body or self.model)(input_ids=batch.to(input_device(self.model)), use_cache=False)
@@ -127,7 +132,8 @@ class Walk:
         try:
             with torch.no_grad(), runner._outside.coming():
                 for number, batch in enumerate(batches):
-                    hidden, calls = self._record(batch)
+                    with enough_memory(runner._before_blocks, batch):
+                        hidden, calls = self._record(batch)
                     if number == 0:
                         needed = hidden.nbytes * tokens // max(1, batch.numel())
                         self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self.device))
@@ -206,28 +212,20 @@ class Step:
             UserError: memory runs out, or the block returns no hidden states.
         """
         walk, device = self._walk, execution_device(self.block)
+        or_else = ", or give --hidden-states cpu" if walk.place == "device" and device.type != "cpu" else ""
         for number, batch in enumerate(walk.batches):
-            with torch.no_grad():
+            with torch.no_grad(), enough_memory(lambda: (self.name, device), batch, or_else):
                 hidden = walk.hidden.get(number, device)
                 call = walk._calls[number][self.index]
                 if not advance:  # a block may write into its input and its arguments, and these come again
                     hidden, call = hidden.clone(), call.aside()
-                output = self._call(call, hidden, batch)
+                output = self._hidden(call.on(self.block, hidden), hidden)
                 if advance:
                     walk.hidden.put(number, output)
                     walk.bar.update(batch.numel())
 
-    def _call(self, call: Call, hidden: Tensor, batch: Tensor) -> Tensor:
-        try:
-            output = call.on(self.block, hidden)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
-                raise
-            raise UserError(
-                f"{self.name}: out of memory on {hidden.device} with {batch.shape[0]} sequences of {batch.shape[1]} tokens at "
-                "a time. Lower --batch-size, then --seqlen"
-                + (", or give --hidden-states cpu." if self._walk.place == "device" and hidden.device.type != "cpu" else ".")
-            ) from error
+    def _hidden(self, output: Any, hidden: Tensor) -> Tensor:
+        """The hidden states in what the block returned for `hidden`."""
         if isinstance(output, (tuple, list)) and output:
             runner = self._walk.runner
             runner._outputs = runner._outputs or 1

@@ -5,28 +5,30 @@ collected its targets are masked, and the batches pass through it again to give 
 (Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023, do it so).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from emp_llm.models.activations import Activations
-from emp_llm.models.blocks import body_of
+from emp_llm.models.blocks import body_of, find_blocks
 from emp_llm.models.blockwise import BlockwiseModel, Walk
 from emp_llm.models.errors import UserError
 from emp_llm.models.hidden import Place, check_place
 from emp_llm.models.input_sums import InputSums, input_hooks
 from emp_llm.models.layers import Layer, weight_of
 from emp_llm.models.loading import input_device
+from emp_llm.models.memory import enough_memory
 from emp_llm.models.progress import Progress
 from emp_llm.models.pruning import Pruner
 from emp_llm.models.ranks import ranks
-from emp_llm.models.residency import is_offloaded
+from emp_llm.models.residency import execution_device, is_offloaded
 from emp_llm.models.targets import Target
 
 Mode = Literal["auto", "model", "blocks"]
@@ -74,7 +76,7 @@ class Execution:
     ) -> Activations:
         """Collect norms as `calibrate_model` does; `about` says how it was done. `pruner`: for pruned propagation."""
         if not self.by_blocks(model):
-            norms = calibrate_model(model, layers, tokens, batch_size)
+            norms = calibrate_model(model, layers, tokens, batch_size, self.blocks)
             return replace(norms, about={"execution": "model", "propagate": "dense"})
         runner = BlockwiseModel(model, self.blocks, self.hidden_states)
         masker = pruner if self.propagate == "pruned" else None
@@ -96,7 +98,9 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
     return list(ranks().part(batches))
 
 
-def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4) -> Activations:
+def calibrate_model(
+    model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4, blocks: str | None = None
+) -> Activations:
     """Run the calibration tokens through a model and collect the norms of its layers' inputs.
 
     Args:
@@ -104,27 +108,47 @@ def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor,
         layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences to a forward pass.
+        blocks: name of the list of decoder blocks; None: found by structure.
 
     Returns:
         Norms over all tokens of all samples; `about` holds nothing yet.
 
     Raises:
-        UserError: a norm is not finite.
+        UserError: a norm is not finite, or memory runs out.
     """
     wants_head = any(layer.kind == "head" for layer in layers)
     body = model if wants_head else body_of(model)
     device = input_device(model)
-    with input_hooks(model, layers) as memory, torch.no_grad():
+    with input_hooks(model, layers) as memory, _whereabouts(model, blocks) as where, torch.no_grad():
         batches = own_batches(tokens, batch_size)
         total, quiet = sum(batch.numel() for batch in batches), None if ranks().main else True
         bar = tqdm(total=total, desc="calibrate", unit="tok", unit_scale=True, disable=quiet)
         for batch in batches:
-            body(input_ids=batch.to(device), use_cache=False)
+            with enough_memory(where, batch):
+                body(input_ids=batch.to(device), use_cache=False)
             bar.update(batch.numel())
         bar.close()
     memory.reduce()
     memory.complete(model, layers)
     return memory.activations(layers)
+
+
+@contextmanager
+def _whereabouts(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
+    """While this lasts, what it yields says which decoder block was entered last, and its device."""
+    path, found = find_blocks(model, blocks)
+    last = f"{type(model).__name__} before its first block", input_device(model)
+
+    def enter(block: nn.Module, args: object, name: str) -> None:
+        nonlocal last
+        last = name, execution_device(block)
+
+    handles = [b.register_forward_pre_hook(partial(enter, name=f"{path}.{i}")) for i, b in enumerate(found)]
+    try:
+        yield lambda: last
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def calibrate_blocks(
