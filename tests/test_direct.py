@@ -143,6 +143,25 @@ def test_what_the_system_does_by_halves_or_not_at_all(tmp_path: Path, monkeypatc
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
+def test_a_system_that_opens_for_direct_reads_and_does_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, preadv = tmp_path / "file", os.preadv
+    path.write_bytes(CONTENT)
+    with Source(path) as source:
+        if source._direct is None:
+            pytest.skip("this file system has no direct access")
+
+        def refusing(file: int, raw: Any, offset: int) -> int:
+            if file == source._direct:
+                raise OSError(errno.EINVAL, "no")
+            return preadv(file, raw, offset)
+
+        monkeypatch.setattr(os, "preadv", refusing)
+        monkeypatch.setattr(source._cached, "share", lambda *_: 0.0)
+        block = Buffers().take((1, SIZE), torch.uint8, 0)
+        source.read(bytes_of(block), 0)
+        assert bytes(bytes_of(block)) == CONTENT
+
+
 def test_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, "broken")
