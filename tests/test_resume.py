@@ -154,6 +154,7 @@ def unfinished(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"beta": 1.5}, r"recipe\.beta 1\.0, this one has 1\.5"),
         ({"method": "magnitude"}, r"recipe\.method emp-magnitude, this one has magnitude"),
         ({"targets": "all-linear"}, r"recipe\.targets mlp, this one has all-linear"),
+        ({"blocks": "model.layers"}, r"blocks None, this one has model\.layers"),
         ({"method": "emp-wanda"}, r"recipe\.method"),
     ],
 )
