@@ -414,3 +414,23 @@ def test_stopped_before_the_figures_of_a_matrix_are_noted(
             prune(output=tmp_path / "killed" / "out", **options)
     prune(output=tmp_path / "killed" / "out", **options)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_progress_that_is_damaged(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"model": str(models("llama")), "output": tmp_path / "out", "calibration": str(text)}
+    options |= {"samples": 2, "seqlen": 32, "execution": "blocks", "device_map": "cpu"}
+    run = Step.run
+
+    def second(self: Step, **more: Any) -> None:
+        if self.index:
+            raise _Killed
+        run(self, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "run", second)
+        with pytest.raises(_Killed):
+            calibrate(**options)
+    (sums,) = (tmp_path / ".out.progress").glob("sums-*.safetensors")
+    sums.write_bytes(sums.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"\.out\.progress: its progress cannot be read .*Delete the folder"):
+        calibrate(**options)
