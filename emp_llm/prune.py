@@ -172,7 +172,7 @@ def prune(
             made_of = text.signature(batch_size, how, quantization) | {"dtype": dtype, "device_map": device_map}
         defined = definition(plan.checkpoint, recipe.record(), plan.pruner.scheme, made_of)
         if out is not None:
-            out.begin(defined)
+            out.begin(defined | {"blocks": blocks})  # it may decide what the targets are
         if text is not None:
             given = ranks().share(calibrated(out, stages) if out is not None else None)
             if given is None:

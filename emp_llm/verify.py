@@ -13,14 +13,16 @@ from emp_llm.models.manifest import ACTIVATIONS_NAME, read_manifest
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.models.verification import Findings, check_files, check_masks, check_norms, check_other_bytes, check_source
 from emp_llm.services.hub import find_model
+from emp_llm.services.options import Blocks, Revision, TrustRemoteCode
 
 
 def verify(
     folder: Annotated[Path, Argument(help="Output folder of a finished prune.")],
     source: Annotated[str | None, Option(help="The dense model, folder or Hub id: compare bytes and masks.")] = None,
     activations: Annotated[Path | None, Option(help="The norms that were used; default: those in the folder.")] = None,
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub source.")] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the source's repository.")] = False,
+    blocks: Blocks = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> dict[str, Any]:
     """Check a pruned checkpoint: sizes and hashes of all files; with --source every byte and every mask. Only reads.
 
@@ -54,7 +56,7 @@ def verify(
             if norms is not None:
                 raise
             model = None
-        targets = Architecture(dense, model).select(recipe["targets"], recipe["ignore"])
+        targets = Architecture(dense, model, blocks).select(recipe["targets"], recipe["ignore"])
         if check_other_bytes(dense, pruned, targets, findings):
             check_masks(dense, pruned, targets, manifest, norms, findings)
     return {"differences": findings.differences, "checked": findings.checked}

@@ -275,8 +275,9 @@ def test_activations_file_of_someone_else(refused: Refused, model: Path) -> None
         (None, r"run: that run had 4096 target weights, this one has \d+; .*--targets"),
         ("{", r"run/emp_report\.json: cannot be read as JSON"),
         ("{}", r"run: its emp_report\.json does not say how many"),
+        ('{"targets": {"weights": 15360, "kept": "all"}}', r"run: its emp_report\.json does not say how many"),
     ],
-    ids=["other-targets", "broken", "empty"],
+    ids=["other-targets", "broken", "empty", "text"],
 )
 def test_match(refused: Refused, model: Path, tmp_path: Path, report: str | None, match: str) -> None:
     prune(model=str(model), output=tmp_path / "run", method="magnitude", targets="q_proj,o_proj")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from emp_llm.models import direct, files
 from emp_llm.models.direct import PAGE, Buffers, Sink, Source, bytes_of
 from emp_llm.models.errors import UserError
-from emp_llm.models.files import Behind, Stream
+from emp_llm.models.files import Behind, OpenFiles, Stream
 
 SIZE = 20 * PAGE + 123
 CONTENT = bytes(torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy())
@@ -143,6 +143,25 @@ def test_what_the_system_does_by_halves_or_not_at_all(tmp_path: Path, monkeypatc
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
+def test_a_system_that_opens_for_direct_reads_and_does_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, preadv = tmp_path / "file", os.preadv
+    path.write_bytes(CONTENT)
+    with Source(path) as source:
+        if source._direct is None:
+            pytest.skip("this file system has no direct access")
+
+        def refusing(file: int, raw: Any, offset: int) -> int:
+            if file == source._direct:
+                raise OSError(errno.EINVAL, "no")
+            return preadv(file, raw, offset)
+
+        monkeypatch.setattr(os, "preadv", refusing)
+        monkeypatch.setattr(source._cached, "share", lambda *_: 0.0)
+        block = Buffers().take((1, SIZE), torch.uint8, 0)
+        source.read(bytes_of(block), 0)
+        assert bytes(bytes_of(block)) == CONTENT
+
+
 def test_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, "broken")
@@ -174,3 +193,30 @@ def test_memory_is_used_again() -> None:
     assert second.untyped_storage().data_ptr() == memory
     assert (second.data_ptr() - 4) % PAGE == 0
     assert buffers.take((1, 1), torch.float32).untyped_storage().data_ptr() != memory, "what is taken is nobody else's"
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of a large model: few are open at a time, and what is written to those that were closed is on the disk."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watched(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    before, most = len(os.listdir("/proc/self/fd")), 0
+    names = [f"shard {number}" for number in range(100)]
+    with OpenFiles() as opened:
+        for place in (0, 10):
+            for name in names:
+                opened.writing(tmp_path / name).write(memoryview(bytearray(name.ljust(10).encode())), place)
+                found = memoryview(bytearray(10))
+                opened.reading(tmp_path / names[0]).read(found, 0)
+                opened.reading(tmp_path / name).read(found, place)
+                assert bytes(found) == name.ljust(10).encode()
+                most = max(most, len(os.listdir("/proc/self/fd")))
+        opened.sync()
+    assert {path: synced.count(path) for path in synced} == {str(tmp_path / name): 2 for name in names}
+    assert most - before < 100
+    assert len(os.listdir("/proc/self/fd")) == before

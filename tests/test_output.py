@@ -1,5 +1,6 @@
 """What runs write: the same bytes for the same content, nothing beside it, and an older output replaced whole."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from conftest import Run
 
 from emp_llm.models.activations import Activations
+from emp_llm.models.plain_output import write_folder
 from emp_llm.prune import prune
 
 
@@ -46,3 +48,20 @@ def test_overwriting_replaces_and_leaves_the_source(models: Callable[[str], Path
     assert any(half[name] != quarter[name] for name in quarter if name.endswith(".safetensors"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing of the old folder is left beside it"
     assert oracle.digest(source) == before
+
+
+def test_interrupted_between_the_renames_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    write_folder(out, {"page": b"old"}, False, "page")
+    replace = os.replace
+
+    def first(source: Path, target: Path) -> None:
+        replace(source, target)
+        monkeypatch.setattr(os, "replace", replace)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", first)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(out, {"page": b"new"}, True, "page")
+    assert (out / "page").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -10,12 +10,14 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torture
+from runs import report_of
 
 from emp_llm.calibrate import calibrate
 from emp_llm.models import journal, pruning
@@ -23,6 +25,9 @@ from emp_llm.models.blockwise import Step
 from emp_llm.models.checkpoint import Matrix
 from emp_llm.models.errors import UserError
 from emp_llm.models.locks import Lock
+from emp_llm.models.output import OutputFolder
+from emp_llm.models.work import Work
+from emp_llm.models.writing import Writer
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
@@ -149,6 +154,7 @@ def unfinished(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"beta": 1.5}, r"recipe\.beta 1\.0, this one has 1\.5"),
         ({"method": "magnitude"}, r"recipe\.method emp-magnitude, this one has magnitude"),
         ({"targets": "all-linear"}, r"recipe\.targets mlp, this one has all-linear"),
+        ({"blocks": "model.layers"}, r"blocks None, this one has model\.layers"),
         ({"method": "emp-wanda"}, r"recipe\.method"),
     ],
 )
@@ -301,3 +307,130 @@ def test_two_runs_give_the_same_bytes(models: Models, text: Path, tmp_path: Path
         prune(model=str(models("llama")), output=tmp_path / name / "out", calibration=str(text), samples=2, seqlen=32)
         runs.append(torture.snapshot(tmp_path / name))
     assert runs[0] == runs[1]
+
+
+def test_another_run_that_ends_first(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that appears after we looked is not replaced unasked: neither before this run's work, nor at its end."""
+    options: dict[str, Any] = {"model": str(models("llama")), "output": tmp_path / "out", "method": "emp-magnitude"}
+    opened, published = Work.open, OutputFolder.publish
+
+    def first(run: Any) -> Any:
+        def ended(self: Any) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(Work, "open", opened)
+                patch.setattr(OutputFolder, "publish", published)
+                prune(**options | {"output": tmp_path / "other"}, beta=0.5)
+            os.replace(tmp_path / "other", tmp_path / "out")
+            run(self)
+
+        return ended
+
+    for patched, name, left in ((Work, "open", {"out"}), (OutputFolder, "publish", {"out", ".out.partial"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, name, first(getattr(patched, name)))
+            with pytest.raises(UserError, match=r"out: it exists; name another folder, or add --overwrite"):
+                prune(**options)
+        assert report_of(tmp_path / "out")["recipe"]["beta"] == 0.5
+        assert {path.name for path in tmp_path.iterdir()} == left
+        shutil.rmtree(tmp_path / "out")
+    prune(**options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_killed_behind_both_renames(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was replaced is still there beside what replaced it, and in nobody's way."""
+    options: dict[str, Any] = {"model": str(models("llama")), "output": tmp_path / "out", "method": "emp-magnitude"}
+    prune(**options, beta=0.5)
+
+    def end(self: Work) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "remove", end)
+        with pytest.raises(_Killed):
+            prune(**options, overwrite=True)
+    assert (tmp_path / ".out.partial" / "replaced").is_dir()
+    prune(**options, overwrite=True, beta=2.0)
+    assert report_of(tmp_path / "out")["recipe"]["beta"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_interrupted_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing in the work that is worth keeping, but the older output in it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "emp_report.json").write_text("{}")
+    replace = os.replace
+
+    def second(source: Any, target: Any) -> None:
+        if Path(source).name == "files":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", second)
+        with suppress(KeyboardInterrupt), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
+            out.begin({})
+            out.publish()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
+
+
+def test_work_that_another_run_takes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment the lock of what is being deleted is free."""
+    work, other = (Work(tmp_path / "work", "it") for _ in range(2))
+    work.open()
+    release = Lock.release
+
+    def released(self: Lock) -> None:
+        release(self)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lock, "release", release)
+            other.open()
+            other.begin({}, anew=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lock, "release", released)
+        work.remove()
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"lock", "files"}
+    other.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_stopped_before_the_figures_of_a_matrix_are_noted(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all its rows are written, and N_eff and s_eff of the whole are not."""
+    options: dict[str, Any] = {"model": str(models("llama")), "method": "emp-magnitude", "group": "matrix"}
+    prune(output=tmp_path / "whole" / "out", **options)
+
+    def end(*_: Any) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "note", end)
+        with pytest.raises(_Killed):
+            prune(output=tmp_path / "killed" / "out", **options)
+    prune(output=tmp_path / "killed" / "out", **options)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_progress_that_is_damaged(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"model": str(models("llama")), "output": tmp_path / "out", "calibration": str(text)}
+    options |= {"samples": 2, "seqlen": 32, "execution": "blocks", "device_map": "cpu"}
+    run = Step.run
+
+    def second(self: Step, **more: Any) -> None:
+        if self.index:
+            raise _Killed
+        run(self, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "run", second)
+        with pytest.raises(_Killed):
+            calibrate(**options)
+    (sums,) = (tmp_path / ".out.progress").glob("sums-*.safetensors")
+    sums.write_bytes(sums.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"\.out\.progress: its progress cannot be read .*Delete the folder"):
+        calibrate(**options)

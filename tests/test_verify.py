@@ -1,8 +1,11 @@
 """What `verify` says of outputs that are sound, and of outputs in which one thing is not."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,62 @@ def test_wrong_input(models: Models, sound: Path, norms: Callable[[str], Path], 
     (out / "emp_manifest.json").write_text('{"format": "emp-llm manifest 1", "files": {"../x": {}}}')
     with pytest.raises(UserError, match=r"emp_manifest\.json: not a manifest"):
         verify(out)
+
+
+def _replaced(value: Any, path: tuple[str, ...], new: Any) -> Any:
+    return new if not path else value | {path[0]: _replaced(value[path[0]], path[1:], new)}
+
+
+@pytest.mark.parametrize("new", [None, 7, "x", [1], {}], ids=repr)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "files", "files.config.json", "files.config.json.bytes", "files.config.json.sha256", "source", "recipe",
+        "recipe.targets", "source.sha256_of_samples", "recipe.ignore", "recipe.min_expert_tokens", "scheme", "scheme.criterion",
+        "scheme.group", "scheme.budget", "scheme.budget.kind", "scheme.budget.beta", "activations", "activations.norms",
+    ],
+)  # fmt: skip
+def test_manifests_that_lie(models: Models, sound: Path, tmp_path: Path, path: str, new: Any) -> None:
+    """Refused in a sentence, or a difference; whatever stands in them."""
+    parts = tuple(path.replace("config.json", "config/json").split("."))
+    out = Path(shutil.copytree(sound, tmp_path / "out", copy_function=os.link))
+    text = (out / "emp_manifest.json").read_text()
+    (out / "emp_manifest.json").unlink()
+    lying = _replaced(json.loads(text), tuple(part.replace("/", ".") for part in parts), new)
+    (out / "emp_manifest.json").write_text(json.dumps(lying))
+    with suppress(UserError):
+        found = verify(out, source=str(models("llama")))["differences"]
+        assert found or path in ("files", "recipe.ignore", "recipe.min_expert_tokens", "scheme.budget.beta"), "it is a lie"
+
+
+@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+def test_a_source_that_is_damaged_since(models: Models, tmp_path: Path, group: Any) -> None:
+    source = Path(shutil.copytree(models("llama"), tmp_path / "model"))
+    prune(model=str(source), output=tmp_path / "out", method="magnitude", group=group)
+    change(source, f"{DOWN}.weight", 0x7FC0, 1)
+    with pytest.raises(UserError, match=rf"{DOWN}\.weight holds NaN or infinity \(rows 0 to \d+\)"):
+        verify(tmp_path / "out", source=str(source))
+
+
+def test_a_file_that_cannot_be_opened(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def refusing(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path).name == "config.json":
+            raise PermissionError(errno.EACCES, "permission denied")
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(UserError, match=r"config\.json: it cannot be read \(permission denied\)"):
+        verify(sound)
+
+
+def test_blocks_that_were_named(models: Models, tmp_path: Path) -> None:
+    source = str(models("llama"))
+    prune(model=source, output=tmp_path / "out", method="magnitude", blocks="model.layers")
+    assert verify(tmp_path / "out", source=source, blocks="model.layers")["differences"] == []
+    with pytest.raises(UserError, match=r"--blocks 'layers' is no list"):
+        verify(tmp_path / "out", source=source, blocks="layers")
 
 
 def test_from_the_shell(models: Models, sound: Path, run: Run, tmp_path: Path) -> None:

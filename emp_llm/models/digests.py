@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from emp_llm.models.direct import read_exactly
+from emp_llm.models.direct import read_exactly, reading
 
 _CHUNK = 1 << 22
 
@@ -81,7 +81,8 @@ class Digests:
         if self._error is not None:
             return
         try:
-            file = os.open(path, os.O_RDONLY)
+            with reading(path):
+                file = os.open(path, os.O_RDONLY)
             try:
                 for first in range(start, end, _CHUNK):
                     piece = self._buffer[: min(end - first, _CHUNK)]

@@ -84,8 +84,10 @@ class Source:
         read_exactly(self.file, raw[:first], offset, self.path)
         done = first
         while first <= done < last and (done - first) % PAGE == 0:
-            with reading(self.path):
+            try:
                 got = os.preadv(self._direct, [raw[done:last]], offset + done)
+            except OSError:  # not in this way; the other tells whether it can be read at all
+                break
             if got == 0:
                 break
             done += got

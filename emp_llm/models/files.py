@@ -5,8 +5,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
@@ -17,12 +18,16 @@ from emp_llm.models.direct import PAGE, Buffers, Sink, Source, bytes_of
 
 T = TypeVar("T")
 
+_OPEN = 16  # files to read, and files to write, at a time
 _WAITING = 3  # jobs of a thread beside the work; what they hold is all the memory it costs
 _COLLECTED = 1 << 22  # bytes of a write of a stream
 
 
 class OpenFiles(ExitStack):
     """Open files by path; what is written reaches the disk with `sync`.
+
+    Large models have more shards than the system lets a process have open: older ones are closed. So a file is to be asked for
+    anew for each piece of work. One thread asks for files to read, and one for files to write.
 
     Args:
         again: what is read will be read again, so that it belongs in the page cache.
@@ -31,27 +36,41 @@ class OpenFiles(ExitStack):
     def __init__(self, again: bool = False) -> None:
         super().__init__()
         self._again = again
-        self._sources: dict[Path, Source] = {}
-        self._sinks: dict[Path, Sink] = {}
+        self._sources: dict[Path, Source] = {}  # the last used last
+        self._sinks: dict[Path, Sink] = {}  # the last opened last
+        self._syncing = Lock()
+        self.callback(self._close)
 
     def reading(self, path: Path) -> Source:
         """A file to read from."""
-        if path not in self._sources:
-            self._sources[path] = Source(path, self._again)
-            self.callback(self._sources[path].close)
-        return self._sources[path]
+        source = self._sources.pop(path, None) or Source(path, self._again)
+        self._sources[path] = source
+        if len(self._sources) > _OPEN:
+            self._sources.pop(next(iter(self._sources))).close()
+        return source
 
     def writing(self, path: Path) -> Sink:
         """A file to write to."""
         if path not in self._sinks:
-            self._sinks[path] = Sink(path)
-            self.callback(self._sinks[path].close)
+            with self._syncing:
+                self._sinks[path] = Sink(path)
+                if len(self._sinks) > _OPEN:
+                    oldest = self._sinks.pop(next(iter(self._sinks)))
+                    with closing(oldest):
+                        oldest.sync()
         return self._sinks[path]
 
     def sync(self) -> None:
         """Return when all that was written so far is on the disk."""
-        for sink in list(self._sinks.values()):
-            sink.sync()
+        with self._syncing:
+            for sink in self._sinks.values():
+                sink.sync()
+
+    def _close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+        for sink in self._sinks.values():
+            sink.close()
 
 
 def ahead(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:

@@ -39,12 +39,12 @@ class Lock:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                holder = _read_holder(file)
-                os.close(file)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    logger.warning("warning: %s: this file system has no locks; see that no other run writes there.", self.path)
-                    return
-                raise UserError(f"{self._what}: another run is at work on it ({holder}). Wait for it, or end it.") from error
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    holder = _read_holder(file)
+                    os.close(file)
+                    sentence = f"another run is at work on it ({holder}). Wait for it, or end it."
+                    raise UserError(f"{self._what}: {sentence}") from error
+                logger.warning("warning: %s: this file system has no locks; see that no other run writes there.", self.path)
             if _same(file, self.path):
                 self._file = file
             else:  # the last holder has just deleted it

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import Checkpoint
@@ -21,11 +21,19 @@ from emp_llm.models.headers import read_json
 from emp_llm.models.provenance import versions
 from emp_llm.models.recipe import REPORT_NAME
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
-from emp_llm.selection.scheme import Scheme
+from emp_llm.selection.criteria import CRITERIA
+from emp_llm.selection.scheme import Group, Scheme
 
 MANIFEST_NAME = "emp_manifest.json"
 ACTIVATIONS_NAME = Path("emp_llm") / "activations.safetensors"
 _FORMAT = "emp-llm manifest 1"
+_PARTS: dict[str, Any] = {  # what is read of a manifest, here and elsewhere
+    "files": dict,
+    "source": {"sha256_of_samples": str},
+    "recipe": {"targets": str | list, "ignore": str | list | None},
+    "scheme": dict,
+    "activations": dict | None,
+}
 _BUDGETS = (EffectiveBudget, RatioBudget, PatternBudget, TotalBudget, PartsBudget)
 
 
@@ -54,6 +62,8 @@ def scheme_of(definition: dict[str, Any]) -> Scheme:
     scheme = definition["scheme"]
     fields: dict[str, Any] = dict(scheme["budget"])
     kinds: dict[str, type[Budget]] = {kind.__name__: kind for kind in _BUDGETS}
+    if scheme["criterion"] not in CRITERIA or scheme["group"] not in get_args(Group):
+        raise ValueError("no such criterion or group")
     return Scheme(scheme["criterion"], kinds[fields.pop("kind")](**fields), scheme["group"])
 
 
@@ -88,12 +98,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune.")
     manifest = read_json(path, unique=True)
-    files = manifest.get("files")
-    complete = {"source", "recipe", "scheme", "activations"} <= manifest.keys()
-    if manifest.get("format") != _FORMAT or not isinstance(files, dict) or not complete:
+    if manifest.get("format") != _FORMAT or not _has(manifest, _PARTS):
         raise UserError(f"{path}: not a manifest that this version of emp-llm can read.")
-    for name, entry in files.items():
+    for name, entry in manifest["files"].items():
         inside = name.isprintable() and not Path(name).is_absolute() and ".." not in Path(name).parts
-        if not inside or not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+        if not inside or not _has(entry, {"bytes": int, "sha256": str}):
             raise UserError(f"{path}: its entry for {name[:80]!r} is not that of a file in this folder.")
     return manifest
+
+
+def _has(value: Any, parts: dict[str, Any]) -> bool:
+    """Whether it is an object with these parts, of these types; of lists, lists of text."""
+    if not isinstance(value, dict) or not parts.keys() <= value.keys():
+        return False
+    for name, kind in parts.items():
+        part = value[name]
+        if not (_has(part, kind) if isinstance(kind, dict) else isinstance(part, kind)):
+            return False
+        if isinstance(part, list) and not all(isinstance(text, str) for text in part):
+            return False
+    return True

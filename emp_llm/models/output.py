@@ -62,12 +62,14 @@ class OutputFolder:
                 folder.mkdir()
                 self._made.append(folder)
             self.work.open()
-            if self._old.is_dir():  # stopped between the two renames
-                self._put_back()
-                self._check_path()
-        except UserError:
-            self.work.release()
-            raise
+            try:
+                self._put_back()  # a run was stopped between the two renames
+                if self._old.is_dir():  # or behind them
+                    shutil.rmtree(self._old)
+                self._check_path()  # another run may have ended since
+            except BaseException:
+                self._close()
+                raise
         except OSError as error:
             self.work.release()
             raise UserError(f"{self._option} {self.path}: cannot be written there ({reason(error)}).") from error
@@ -75,7 +77,7 @@ class OutputFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with contextlib.suppress(OSError):
-            self.work.close()
+            self._close()
         if not self.path.exists():
             for folder in reversed(self._made):
                 with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
@@ -98,6 +100,7 @@ class OutputFolder:
     def publish(self) -> None:
         """Give the folder its name; an older one is replaced."""
         sync_tree(self.files)
+        self._check_path()
         if self.path.exists():
             os.replace(self.path, self._old)
         try:
@@ -107,6 +110,13 @@ class OutputFolder:
             raise
         sync_path(self.path.parent)
         self.work.remove()
+
+    def _close(self) -> None:
+        """Let the work go; not what was to be replaced, where that still waits in it to be put back."""
+        if self._old.is_dir():
+            self.work.release()
+        else:
+            self.work.close()
 
     def _put_back(self) -> None:
         """What was to be replaced stands again where it stood, unless what replaces it does."""

@@ -48,12 +48,12 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_bytes(content)
         sync_tree(new)
-        if path.exists():
-            os.replace(path, old)
         try:
+            if path.exists():
+                os.replace(path, old)
             os.replace(new, path)
-        except OSError:
-            if old.exists():
+        except BaseException:  # what is aside is deleted below, and with it the older one, if it is still there
+            if old.exists() and not path.exists():
                 os.replace(old, path)
             raise
         sync_path(path.parent)

@@ -61,7 +61,7 @@ class Progress:
             finally:
                 os.close(file)
             sums = load_file(self.folder / f"sums-{done}.safetensors")
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, SafetensorError) as error:
             raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
         memory.restore(sums, manifest["inputs"], manifest["finite"], manifest["tokens"])
         walk.bar.update(done * sum(batch.numel() for batch in walk.batches))

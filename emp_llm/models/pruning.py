@@ -281,7 +281,7 @@ class Pruner:
     def _prune_rows(self, target: Target, first: int, block: Tensor) -> Pruned:
         """Prune a block of a target's rows in place, each a group of its own."""
         offset = self._offsets[target.name] + first * target.matrix.columns
-        with _finite(target, first, block):
+        with finite(target, first, block):
             return self.scheme_of(target).prune_rows(block, self._norms.get(target.name), offset)
 
     def _masks(self, target: Target, here: Source, selector: GroupSelector | None) -> Iterator[tuple[int, Tensor]]:
@@ -291,7 +291,7 @@ class Pruner:
                 yield first, selector.select(scores).mask
                 continue
             offset = self._offsets[target.name] + first * target.matrix.columns
-            with _finite(target, first, block):
+            with finite(target, first, block):
                 part = select_rows(scores, self.scheme.budget, offset)
             yield first, part.mask
 
@@ -302,7 +302,7 @@ class Pruner:
         while True:
             for target in targets:
                 for first, block, scores in self._blocks(target, files.reading(target.matrix.stored.shard)):
-                    with _finite(target, first, block):
+                    with finite(target, first, block):
                         feed(scores)
             if not selector.searching():
                 return selector
@@ -330,7 +330,7 @@ class Pruner:
 
 
 @contextmanager
-def _finite(target: Target, first: int, block: Tensor) -> Iterator[None]:
+def finite(target: Target, first: int, block: Tensor) -> Iterator[None]:
     """Name the tensor and the rows where scores turn out not to be finite."""
     try:
         yield

@@ -139,8 +139,9 @@ class Recipe:
         """What the run that is to be matched removed, by its report."""
         total = sum(sizes.values())
         try:
-            weights, kept = report["targets"]["weights"], report["targets"]["kept"]
-        except (KeyError, TypeError) as error:
+            weights = report["targets"]["weights"]
+            removed = int(weights - report["targets"]["kept"])
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{self.match}: its {REPORT_NAME} does not say how many weights were kept.") from error
         if weights != total:
             raise UserError(
@@ -148,7 +149,7 @@ class Recipe:
                 "with the same --targets."
             )
         if self.match_by != "matrix":
-            return TotalBudget(int(weights - kept), total)
+            return TotalBudget(removed, total)
         return PartsBudget(tuple(self._removed(report, name, size) for name, size in sizes.items()), tuple(sizes.values()))
 
     def _removed(self, report: dict[str, Any], name: str, size: int) -> int:

@@ -15,14 +15,13 @@ from tqdm import tqdm
 
 from emp_llm.models.activations import Activations
 from emp_llm.models.checkpoint import OTHER_WEIGHTS, Checkpoint, Matrix
-from emp_llm.models.digests import Digests
+from emp_llm.models.digests import digest_of
 from emp_llm.models.direct import Source, read_exactly
 from emp_llm.models.errors import UserError
 from emp_llm.models.manifest import MANIFEST_NAME, norms_digest, scheme_of
-from emp_llm.models.pruning import Pruner
+from emp_llm.models.pruning import Pruner, finite
 from emp_llm.models.recipe import REPORT_NAME
 from emp_llm.models.targets import Target
-from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.rows import select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
@@ -58,9 +57,7 @@ def check_files(folder: Path, manifest: dict[str, Any], findings: Findings) -> N
             elif (size := path.stat().st_size) != entry["bytes"]:
                 findings.differences.append(f"{name}: it has {size:,} bytes, its manifest says {entry['bytes']:,}.")
             else:
-                with Digests() as digests:
-                    digests.advance(path, 0, size, last=True)
-                    found = digests.finish()[path.name]
+                found = digest_of(path)
                 if found != entry["sha256"]:
                     findings.differences.append(f"{name}: its SHA-256 is {found}, its manifest says {entry['sha256']}.")
             bar.update(entry["bytes"])
@@ -135,10 +132,10 @@ def check_masks(
         UserError: the manifest does not say how, or the norms lack a target.
     """
     try:
-        scheme = scheme_of(manifest)
+        scheme, least_tokens = scheme_of(manifest), int(manifest["recipe"].get("min_expert_tokens", 0))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: it does not tell how the masks were decided ({error}).") from error
-    decided = Pruner(source, targets, scheme, least_tokens=manifest["recipe"].get("min_expert_tokens", 0))
+    decided = Pruner(source, targets, scheme, least_tokens=least_tokens)
     norms: dict[str, Tensor | None] = {target.name: None for target in targets}
     if activations is not None:
         decided.use(activations)
@@ -174,14 +171,12 @@ def _wrong_weights(
     with Source(path) as file:
         for first, block in _blocks(target):
             scores = scheme.criterion.score(block, norm).contiguous()
-            try:
+            with finite(target, first, block):
                 part = (
                     selector.select(scores)
                     if selector
                     else select_rows(scores, scheme.budget, offset + first * target.matrix.columns)
                 )
-            except NonFiniteError as error:
-                raise UserError(f"{target.matrix.stored.shard}: {target.name} holds NaN or infinity.") from error
             expected = block.masked_fill(~part.mask, 0).contiguous()
             found = target.matrix.read(file, first, first + block.shape[0])
             wrong += int((_bits(expected) != _bits(found)).sum())
@@ -194,8 +189,9 @@ def _selector(targets: list[Target], scheme: Scheme, norms: dict[str, Tensor | N
     feed = selector.add
     while True:
         for target in targets:
-            for _, block in _blocks(target):
-                feed(scheme.criterion.score(block, norms[target.name]).contiguous())
+            for first, block in _blocks(target):
+                with finite(target, first, block):
+                    feed(scheme.criterion.score(block, norms[target.name]).contiguous())
         if not selector.searching():
             return selector
         feed = selector.search

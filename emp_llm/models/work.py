@@ -10,6 +10,7 @@ The manifest is replaced in one step, and only when what it calls finished is on
 
 import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ class Work:
                 elif entry != self._lock.path:
                     entry.unlink(missing_ok=True)
             self._lock.release()
-            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # not empty: another run has it already
+                self.path.rmdir()
 
     def begin(self, signature: dict[str, Any], anew: bool) -> None:
         """Take up what an earlier run of this signature left, or begin with empty files.

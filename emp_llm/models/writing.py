@@ -123,7 +123,8 @@ class Writer(ExitStack):
         with self._hashed(segment, at, block) as there:
             matrix.write(there, first, block)
         self._journal.put(row, {name: values[first:last] for name, values in statistics.items()})
-        self._journal.reached(number, last)
+        if last < matrix.rows:  # the last ones count from `end` on, when what became of the matrix is noted as well
+            self._journal.reached(number, last)
 
     @contextmanager
     def _hashed(self, segment: Segment, at: int | None, block: Tensor) -> Iterator[Sink]:
