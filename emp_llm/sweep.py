@@ -267,6 +267,7 @@ class _Sweep:
             return memory
         logger.info("masks cannot be put in this model in memory as they are written; each point goes through a checkpoint.")
         self._model = None
+        del memory
         _collect()
         return None
 
@@ -351,6 +352,9 @@ class _Sweep:
                 model = load_model(written, *self._options)
         with stages("evaluate pruned"):
             self._evaluation.measure(model, found, lambda part: replace_json(noted, {"masks": masks, "measures": part}))
+        if memory is None:
+            del model
+            _collect()  # an offloaded model holds itself: the next one would be loaded beside it
         return found
 
     def _dense(self) -> PreTrainedModel:

@@ -1,10 +1,12 @@
 """Sweeps: every point is what prune would have made of the model, measured as from its checkpoint; nothing is done twice."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,26 @@ def test_offloaded_models_go_through_checkpoints(models: Models, options: Record
         assert (tmp_path / "disk" / "points" / name / "config.json").exists() == keep
     names = {path.name for path in (tmp_path / "disk").iterdir()}
     assert names == {"sweep.json", "dense.json", "activations.safetensors", "points"}
+
+
+def test_one_model_at_a_time(models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every point is loaded from a checkpoint, the model before it has gone."""
+    loaded: list[weakref.ref[Any]] = []
+
+    def load(*given: Any) -> Any:
+        assert [model() for model in loaded] == [None] * len(loaded)
+        model = load_model(*given)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(command, "load_model", load)
+    monkeypatch.setattr(InMemory, "fits", lambda _: False)
+    gc.disable()  # what is freed is freed by the sweep
+    try:
+        sweep(str(models("llama")), tmp_path / "sweep", **(options | {"device_map": "disk"}))
+    finally:
+        gc.enable()
+    assert len(loaded) == 4
 
 
 def test_kept_checkpoints(models: Models, options: Record, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
