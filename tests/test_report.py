@@ -208,3 +208,24 @@ def test_results_join_the_run_they_judge(runs: Path, tmp_path: Path) -> None:
     assert [(point.name, point.sparsity, point.matrices) for point in alone.points] == [
         ("pruned", pruned["sparsity_of_targets"], ())
     ]
+
+
+def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Path) -> None:
+    """A recipe does not name the calibration: runs that differ in it alone look the same to the results of one of them."""
+    told = report_of(runs / "wanda")
+    for name in ("one", "same", "other"):
+        (tmp_path / name).mkdir()
+        next(iter(told["matrices"].values()))["n_eff_mean"] *= 0.9 if name == "other" else 1
+        (tmp_path / name / "emp_report.json").write_text(json.dumps(told))
+    entry = told["evaluation"]["pruned"]["perplexity"]
+    about = {"revision": None, "suite": "mine", "made_by": {"text": {"file": "x"}, "dtype": "auto"}, "complete": True}
+    pruned = {"of": told["source"]["model"], **told["recipe"], "sparsity_of_targets": told["targets"]["sparsity_of_targets"]}
+    for name, value in (("one", 11.0), ("other", 12.0)):
+        record = about | {"model": name, "pruned": pruned, "perplexity": entry | {"perplexity": value, "block_losses": []}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    (study,) = studies(read_points([tmp_path / name for name in ("one", "other", "one.json", "other.json")]))
+    (mine,) = (suite for suite in study.suites if suite.name == "mine")
+    found = [point.judged(mine.key) for point in study.points]
+    assert [each and next(iter(each.values.values())).value for each in found] == [None, None, 11.0, 12.0]
+    (study,) = studies(read_points([tmp_path / name for name in ("one", "same", "one.json")]))
+    assert len(study.points) == 2

@@ -345,13 +345,20 @@ def _facts(source: _Fields, recipe: _Fields, calibration: Any, targets: _Fields)
 
 
 def _with_results(points: list[Point]) -> list[Point]:
-    """Results files joined with the run they judge, where it is given too; to a run they add a suite."""
-    runs = {point.signature: number for number, point in enumerate(points) if point.matrices and point.pruned}
+    """Results files joined with the run they judge, where it is given too; to a run they add a suite.
+
+    Runs of one signature may differ in their calibration, which a results file does not tell; its points then stay alone.
+    """
+    runs: dict[str, list[int]] = {}
+    for number, point in enumerate(points):
+        if point.matrices and point.pruned:
+            runs.setdefault(point.signature, []).append(number)
     joined: dict[int, Point] = dict(enumerate(points))
     for number, point in enumerate(points):
-        run = runs.get(point.signature)
-        if point.matrices or point.method is None or run is None:
+        alike = runs.get(point.signature, [])
+        if point.matrices or point.method is None or len({points[other].matrices for other in alike}) != 1:
             continue
+        run = alike[-1]
         known = {judgement.key for judgement in joined[run].judgements}
         added = tuple(judgement for judgement in point.judgements if judgement.key not in known)
         joined[run] = replace(joined[run], judgements=joined[run].judgements + added)
