@@ -166,7 +166,8 @@ def change_cell(measure: str, change: float, stderr: float | None) -> str:
 def _count(some: list[Difference], members: list[Difference]) -> str:
     clear = [each for each in some if each.clear]
     known = all(each.clear is not None for each in members)
-    certain = f" ({len(clear)} by more than two standard errors)" if known and some else ""
+    kind = "unpaired standard errors" if in_percent(members[0].measure) else "standard errors"
+    certain = f" ({len(clear)} by more than two {kind})" if known and some else ""
     return f"{len(some)} of {len(members)} points{certain}"
 
 
