@@ -143,6 +143,14 @@ def test_errors_of_accuracies_are_said_to_be_unpaired(runs: Path, tmp_path: Path
     assert "unpaired" not in (tmp_path / "none" / "report.md").read_text()
 
 
+def test_every_calibration_is_named(runs: Path, tmp_path: Path) -> None:
+    told = report_of(runs / "wanda")
+    told["calibration"]["text"]["samples"] = 5
+    (tmp_path / "emp_report.json").write_text(json.dumps(told))
+    report([runs / "emp", runs / "wanda", tmp_path], tmp_path / "out", no_plots=True)
+    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_the_same_input_is_the_same_bytes(page: Path, runs: Path, run: Run, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONHASHSEED": "1234"}
     line = [sys.executable, "-m", "emp_llm.report", *(str(runs / name) for name in NAMES), "--output", "again"]

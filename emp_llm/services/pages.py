@@ -69,8 +69,7 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
     parts: list[Part] = [Heading(title, 1)]
     for study, drawings in studies:
         parts.append(Heading(study.title))
-        facts = max((point.facts for point in study.points), key=len, default={}) or {"model": study.model}
-        parts.append(Points(tuple(f"{name}: {fact}" for name, fact in facts.items())))
+        parts.append(_facts(study))
         left = {drawing.name: drawing for drawing in drawings}
         told = [sentence for suite in study.suites for sentence in verdicts(study, suite)]
         if told:
@@ -87,6 +86,16 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
             parts += [Heading("Where the model is redundant", 3), Table(rows)]
         parts += left.values()
     return parts
+
+
+def _facts(study: Study) -> Points:
+    """What the points tell of the model and how it was calibrated; where they differ, all of it."""
+    facts: dict[str, list[str]] = {}
+    for point in study.points:
+        for name, fact in point.facts.items():
+            facts.setdefault(name, []).append(fact)
+    facts = facts or {"model": [study.model]}
+    return Points(tuple(f"{name}: {'; '.join(dict.fromkeys(told))}" for name, told in facts.items()))
 
 
 def _unpaired(*suites: Suite) -> list[Part]:
