@@ -42,9 +42,9 @@ from emp_llm.services.options import (
     TrustRemoteCode,
 )
 from emp_llm.services.overview import measure_table
+from emp_llm.services.runs import MEASURE_FORMAT
 
 logger = logging.getLogger(__name__)
-FORMAT = "emp-llm measure 1"
 
 
 def measure(
@@ -142,7 +142,7 @@ def _recipes(criteria: str, orders: str, common: Recipe) -> list[Recipe]:
 def _record(source: Source, plan: Plan, given: Activations | None, recipe: Recipe) -> dict[str, Any]:
     """What was measured, and what made it."""
     return {
-        "format": FORMAT,
+        "format": MEASURE_FORMAT,
         "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
         "command": command_line(),
         "recipe": {"targets": recipe.targets, "ignore": recipe.ignore, "min_expert_tokens": recipe.min_expert_tokens},

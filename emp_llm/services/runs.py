@@ -10,13 +10,13 @@ from typing import Any, get_args
 from emp_llm.models.errors import UserError
 from emp_llm.models.headers import INDEX_LIMIT, read_json
 from emp_llm.models.recipe import REPORT_NAME
+from emp_llm.models.sweeps import FORMAT as SWEEP_FORMAT
+from emp_llm.models.sweeps import SWEEP_NAME
 from emp_llm.services.comparison import Value, values_of
 from emp_llm.services.records import Judgement, Match, MatrixStats, Point, Spread, printable
 from emp_llm.services.results import pruned_record
 
-SWEEP_NAME = "sweep.json"
-_SWEEP_FORMAT = "emp-llm sweep 1"
-_MEASURE_FORMAT = "emp-llm measure 1"
+MEASURE_FORMAT = "emp-llm measure 1"
 _WHAT = "the output of prune, sweep or measure, or a results file of evaluate"
 _LIMIT = 4 * INDEX_LIMIT  # a report of a mixture with ten thousands of experts' matrices is that long
 
@@ -46,9 +46,9 @@ def _read(path: Path) -> Iterator[Point]:
     elif not path.is_file():
         raise UserError(f"{path}: there is no such file or folder; give {_WHAT}.")
     value = _Fields(read_json(path, limit=_LIMIT), str(path))
-    if value.raw.get("format") == _SWEEP_FORMAT:
+    if value.raw.get("format") == SWEEP_FORMAT:
         yield from _sweep(value, path.parent)
-    elif value.raw.get("format") == _MEASURE_FORMAT:
+    elif value.raw.get("format") == MEASURE_FORMAT:
         yield from _measures(value, path)
     elif "made_by" in value.raw and "model" in value.raw:
         yield _result(value, path)
