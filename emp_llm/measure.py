@@ -25,6 +25,7 @@ from emp_llm.models.summary import summarise
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import (
+    AllowPartial,
     BatchSize,
     Blocks,
     CalibrationText,
@@ -65,9 +66,7 @@ def measure(
     hidden_states: HiddenStatesPlace = "auto",
     blocks: Blocks = None,
     min_expert_tokens: MinExpertTokens = 32,
-    allow_partial: Annotated[
-        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be reached.")
-    ] = False,
+    allow_partial: AllowPartial = False,
     seed: Seed = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
