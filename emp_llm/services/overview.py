@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 from emp_llm.services.comparison import Value, values_of
-from emp_llm.services.tables import Rows, table
+from emp_llm.services.tables import Rows, percent_cell, table
 from emp_llm.services.terminal import size
 
 Entry = dict[str, Any]
@@ -70,8 +70,8 @@ def _measure(measure: Entry) -> str:
             pick(entry["n_eff"][key] / entry["group_size"] for entry in entries) for pick, key in ((min, "min"), (max, "max"))
         )
         medians = sorted(entry["n_eff"]["median"] / entry["group_size"] for entry in entries)
-        spread = [_percent(least), _percent(medians[len(medians) // 2]), _percent(most)]
-        rows.append([f"{role} x {len(entries)}", *map(_percent, shares), _percent(whole), *spread, *_masses(entries)])
+        spread = [percent_cell(least), percent_cell(medians[len(medians) // 2]), percent_cell(most)]
+        rows.append([f"{role} x {len(entries)}", *map(percent_cell, shares), percent_cell(whole), *spread, *_masses(entries)])
     targets = measure["targets"]
     last = f"EMP at beta 1 would remove {100 * targets['sparsity_of_targets']:.2f} % of these {targets['weights']:,} weights"
     return f"{table(rows)}\n{last}"
@@ -121,7 +121,3 @@ def _masses(entries: list[Entry]) -> list[str]:
         sum(entry[key] * entry["rows"] for entry in entries) / rows for key in ("s_eff_mean", *["s_eff_bound_mean"] * bounded)
     ]
     return [f"{mean:.3f}" for mean in means] + ([] if bounded else ["-"])
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2f}"
