@@ -19,6 +19,7 @@ from emp_llm.models.ranks import ranks
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.services.hub import find_model
 from emp_llm.services.options import (
+    AllowPartial,
     Blocks,
     CalibrationText,
     DeviceMap,
@@ -50,9 +51,7 @@ def calibrate(
     blocks: Blocks = None,
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the forward pass (bitsandbytes).")] = False,
-    allow_partial: Annotated[
-        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be reached.")
-    ] = False,
+    allow_partial: AllowPartial = False,
     seed: Seed = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,

@@ -17,7 +17,7 @@ from emp_llm.services.comparison import Format, check_format, compare
 from emp_llm.services.evaluation import Evaluation, missing
 from emp_llm.services.harness import Harness, parse_batch_size
 from emp_llm.services.hub import Source, find_model
-from emp_llm.services.options import DeviceMap, Dtype, Revision, TrustRemoteCode
+from emp_llm.services.options import DeviceMap, Dtype, Limit, Revision, TrustRemoteCode
 from emp_llm.services.results import Record, ResultsFile, difference, new_record, read_results
 from emp_llm.services.suites import Suite, find_suite
 
@@ -29,7 +29,7 @@ def evaluate(
     suite: Annotated[str, Option(help="What to judge it by: a suite of eval/, or a .toml file of your own.")] = "perplexity",
     baseline: Annotated[str | None, Option(help="Model, or results.json of an earlier run, to compare with.")] = None,
     beside: Annotated[list[Path] | None, Option(help="results.json of a further model for the table; repeatable.")] = None,
-    limit: Annotated[int | None, Option(help="Examples of every task and blocks of the text; the numbers are partial.")] = None,
+    limit: Limit = None,
     batch_size: Annotated[str, Option(help="Examples to a forward pass of a task, or auto.")] = "8",
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise by bitsandbytes (LLM.int8).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise by bitsandbytes (NF4).")] = False,

@@ -25,6 +25,7 @@ from emp_llm.models.summary import summarise
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import (
+    AllowPartial,
     BatchSize,
     Blocks,
     CalibrationText,
@@ -42,9 +43,9 @@ from emp_llm.services.options import (
     TrustRemoteCode,
 )
 from emp_llm.services.overview import measure_table
+from emp_llm.services.runs import MEASURE_FORMAT
 
 logger = logging.getLogger(__name__)
-FORMAT = "emp-llm measure 1"
 
 
 def measure(
@@ -65,9 +66,7 @@ def measure(
     hidden_states: HiddenStatesPlace = "auto",
     blocks: Blocks = None,
     min_expert_tokens: MinExpertTokens = 32,
-    allow_partial: Annotated[
-        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be reached.")
-    ] = False,
+    allow_partial: AllowPartial = False,
     seed: Seed = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -142,7 +141,7 @@ def _recipes(criteria: str, orders: str, common: Recipe) -> list[Recipe]:
 def _record(source: Source, plan: Plan, given: Activations | None, recipe: Recipe) -> dict[str, Any]:
     """What was measured, and what made it."""
     return {
-        "format": FORMAT,
+        "format": MEASURE_FORMAT,
         "source": {"model": source.name, "revision": source.revision} | plan.checkpoint.fingerprint,
         "command": command_line(),
         "recipe": {"targets": recipe.targets, "ignore": recipe.ignore, "min_expert_tokens": recipe.min_expert_tokens},

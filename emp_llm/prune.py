@@ -32,6 +32,7 @@ from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import (
+    AllowPartial,
     BatchSize,
     Blocks,
     CalibrationText,
@@ -89,9 +90,7 @@ def prune(
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise for the calibration pass (bitsandbytes).")] = False,
     neff_dtype: Annotated[str | None, Option(help="float64, or bfloat16 as the paper's emp-magnitude.")] = None,
     min_expert_tokens: MinExpertTokens = 32,
-    allow_partial: Annotated[
-        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be pruned.")
-    ] = False,
+    allow_partial: AllowPartial = False,
     seed: Seed = 0,
     evaluate: Annotated[str | None, Option(help="Suite to judge dense and pruned by: perplexity, demo, or a file.")] = None,
     push_to_hub: Annotated[str | None, Option(help="USER/NAME on the Hub to push the result to, with a model card.")] = None,

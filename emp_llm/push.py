@@ -6,13 +6,14 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from emp_llm.cli import run
+from emp_llm.services.options import PrunedFolder
 from emp_llm.services.publishing import Evidence, publish
 from emp_llm.services.terminal import show_push as show
 from emp_llm.services.upload import Destination
 
 
 def push(
-    folder: Annotated[Path, Argument(help="Output folder of a finished prune.")],
+    folder: PrunedFolder,
     repository: Annotated[str, Argument(help="USER/NAME on the Hub; made where it is not there.")],
     private: Annotated[bool, Option("--private", help="Make the repository a private one.")] = False,
     revision: Annotated[str | None, Option(help="Branch to push to; made from main where it is not there.")] = None,

@@ -38,6 +38,7 @@ from emp_llm.selection.scheme import Group
 from emp_llm.services.evaluation import Evaluation, Measures, missing
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import (
+    AllowPartial,
     BatchSize,
     Blocks,
     CalibrationText,
@@ -45,6 +46,7 @@ from emp_llm.services.options import (
     Dtype,
     HiddenStatesPlace,
     Ignore,
+    Limit,
     MinExpertTokens,
     Model,
     Revision,
@@ -74,7 +76,7 @@ def sweep(
         bool, Option("--matched-baselines", help="Beside each emp point, uniform rows: as many left in all, or of each matrix.")
     ] = False,
     suite: Annotated[str, Option(help="What to judge by: a suite of eval/, or a .toml file of your own.")] = "perplexity",
-    limit: Annotated[int | None, Option(help="Examples of every task and blocks of the text; the numbers are partial.")] = None,
+    limit: Limit = None,
     group: Annotated[Group, Option(help="What competes for places: row or matrix.")] = "row",
     targets: Targets = "mlp",
     ignore: Ignore = None,
@@ -91,9 +93,7 @@ def sweep(
     hidden_states: HiddenStatesPlace = "auto",
     blocks: Blocks = None,
     min_expert_tokens: MinExpertTokens = 32,
-    allow_partial: Annotated[
-        bool, Option("--allow-partial", help="Go on if more than half of the blocks' weights cannot be pruned.")
-    ] = False,
+    allow_partial: AllowPartial = False,
     seed: Seed = 0,
     keep: Annotated[bool, Option("--keep", help="Write the checkpoint of every point, too.")] = False,
     revision: Revision = None,
@@ -267,6 +267,7 @@ class _Sweep:
             return memory
         logger.info("masks cannot be put in this model in memory as they are written; each point goes through a checkpoint.")
         self._model = None
+        del memory
         _collect()
         return None
 
@@ -351,6 +352,9 @@ class _Sweep:
                 model = load_model(written, *self._options)
         with stages("evaluate pruned"):
             self._evaluation.measure(model, found, lambda part: replace_json(noted, {"masks": masks, "measures": part}))
+        if memory is None:
+            del model
+            _collect()  # an offloaded model holds itself: the next one would be loaded beside it
         return found
 
     def _dense(self) -> PreTrainedModel:

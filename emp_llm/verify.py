@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from emp_llm.cli import run
 from emp_llm.models.activations import Activations
@@ -13,11 +13,11 @@ from emp_llm.models.manifest import ACTIVATIONS_NAME, read_manifest
 from emp_llm.models.targets import Architecture, build_skeleton
 from emp_llm.models.verification import Findings, check_files, check_masks, check_norms, check_other_bytes, check_source
 from emp_llm.services.hub import find_model
-from emp_llm.services.options import Blocks, Revision, TrustRemoteCode
+from emp_llm.services.options import Blocks, PrunedFolder, Revision, TrustRemoteCode
 
 
 def verify(
-    folder: Annotated[Path, Argument(help="Output folder of a finished prune.")],
+    folder: PrunedFolder,
     source: Annotated[str | None, Option(help="The dense model, folder or Hub id: compare bytes and masks.")] = None,
     activations: Annotated[Path | None, Option(help="The norms that were used; default: those in the folder.")] = None,
     blocks: Blocks = None,

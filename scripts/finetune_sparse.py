@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -51,7 +52,7 @@ def main(line: list[str] | None = None) -> None:
         report = prune(str(arguments.model), pruned, method="emp-magnitude", beta=arguments.beta)
         tokenizer = AutoTokenizer.from_pretrained(pruned)
         examples = chunks(tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0])
-        held = len(examples) // 10
+        held = max(1, len(examples) // 10)
         train, test = examples[:-held], examples[-held:]
         before = load(pruned)
         masks = Masks(before, pruned)
@@ -61,7 +62,7 @@ def main(line: list[str] | None = None) -> None:
             tune(model, train, arguments.steps, Path(scratch), callbacks)
             rows.append((name, loss(model, test), masks.broken(model)))
             if callbacks and arguments.output is not None:
-                model.to(before.config.dtype).save_pretrained(arguments.output)
+                model.to(AutoConfig.from_pretrained(pruned).dtype).save_pretrained(arguments.output)
                 tokenizer.save_pretrained(arguments.output)
     print(f"{100 * report['targets']['sparsity_of_targets']:.1f} % of the targets removed")
     print(f"{'':26} {'loss':>6}  removed weights that are not zero")

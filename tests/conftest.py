@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
 
 from tiny import make_model
 
+from emp_llm.calibrate import calibrate
+
 SHARED = Path(__file__).parents[2] / "shared"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -47,6 +49,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join(f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Activations file of a tiny model by family name; made when first asked for."""
+    folder = tmp_path_factory.mktemp("norms")
+
+    def file(family: str) -> Path:
+        path = folder / f"{family}.safetensors"
+        if not path.exists():
+            calibrate(str(models(family)), path, str(text), samples=4, seqlen=64, device_map="cpu")
+        return path
+
+    return file
 
 
 @pytest.fixture(scope="session")

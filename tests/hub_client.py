@@ -106,9 +106,7 @@ class Client:
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.communicate(timeout=30)  # closes both ends
 
 
 def expected(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,6 @@ import oracle
 import pytest
 from conftest import Run
 
-from emp_llm.calibrate import calibrate
 from emp_llm.measure import measure
 from emp_llm.models.checkpoint import Matrix
 from emp_llm.models.errors import UserError
@@ -19,20 +18,6 @@ from emp_llm.services.overview import measure_table
 
 Models = Callable[[str], Path]
 Record = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def norms(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Activations of a tiny model."""
-    folder = tmp_path_factory.mktemp("norms")
-
-    def file(family: str) -> Path:
-        path = folder / f"{family}.safetensors"
-        if not path.exists():
-            calibrate(str(models(family)), path, str(text), samples=4, seqlen=64, device_map="cpu")
-        return path
-
-    return file
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])

@@ -18,6 +18,7 @@ from hub_store import Commit, Repository, User, sha256
 from tiny import make_model
 
 from emp_llm.evaluate import evaluate
+from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.prune import prune
 from emp_llm.verify import verify
 
@@ -365,6 +366,9 @@ def test_what_is_not_the_checkpoint_is_not_published(hub: Hub, client: Client, p
     record = {"made_by": {"model": {"sha256_of_samples": "other"}}, "model": "m", "complete": True, "pruned": None}
     (tmp_path / "r.json").write_text(json.dumps(record))
     assert "it is of other weights than those in" in error(results=[tmp_path / "r.json"])
+    ours = {"model": Checkpoint(pruned).fingerprint, "text": {"file": "of another suite"}}
+    (tmp_path / "ours.json").write_text(json.dumps(record | {"made_by": ours}))
+    assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", tmp_path / "r.json"])
     (pruned / "README.md").write_text(f"log in with {TOKEN}")
     assert "your access token stands in it" in error()
     (pruned / "README.md").unlink()

@@ -10,6 +10,7 @@ from typing import Any
 import finetune_sparse
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -164,3 +165,4 @@ def test_the_example_works_offline(tmp_path: Path, capsys: pytest.CaptureFixture
     assert float(rows["tuned, with the callback"][0]) < float(rows["pruned"][0]) - 0.05
     prune(str(finetune_sparse.ROOT / "scripts" / "demo" / "model"), tmp_path / "pruned", method="emp-magnitude", beta=0.6)
     assert reapply_mask(load(tmp_path / "tuned", torch.bfloat16), tmp_path / "pruned") == 0
+    assert {weight.dtype for weight in load_file(tmp_path / "tuned" / "model.safetensors").values()} == {torch.bfloat16}

@@ -12,9 +12,11 @@ from runs import make_runs, make_sweep, report_of, study_of, weights_of
 from emp_llm import effective_mass, effective_number
 from emp_llm.prune import prune
 from emp_llm.services.comparison import Value
-from emp_llm.services.records import Spread, by_role_and_block, pooled
+from emp_llm.services.records import Point, Spread, by_role_and_block, pooled
+from emp_llm.services.report_tables import verdict_of
 from emp_llm.services.runs import read_points
 from emp_llm.services.series import (
+    Difference,
     boxes,
     change_of,
     curves,
@@ -208,3 +210,43 @@ def test_results_join_the_run_they_judge(runs: Path, tmp_path: Path) -> None:
     assert [(point.name, point.sparsity, point.matrices) for point in alone.points] == [
         ("pruned", pruned["sparsity_of_targets"], ())
     ]
+
+
+def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Path) -> None:
+    """A recipe does not name the calibration: runs that differ in it alone look the same to the results of one of them."""
+    told = report_of(runs / "wanda")
+    for name in ("one", "same", "other"):
+        (tmp_path / name).mkdir()
+        next(iter(told["matrices"].values()))["n_eff_mean"] *= 0.9 if name == "other" else 1
+        (tmp_path / name / "emp_report.json").write_text(json.dumps(told))
+    entry = told["evaluation"]["pruned"]["perplexity"]
+    about = {"revision": None, "suite": "mine", "made_by": {"text": {"file": "x"}, "dtype": "auto"}, "complete": True}
+    pruned = {"of": told["source"]["model"], **told["recipe"], "sparsity_of_targets": told["targets"]["sparsity_of_targets"]}
+    for name, value in (("one", 11.0), ("other", 12.0)):
+        record = about | {"model": name, "pruned": pruned, "perplexity": entry | {"perplexity": value, "block_losses": []}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    (study,) = studies(read_points([tmp_path / name for name in ("one", "other", "one.json", "other.json")]))
+    (mine,) = (suite for suite in study.suites if suite.name == "mine")
+    found = [point.judged(mine.key) for point in study.points]
+    assert [each and next(iter(each.values.values())).value for each in found] == [None, None, 11.0, 12.0]
+    (study,) = studies(read_points([tmp_path / name for name in ("one", "same", "one.json")]))
+    assert len(study.points) == 2
+
+
+def test_what_is_clear_is_more_than_two_standard_errors() -> None:
+    point = Point("a", "a", "m", "m", "emp-wanda")
+    for change, stderr, verdict in (
+        (5.9, 3.0, "no clear difference"),
+        (6.1, 3.0, "EMP"),
+        (-6.1, 3.0, "baseline"),
+        (0.1, None, "EMP"),
+    ):
+        assert verdict_of(Difference(point, point, "total", "t acc", 50, 50 - change, change, stderr, change > 0)) == verdict
+
+
+def test_a_baseline_is_of_the_run_that_it_names(tmp_path: Path) -> None:
+    """Where several runs remove as many weights."""
+    emp = [Point(str(tmp_path / name), name, "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5) for name in ("a", "b", "c")]
+    baseline = Point("u", "u", "m", "m", "wanda", sparsity=0.5, matches=str(tmp_path / "b"))
+    (study,) = studies([*emp, baseline])
+    assert study.points[-1].baseline_of == emp[1].id

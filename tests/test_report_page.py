@@ -112,6 +112,45 @@ def test_files_open_and_the_page_needs_nothing_else(page: Path, runs: Path) -> N
         assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
 
 
+def test_errors_of_accuracies_are_said_to_be_unpaired(runs: Path, tmp_path: Path) -> None:
+    """Wherever one is shown: in the sentences that count, below both tables, and below the figure."""
+    for name, accuracy in (("emp", 0.5), ("uniform", 0.6)):
+        told = report_of(runs / name)
+        told["recipe"]["match"] = None
+        for which in ("dense", "pruned"):
+            metrics = {"acc,none": accuracy, "acc_stderr,none": 0.03}
+            counts = {"t": {"original": 10, "effective": 10}}
+            told["evaluation"][which]["tasks"] = {"t": {"results": {"t": metrics}, "n-samples": counts}}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "emp_report.json").write_text(json.dumps(told))
+    summary = report([tmp_path / "emp", tmp_path / "uniform"], tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    (sentence,) = (each for study in summary["studies"] for each in study["verdicts"] if "t acc" in each)
+    assert "worse at 1 of 1 points (1 by more than two unpaired standard errors)" in sentence
+    assert not any("unpaired" in each for study in summary["studies"] for each in study["verdicts"] if "t acc" not in each)
+    differences, points = text.index("| EMP |"), text.index("### All points")
+    assert "unpaired" in text[differences:points]
+    assert "unpaired" in text[points : text.index("### Where")]
+    caption = text[text.index("T acc against") :].splitlines()[0]
+    assert "± one standard error" in caption
+    assert "± two unpaired standard errors" in caption
+    caption = text[text.index("Perplexity, blocks of 64 against") :].splitlines()[0]
+    assert "± one" not in caption
+    assert "± two standard errors of the paired losses" in caption
+    report([tmp_path / "emp"], tmp_path / "alone", no_plots=True)
+    assert "unpaired" in (tmp_path / "alone" / "report.md").read_text()
+    report([runs / "emp"], tmp_path / "none", no_plots=True)
+    assert "unpaired" not in (tmp_path / "none" / "report.md").read_text()
+
+
+def test_every_calibration_is_named(runs: Path, tmp_path: Path) -> None:
+    told = report_of(runs / "wanda")
+    told["calibration"]["text"]["samples"] = 5
+    (tmp_path / "emp_report.json").write_text(json.dumps(told))
+    report([runs / "emp", runs / "wanda", tmp_path], tmp_path / "out", no_plots=True)
+    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_the_same_input_is_the_same_bytes(page: Path, runs: Path, run: Run, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONHASHSEED": "1234"}
     line = [sys.executable, "-m", "emp_llm.report", *(str(runs / name) for name in NAMES), "--output", "again"]

@@ -1,10 +1,12 @@
 """Sweeps: every point is what prune would have made of the model, measured as from its checkpoint; nothing is done twice."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from emp_llm.models.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.services import evaluation
 from emp_llm.services.evaluation import Evaluation
+from emp_llm.services.overview import sweep_table
 from emp_llm.services.suites import find_suite
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
@@ -183,6 +186,26 @@ def test_offloaded_models_go_through_checkpoints(models: Models, options: Record
         assert (tmp_path / "disk" / "points" / name / "config.json").exists() == keep
     names = {path.name for path in (tmp_path / "disk").iterdir()}
     assert names == {"sweep.json", "dense.json", "activations.safetensors", "points"}
+
+
+def test_one_model_at_a_time(models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every point is loaded from a checkpoint, the model before it has gone."""
+    loaded: list[weakref.ref[Any]] = []
+
+    def load(*given: Any) -> Any:
+        assert [model() for model in loaded] == [None] * len(loaded)
+        model = load_model(*given)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(command, "load_model", load)
+    monkeypatch.setattr(InMemory, "fits", lambda _: False)
+    gc.disable()  # what is freed is freed by the sweep
+    try:
+        sweep(str(models("llama")), tmp_path / "sweep", **(options | {"device_map": "disk"}))
+    finally:
+        gc.enable()
+    assert len(loaded) == 4
 
 
 def test_kept_checkpoints(models: Models, options: Record, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +413,17 @@ def test_damaged_report_of_a_match(models: Models, tmp_path: Path, damage: Recor
     (tmp_path / "emp" / "emp_report.json").write_text(json.dumps(report))
     with pytest.raises(UserError, match=name):
         prune(source, tmp_path / "out", "magnitude", match=tmp_path / "emp", match_by="matrix")
+
+
+def test_only_accuracies_change_by_points() -> None:
+    def measured(perplexity: float, accuracy: float) -> Record:
+        counts = {"original": 10, "effective": 10}
+        tasks = {"t": {"word_perplexity,none": perplexity}, "u": {"acc,none": accuracy}}
+        return {"tasks": {name: {"results": {name: each}, "n-samples": {name: counts}} for name, each in tasks.items()}}
+
+    point = {"name": "p", "sparsity_of_targets": 0.5, "sparsity_of_all_parameters": 0.25, "evaluation": measured(24, 0.4)}
+    lines = sweep_table({"dense": measured(16, 0.5), "points": [point], "suite": "s"}).splitlines()
+    assert lines[3].split() == ["p", "50.00", "25.00", "24.000", "+50.00", "%", "40.00", "-10.00"]
 
 
 def test_from_the_shell(models: Models, text: Path, suite: str, run: Run, tmp_path: Path) -> None:

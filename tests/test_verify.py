@@ -22,19 +22,6 @@ Models = Callable[[str], Path]
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-@pytest.fixture(scope="module")
-def norms(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("norms")
-
-    def file(family: str) -> Path:
-        path = folder / f"{family}.safetensors"
-        if not path.exists():
-            calibrate(model=str(models(family)), output=path, calibration=str(text), samples=4, seqlen=64)
-        return path
-
-    return file
-
-
 RUNS: dict[str, dict[str, Any]] = {
     "emp-wanda": {"method": "emp-wanda"},
     "order and beta": {"method": "emp-magnitude", "order": 1.0, "beta": 0.7},

@@ -48,7 +48,7 @@ class Card:
         self._report = report
         self._origin = origin
         self._plots = plots
-        self._suites = _by_suite(records)
+        self._suites = by_suite(records)
         self._measured: list[Record] = []  # by the run itself, dense and pruned
         if "evaluation" in report:
             dense, pruned = evaluation_records(report)
@@ -197,7 +197,7 @@ _GLOSSARY = (
 )
 
 
-def _by_suite(records: list[Record]) -> list[list[Record]]:
+def by_suite(records: list[Record]) -> list[list[Record]]:
     """Records of the same text, tasks and limit together: dense models first, then this one, then the others."""
     suites: dict[str, list[Record]] = {}
     for record in records:

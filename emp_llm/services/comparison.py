@@ -163,7 +163,7 @@ def _rows(
         base = measured[0].get(name)
         row = [name, _cell(name, base)]
         for values in measured[1:]:
-            row += [_cell(name, values.get(name)), _change(name, base, values.get(name))]
+            row += [_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
         for known in published:
             if known:
                 value = _published_value(name, known)
@@ -224,7 +224,8 @@ def _cell(name: str, value: Value | None) -> str:
     return f"{number}{error}{' *' if value.partial else ''}"
 
 
-def _change(name: str, base: Value | None, value: Value | None) -> str:
+def shown_change(name: str, base: Value | None, value: Value | None) -> str:
+    """A measure's change from a base as a cell: of an accuracy in points, else in percent."""
     if base is None or value is None:
         return "-"
     if in_percent(name):

@@ -4,8 +4,8 @@ import itertools
 from collections import defaultdict
 from typing import Any
 
-from emp_llm.services.comparison import Value, values_of
-from emp_llm.services.tables import Rows, table
+from emp_llm.services.comparison import Value, in_percent, shown_change, values_of
+from emp_llm.services.tables import Rows, percent_cell, table
 from emp_llm.services.terminal import size
 
 Entry = dict[str, Any]
@@ -29,7 +29,7 @@ def sweep_table(record: dict[str, Any]) -> str:
     notes = [f"suite {record['suite']}; removed: of the targets, and of all parameters"]
     same = [(point["name"], point["evaluation"].get("same_masks_as")) for point in points]
     notes += [f"{name} has the same masks as {other}, and its figures" for name, other in same if other is not None]
-    if any(not name.startswith("perplexity") for name in names):
+    if any(in_percent(name) for name in names):
         notes.append("accuracies in percent, their changes in points")
     if any(value.partial for value in dense.values()):
         notes.append("partial: not all examples, or not all of the text, were taken")
@@ -70,8 +70,8 @@ def _measure(measure: Entry) -> str:
             pick(entry["n_eff"][key] / entry["group_size"] for entry in entries) for pick, key in ((min, "min"), (max, "max"))
         )
         medians = sorted(entry["n_eff"]["median"] / entry["group_size"] for entry in entries)
-        spread = [_percent(least), _percent(medians[len(medians) // 2]), _percent(most)]
-        rows.append([f"{role} x {len(entries)}", *map(_percent, shares), _percent(whole), *spread, *_masses(entries)])
+        spread = [percent_cell(least), percent_cell(medians[len(medians) // 2]), percent_cell(most)]
+        rows.append([f"{role} x {len(entries)}", *map(percent_cell, shares), percent_cell(whole), *spread, *_masses(entries)])
     targets = measure["targets"]
     last = f"EMP at beta 1 would remove {100 * targets['sparsity_of_targets']:.2f} % of these {targets['weights']:,} weights"
     return f"{table(rows)}\n{last}"
@@ -89,14 +89,8 @@ def _cells(names: list[str], values: dict[str, Value], dense: dict[str, Value] |
     cells = []
     for name in names:
         value, before = values.get(name), dense.get(name) if dense is not None else None
-        places = 3 if name.startswith("perplexity") else 2
-        cells.append("-" if value is None else f"{value.value:.{places}f}")
-        if value is None or before is None:
-            cells.append("")
-        elif name.startswith("perplexity"):
-            cells.append(f"{100 * (value.value / before.value - 1):+.2f} %")
-        else:
-            cells.append(f"{value.value - before.value:+.2f}")
+        cells.append("-" if value is None else f"{value.value:.{2 if in_percent(name) else 3}f}")
+        cells.append("" if value is None or before is None else shown_change(name, before, value))
     return cells
 
 
@@ -121,7 +115,3 @@ def _masses(entries: list[Entry]) -> list[str]:
         sum(entry[key] * entry["rows"] for entry in entries) / rows for key in ("s_eff_mean", *["s_eff_bound_mean"] * bounded)
     ]
     return [f"{mean:.3f}" for mean in means] + ([] if bounded else ["-"])
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2f}"

@@ -5,9 +5,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from emp_llm.services.comparison import in_percent
 from emp_llm.services.plot_style import Drawing
 from emp_llm.services.report_tables import difference_rows, point_rows, role_rows, verdicts
-from emp_llm.services.studies import Study
+from emp_llm.services.studies import Study, Suite
 from emp_llm.services.tables import Rows, markdown_table
 
 FIGURES = "figures"
@@ -15,8 +16,12 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
 _ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
 _HOW = (
     "EMP − baseline: of a perplexity in percent, with the standard error of the paired losses of all blocks of the text where "
-    "the results hold these; of accuracies in points, with both standard errors added as if the examples were not the same, "
-    "which is on the safe side. Both have the same number of zeros, in total or in every matrix."
+    "the results hold these; of accuracies in points. Both have the same number of zeros, in total or in every matrix."
+)
+_UNPAIRED = (
+    "Errors of differences of accuracies are unpaired: the root of the sum of both squared, as if the two had not answered the "
+    "same examples, because results files do not keep single answers. Paired ones would as a rule be smaller: what is clear "
+    "here is clear, and a difference that is not may be one all the same."
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --rule: #d0d0d0; --faint: #666666; }
@@ -64,8 +69,7 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
     parts: list[Part] = [Heading(title, 1)]
     for study, drawings in studies:
         parts.append(Heading(study.title))
-        facts = max((point.facts for point in study.points), key=len, default={}) or {"model": study.model}
-        parts.append(Points(tuple(f"{name}: {fact}" for name, fact in facts.items())))
+        parts.append(_facts(study))
         left = {drawing.name: drawing for drawing in drawings}
         told = [sentence for suite in study.suites for sentence in verdicts(study, suite)]
         if told:
@@ -74,14 +78,29 @@ def parts_of(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list
         for suite in study.suites:
             rows = difference_rows(study, suite)
             named = [Words(f"Suite {suite.name}:")] if len(study.suites) > 1 else []
-            parts += [*named, Table(rows), Words(_HOW)] if len(rows) > 1 else []
+            parts += [*named, Table(rows), Words(_HOW), *_unpaired(suite)] if len(rows) > 1 else []
         if len(study.pruned):
-            parts += [Heading("All points", 3), Table(point_rows(study))]
+            parts += [Heading("All points", 3), Table(point_rows(study)), *_unpaired(*study.suites)]
         rows = role_rows(study)
         if len(rows) > 1:
             parts += [Heading("Where the model is redundant", 3), Table(rows)]
         parts += left.values()
     return parts
+
+
+def _facts(study: Study) -> Points:
+    """What the points tell of the model and how it was calibrated; where they differ, all of it."""
+    facts: dict[str, list[str]] = {}
+    for point in study.points:
+        for name, fact in point.facts.items():
+            facts.setdefault(name, []).append(fact)
+    facts = facts or {"model": [study.model]}
+    return Points(tuple(f"{name}: {'; '.join(dict.fromkeys(told))}" for name, told in facts.items()))
+
+
+def _unpaired(*suites: Suite) -> list[Part]:
+    """What the errors of accuracies' differences are, where suites have any."""
+    return [Words(_UNPAIRED)] if any(in_percent(measure) for suite in suites for measure in suite.measures) else []
 
 
 def markdown_page(parts: Sequence[Part]) -> str:

@@ -10,7 +10,6 @@ from emp_llm.services.series import Curve, Difference, curves, differences, lowe
 from emp_llm.services.studies import Study, Suite
 
 _LINES = {"emp": "-", "total": "--", "matrix": ":"}
-_BESIDE = {"total": "as many weights left in total", "matrix": "as many left in every matrix"}
 _LOG_FROM = 3.0  # largest over smallest value from which a perplexity's axis is logarithmic
 _Style = dict[str, Any]
 
@@ -70,7 +69,7 @@ def _figure(study: Study, suite: Suite, measure: str, found: list[Curve], beside
         judged = [judgement for point in study.pruned if (judgement := point.judged(suite.key))]
         partial = any(judgement.values[measure].partial for judgement in judged if measure in judgement.values)
         title = f"{study.title}: {measure}, suite {suite.name}" + (" (partial)" if partial else "")
-        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, bool(beside)), answers=True)
+        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, found, beside), answers=True)
 
 
 def _styles(found: list[Curve]) -> dict[Curve, _Style]:
@@ -185,14 +184,19 @@ def _unit(measure: str) -> str:
     return f"{measure}, %" if in_percent(measure) else measure
 
 
-def _caption(measure: str, beside: bool) -> str:
+def _caption(measure: str, found: list[Curve], beside: list[Difference]) -> str:
     text = (
         f"{measure[:1].upper()}{measure[1:]} against β and against the share of weights removed, with uniform baselines of the "
+        "same criterion and the dense model."
     )
-    text += "same criterion and the dense model."
+    if any(dot.stderr is not None for curve in found for dot in curve.dots):
+        text += " Bars: ± one standard error."
     if beside:
         text += (
             " Below: the difference between EMP and a baseline that removes as many weights, in total (dashed) or in every "
             "matrix (dotted)."
         )
+    if any(each.stderr is not None for each in beside):
+        kind = "unpaired standard errors" if in_percent(measure) else "standard errors of the paired losses"
+        text += f" Its bars: ± two {kind}."
     return text

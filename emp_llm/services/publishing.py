@@ -11,7 +11,7 @@ from emp_llm.models.errors import UserError, reason
 from emp_llm.models.files import replace_text
 from emp_llm.models.manifest import MANIFEST_NAME, read_manifest
 from emp_llm.models.recipe import REPORT_NAME, read_report
-from emp_llm.services.card import CARD_NAME, Card, is_ours
+from emp_llm.services.card import CARD_NAME, Card, by_suite, is_ours
 from emp_llm.services.origin import find_origin
 from emp_llm.services.results import Record, read_results
 from emp_llm.services.upload import Destination, upload
@@ -128,8 +128,10 @@ def _check_results(folder: Path, records: list[tuple[Path, Record]]) -> None:
         measured = record["made_by"].get("model", {}).get("sha256_of_samples")
         if measured == ours:
             record["this"] = True
-    if not any(record.get("this") for _, record in records):
-        raise UserError(f"--results {records[0][0]}: it is of other weights than those in {folder}; evaluate these.")
+    for suite in by_suite([record for _, record in records]):
+        if not any(record.get("this") for record in suite):
+            path = next(path for path, record in records if record is suite[0])
+            raise UserError(f"--results {path}: it is of other weights than those in {folder}; evaluate these.")
 
 
 def _plots(folder: Path, given: tuple[Path, ...]) -> list[Path]:

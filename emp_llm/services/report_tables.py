@@ -7,7 +7,7 @@ from emp_llm.services.comparison import Value, in_percent
 from emp_llm.services.records import MatrixStats, by_role_and_block
 from emp_llm.services.series import Difference, change_of, differences, main_measures
 from emp_llm.services.studies import Study, Suite, label_of
-from emp_llm.services.tables import Rows
+from emp_llm.services.tables import Rows, number_cell, percent_cell
 
 _MATCHES = {"total": "as many weights in total", "matrix": "as many in every matrix"}
 _SPREAD = ("min", "q1", "median", "q3", "max")
@@ -27,7 +27,7 @@ def point_rows(study: Study) -> Rows:
         rows.append(row)
     for point in study.pruned:
         row = [point.name, label_of(point), *(_short(x) for x in (point.beta, point.order))]
-        row += [_percent(point.sparsity), _percent(point.sparsity_of_all)]
+        row += [percent_cell(point.sparsity), percent_cell(point.sparsity_of_all)]
         for suite, measure in measured:
             judged = point.judged(suite.key)
             value = judged.values.get(measure) if judged else None
@@ -48,7 +48,7 @@ def difference_rows(study: Study, suite: Suite) -> Rows:
             baseline = (
                 f"{label_of(each.baseline)}, {_MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
             )
-            start = [label_of(each.point), _short(each.point.beta), baseline, _percent(each.point.sparsity), each.measure]
+            start = [label_of(each.point), _short(each.point.beta), baseline, percent_cell(each.point.sparsity), each.measure]
             rows.append([*start, *cells, change_cell(each.measure, each.change, each.stderr), verdict_of(each)])
     return rows
 
@@ -92,8 +92,8 @@ def role_rows(study: Study) -> Rows:
             shares = [cell.effective_share for cell in own if cell.effective_share is not None]
             if shares:
                 margin = min((cell.margin for cell in own if cell.margin is not None), default=None)
-                shown = [_percent(share) for share in (_mean(own, "effective_share"), min(shares), max(shares))]
-                shown += [_number(number) for number in (_mean(own, "s_eff_mean"), _mean(own, "bound"), margin)]
+                shown = [percent_cell(share) for share in (_mean(own, "effective_share"), min(shares), max(shares))]
+                shown += [number_cell(number) for number in (_mean(own, "s_eff_mean"), _mean(own, "bound"), margin)]
                 rows.append([label, f"{role} x {len(own)}", *shown])
     return rows
 
@@ -166,7 +166,8 @@ def change_cell(measure: str, change: float, stderr: float | None) -> str:
 def _count(some: list[Difference], members: list[Difference]) -> str:
     clear = [each for each in some if each.clear]
     known = all(each.clear is not None for each in members)
-    certain = f" ({len(clear)} by more than two standard errors)" if known and some else ""
+    kind = "unpaired standard errors" if in_percent(members[0].measure) else "standard errors"
+    certain = f" ({len(clear)} by more than two {kind})" if known and some else ""
     return f"{len(some)} of {len(members)} points{certain}"
 
 
@@ -177,14 +178,6 @@ def _mean(cells: Iterable[MatrixStats], name: str) -> float | None:
     if not cells or any(value is None for value in values):
         return None
     return float(sum(v * cell.rows for v, cell in zip(values, cells, strict=True)) / sum(cell.rows for cell in cells))
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _short(value: float | None) -> str:

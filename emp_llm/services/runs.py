@@ -10,13 +10,13 @@ from typing import Any, get_args
 from emp_llm.models.errors import UserError
 from emp_llm.models.headers import INDEX_LIMIT, read_json
 from emp_llm.models.recipe import REPORT_NAME
+from emp_llm.models.sweeps import FORMAT as SWEEP_FORMAT
+from emp_llm.models.sweeps import SWEEP_NAME
 from emp_llm.services.comparison import Value, values_of
 from emp_llm.services.records import Judgement, Match, MatrixStats, Point, Spread, printable
 from emp_llm.services.results import pruned_record
 
-SWEEP_NAME = "sweep.json"
-_SWEEP_FORMAT = "emp-llm sweep 1"
-_MEASURE_FORMAT = "emp-llm measure 1"
+MEASURE_FORMAT = "emp-llm measure 1"
 _WHAT = "the output of prune, sweep or measure, or a results file of evaluate"
 _LIMIT = 4 * INDEX_LIMIT  # a report of a mixture with ten thousands of experts' matrices is that long
 
@@ -46,9 +46,9 @@ def _read(path: Path) -> Iterator[Point]:
     elif not path.is_file():
         raise UserError(f"{path}: there is no such file or folder; give {_WHAT}.")
     value = _Fields(read_json(path, limit=_LIMIT), str(path))
-    if value.raw.get("format") == _SWEEP_FORMAT:
+    if value.raw.get("format") == SWEEP_FORMAT:
         yield from _sweep(value, path.parent)
-    elif value.raw.get("format") == _MEASURE_FORMAT:
+    elif value.raw.get("format") == MEASURE_FORMAT:
         yield from _measures(value, path)
     elif "made_by" in value.raw and "model" in value.raw:
         yield _result(value, path)
@@ -345,13 +345,20 @@ def _facts(source: _Fields, recipe: _Fields, calibration: Any, targets: _Fields)
 
 
 def _with_results(points: list[Point]) -> list[Point]:
-    """Results files joined with the run they judge, where it is given too; to a run they add a suite."""
-    runs = {point.signature: number for number, point in enumerate(points) if point.matrices and point.pruned}
+    """Results files joined with the run they judge, where it is given too; to a run they add a suite.
+
+    Runs of one signature may differ in their calibration, which a results file does not tell; its points then stay alone.
+    """
+    runs: dict[str, list[int]] = {}
+    for number, point in enumerate(points):
+        if point.matrices and point.pruned:
+            runs.setdefault(point.signature, []).append(number)
     joined: dict[int, Point] = dict(enumerate(points))
     for number, point in enumerate(points):
-        run = runs.get(point.signature)
-        if point.matrices or point.method is None or run is None:
+        alike = runs.get(point.signature, [])
+        if point.matrices or point.method is None or len({points[other].matrices for other in alike}) != 1:
             continue
+        run = alike[-1]
         known = {judgement.key for judgement in joined[run].judgements}
         added = tuple(judgement for judgement in point.judgements if judgement.key not in known)
         joined[run] = replace(joined[run], judgements=joined[run].judgements + added)

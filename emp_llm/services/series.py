@@ -39,9 +39,9 @@ class Difference:
     """An EMP point beside a uniform baseline that removes as many weights.
 
     Attributes:
-        point, baseline: their names.
+        point, baseline: the two.
         match: what they have in common.
-        value, base: what was measured of the two.
+        measure: what was measured of them; `value` of the point, `base` of the baseline.
         change: of value from base, in percent of it; of accuracies in points.
         stderr: of the change. Of a perplexity from the paired losses of the blocks; of accuracies from both standard errors as
             if the examples were not the same, which is on the safe side.

@@ -29,3 +29,13 @@ def csv_table(rows: Rows) -> str:
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().rstrip("\n")
+
+
+def percent_cell(fraction: float | None) -> str:
+    """A fraction as a cell, in percent; a dash where there is none."""
+    return "-" if fraction is None else f"{100 * fraction:.2f}"
+
+
+def number_cell(value: float | None) -> str:
+    """A number as a cell; a dash where there is none."""
+    return "-" if value is None else f"{value:.3f}"

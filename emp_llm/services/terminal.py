@@ -6,7 +6,7 @@ from typing import Any
 from emp_llm.models.norms import NormsDifference
 from emp_llm.services.comparison import compare
 from emp_llm.services.results import evaluation_records
-from emp_llm.services.tables import Rows, table
+from emp_llm.services.tables import Rows, number_cell, percent_cell, table
 
 
 def show_pruning(report: dict[str, Any]) -> None:
@@ -66,8 +66,8 @@ def plan_table(plan: dict[str, Any]) -> str:
         [
             table(rows),
             f"targets: {coverage['targets']} of {coverage['matrices']} matrices in blocks, "
-            f"{_percent(of_blocks)} % of the weights there, "
-            f"{coverage['target_parameters']:,} of {coverage['parameters']:,} parameters ({_percent(share)} %)",
+            f"{percent_cell(of_blocks)} % of the weights there, "
+            f"{coverage['target_parameters']:,} of {coverage['parameters']:,} parameters ({percent_cell(share)} %)",
             f"disk: {size(plan['disk_bytes'])} at {plan['output']}",
             f"memory: {memory}",
             *([f"push: {size(plan['disk_bytes'])} to {plan['push_to_hub']}"] if plan.get("push_to_hub") else []),
@@ -93,14 +93,14 @@ def pruning_rows(report: dict[str, Any]) -> Rows:
         rows.append(
             [
                 f"{role} x {len(entries)}",
-                _percent(sum(entry["kept"] for entry in entries) / weights),
-                _percent(min(fraction["min"] for fraction in fractions)),
-                _percent(medians[len(medians) // 2]),
-                _percent(max(fraction["max"] for fraction in fractions)),
-                _percent(_mean(entries, lambda e: e["n_eff_mean"] / e["group_size"] if e["n_eff"] else None)),
-                _number(_mean(entries, lambda e: e["s_eff_mean"] if e["s_eff"] else None)),
-                _number(_mean(entries, lambda e: e["s_eff_bound_mean"] if e["s_eff_bound"] else None)),
-                _number(_mean(entries, lambda e: e["kept_mass"])),
+                percent_cell(sum(entry["kept"] for entry in entries) / weights),
+                percent_cell(min(fraction["min"] for fraction in fractions)),
+                percent_cell(medians[len(medians) // 2]),
+                percent_cell(max(fraction["max"] for fraction in fractions)),
+                percent_cell(_mean(entries, lambda e: e["n_eff_mean"] / e["group_size"] if e["n_eff"] else None)),
+                number_cell(_mean(entries, lambda e: e["s_eff_mean"] if e["s_eff"] else None)),
+                number_cell(_mean(entries, lambda e: e["s_eff_bound_mean"] if e["s_eff_bound"] else None)),
+                number_cell(_mean(entries, lambda e: e["kept_mass"])),
             ]
         )
     return rows
@@ -110,11 +110,11 @@ def pruning_lines(report: dict[str, Any]) -> list[str]:
     """The sparsity in all, what share of the model the targets are, and how small the weights can be shipped."""
     targets, sizes = report["targets"], report["sizes"]
     return [
-        f"sparsity {_percent(targets['sparsity_of_targets'])} % of the targets, "
-        f"{_percent(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters",
+        f"sparsity {percent_cell(targets['sparsity_of_targets'])} % of the targets, "
+        f"{percent_cell(targets['sparsity_of_all_parameters'])} % of all {targets['parameters']:,} parameters",
         f"targets: {targets['matrices']} of {targets['matrices_in_blocks']} matrices in blocks, "
-        f"{_percent(targets['share_of_blocks'])} % of the weights there, "
-        f"{_percent(targets['share_of_all_parameters'])} % of all parameters",
+        f"{percent_cell(targets['share_of_blocks'])} % of the weights there, "
+        f"{percent_cell(targets['share_of_all_parameters'])} % of all parameters",
         f"weights: {size(sizes['dense'])} dense, {size(sizes['packed'])} packed (emp-llm pack), "
         f"{size(sizes['mask'])} as a mask",
     ]
@@ -145,11 +145,3 @@ def size(count: float) -> str:
 def _mean(entries: list[dict[str, Any]], value: Any) -> float | None:
     values = [value(entry) for entry in entries]
     return None if any(v is None for v in values) else sum(values) / len(values)
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
