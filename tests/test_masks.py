@@ -14,7 +14,7 @@ from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, Patt
 from emp_llm.selection.criteria import magnitude, wanda
 from emp_llm.selection.hill import Moments
 from emp_llm.selection.masks import largest_mask
-from emp_llm.selection.rows import select_rows
+from emp_llm.selection.rows import Selection, select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -32,6 +32,16 @@ def hostile_weights(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) 
     weights[4::11, columns // 2] = 900.0
     weights[5::11] = (weights[5::11] * 64).round() / 64
     return weights
+
+
+def decide(selector: GroupSelector, blocks: tuple[Tensor, ...]) -> list[Selection]:
+    """Blocks of rows, fed in all rounds."""
+    for block in blocks:
+        selector.add(block)
+    while selector.searching():
+        for block in blocks:
+            selector.search(block)
+    return [selector.select(block) for block in blocks]
 
 
 def oracle(scores: np.ndarray, count: int) -> np.ndarray:
@@ -110,18 +120,27 @@ def test_a_group_of_blocks_is_one_long_row(dtype: torch.dtype, budget: Budget) -
     one_row = select_rows(scores.reshape(1, -1), budget)
     for block in (1, 7, 40):
         selector = GroupSelector(budget)
-        blocks = scores.split(block)
-        for part in blocks:
-            selector.add(part)
-        while selector.searching():
-            for part in blocks:
-                selector.search(part)
-        selections = [selector.select(part) for part in blocks]
+        selections = decide(selector, scores.split(block))
         mask = torch.cat([selection.mask for selection in selections])
         assert torch.equal(mask.reshape(1, -1), one_row.mask)
         assert selector.effective_mass(dtype) == pytest.approx(float(one_row.s_eff), rel=1e-12)
         kept_mass = sum(float(selection.kept_mass.sum()) for selection in selections)
         assert kept_mass == pytest.approx(float(one_row.kept_mass), rel=1e-12)
+
+
+@pytest.mark.parametrize("rows", [700, 70_000])  # torch shares a sum of 70,000 numbers among threads
+def test_a_group_has_the_same_numbers_in_any_blocks_and_threads(rows: int) -> None:
+    scores = torch.rand(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    before, found = torch.get_num_threads(), set()
+    try:
+        for block, threads in ((rows, 1), (rows, 2), (rows // 2, 1), (rows // 700, 1)):
+            torch.set_num_threads(threads)
+            selector = GroupSelector(EffectiveBudget())
+            decide(selector, scores.split(block))
+            found.add((float(selector.moments.number()), selector.effective_mass(torch.float64)))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
 
 
 def test_ratio_removes_the_floor_of_every_row() -> None:
