@@ -143,6 +143,16 @@ def test_a_group_has_the_same_numbers_in_any_blocks_and_threads(rows: int) -> No
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
+    """A small matrix, where nearly all of a total is removed: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of its 2 weights."""
+    budget = TotalBudget(18, 20)
+    scores = torch.tensor([[0.5, torch.finfo(dtype).max]], dtype=dtype)
+    for part in (select_rows(scores, budget, 2), decide(GroupSelector(budget, 2), (scores,))[0]):
+        assert part.mask.tolist() == [[False, False]]
+        assert (part.kept.tolist(), part.kept_mass.tolist()) == ([0], [0.0])
+
+
 def test_ratio_removes_the_floor_of_every_row() -> None:
     scores = hostile_weights(22, 101, torch.float32).abs()
     for sparsity in (0.0, 0.1, 0.5, 0.999):
