@@ -157,7 +157,8 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
     if pattern is not None and columns % pattern.m:
         raise ValueError(f"{columns} inputs are not a multiple of {pattern.m} (pattern {pattern.n}:{pattern.m})")
     bits = weight.view(_BITS[weight.element_size()]).numpy()
-    factors = np.empty(0, np.float32) if norms is None else norms.detach().float().contiguous().cpu().numpy()
+    # Without the sign of -0.0, which would be the highest bit of a key.
+    factors = np.empty(0, np.float32) if norms is None else norms.detach().float().abs().contiguous().cpu().numpy()
     shift, scale = np.uint32(_SHIFTS[weight.dtype][0]), np.float32(_SHIFTS[weight.dtype][1])
     total, power, kept_mass, n_eff, s_eff = np.empty((5, rows))
     counts, zeros = np.empty((2, rows), np.int64)
