@@ -166,12 +166,25 @@ def test_norms_that_do_not_fit() -> None:
             prune_rows(weight, "wanda", wrong, EffectiveBudget())
 
 
-def test_numba_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is missing is nothing to speak of; any other reason is said, once."""
+
+    def fails(module: str) -> None:
+        raise RuntimeError("no place for its cache")
+
     rows._has_numba.cache_clear()
     monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cut", None)
     monkeypatch.delattr("emp_llm.selection.kernels.cut", raising=False)
     try:
         assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+        assert not caplog.messages
+        rows._has_numba.cache_clear()
+        monkeypatch.setattr(rows, "import_module", fails)
+        for _ in range(2):
+            assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+        assert caplog.messages == [
+            "warning: numba cannot be used (no place for its cache); pruning goes on without it, more slowly."
+        ]
     finally:
         rows._has_numba.cache_clear()
 

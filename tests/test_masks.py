@@ -226,6 +226,9 @@ def test_wanda_is_one_rounding_of_the_product() -> None:
     assert wanda(weight, norms).tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
     with pytest.raises(ValueError, match="needs the norms"):
         wanda(weight, None)
+    for wrong in (torch.ones(1), torch.ones(1, 2)):
+        with pytest.raises(ValueError, match=r"norms have shape .* need \(2,\)"):
+            wanda(weight, wrong)
 
 
 def test_schemes_that_make_no_sense_are_refused() -> None:
