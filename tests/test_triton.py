@@ -96,6 +96,7 @@ def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_CHUNK", 64)
     for dtype in DTYPES:
         same(weights("normal", (2, 300), dtype, 0), torch.rand(300) + 0.1, EffectiveBudget(0.6))
+        same(weights("normal", (2, 129), dtype, 4), None, EffectiveBudget(0.6))
         same(weights("ties", (2, 320), dtype, 1), None, EffectiveBudget())
         same(weights("zeros", (2, 129), dtype, 2), None, RatioBudget(0.3))
         same(weights("ties", (2, 130), dtype, 3), None, PatternBudget(3, 5))
