@@ -43,7 +43,7 @@ def prune_rows(
         weight: bfloat16, float16 or float32, shape (rows, columns), contiguous, not empty; on a GPU, or anywhere if Triton runs
             in its interpreter.
         norms: shape (columns,); None: magnitude.
-        budget: effective, ratio, total or pattern, of order 2 and float64.
+        budget: effective, ratio, total, parts or pattern, of order 2 and float64.
         offset: how many target weights come before this block.
         out: as `weight`, contiguous, the same tensor or one that does not overlap it; None: in place.
 
