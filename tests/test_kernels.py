@@ -30,8 +30,8 @@ BUDGETS: list[Budget] = [
     PatternBudget(3, 5),
 ]
 KINDS = ("normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy", "neighbours")
-# (kind, shape, budget): one column, nothing kept, all kept, rows of zeros, and what rounding takes below an integer:
-# 0.7 * 90, and N_eff of 121 equal float32 numbers.
+# (kind, shape, budget): one column, none kept, all, rows of zeros, less than one kept; and what rounding takes below an
+# integer: 0.7 * 90, and N_eff of 121 equal float32 numbers.
 EDGES: list[tuple[str, tuple[int, int], Budget]] = [
     *(
         ("normal", (3, 1), budget)
@@ -40,6 +40,7 @@ EDGES: list[tuple[str, tuple[int, int], Budget]] = [
     *((kind, (2, 64), TotalBudget(3999, 4000)) for kind in ("ties", "zeros")),
     ("ties", (1, 64), RatioBudget(0.0)),
     ("zeros", (2, 70), EffectiveBudget(0.3)),
+    ("heavy", (1, 64), EffectiveBudget(0.05)),
     ("uniform", (1, 90), EffectiveBudget(0.7)),
     ("uniform", (1, 121), EffectiveBudget()),
 ]

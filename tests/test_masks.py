@@ -153,6 +153,13 @@ def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
         assert (part.kept.tolist(), part.kept_mass.tolist()) == ([0], [0.0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_group_of_zeros_is_kept_whole(dtype: torch.dtype) -> None:
+    selector = GroupSelector(EffectiveBudget(0.5))
+    assert all(bool(part.mask.all()) for part in decide(selector, torch.zeros(4, 3, dtype=dtype).split(3)))
+    assert (float(selector.moments.number()), selector.effective_mass(dtype)) == (12.0, 1.0)
+
+
 def test_ratio_removes_the_floor_of_every_row() -> None:
     scores = hostile_weights(22, 101, torch.float32).abs()
     for sparsity in (0.0, 0.1, 0.5, 0.999):
