@@ -173,13 +173,13 @@ def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: 
     def fails(module: str) -> None:
         raise RuntimeError("no place for its cache")
 
-    rows._has_numba.cache_clear()
+    rows.has_numba.cache_clear()
     monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cut", None)
     monkeypatch.delattr("emp_llm.selection.kernels.cut", raising=False)
     try:
         assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
         assert not caplog.messages
-        rows._has_numba.cache_clear()
+        rows.has_numba.cache_clear()
         monkeypatch.setattr(rows, "import_module", fails)
         for _ in range(2):
             assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
@@ -187,7 +187,7 @@ def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: 
             "warning: numba cannot be used (no place for its cache); pruning goes on without it, more slowly."
         ]
     finally:
-        rows._has_numba.cache_clear()
+        rows.has_numba.cache_clear()
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = weight.clone()
     found = prune_rows(compiled, "magnitude", None, EffectiveBudget())
     called: list[Any] = []
-    monkeypatch.setattr(rows, "_has_numba", lambda: False)
+    monkeypatch.setattr(rows, "has_numba", lambda: False)
     monkeypatch.setattr(rows, "_compiled", lambda *given: called.append(given))
     plain = weight.clone()
     assert torch.equal(prune_rows(plain, "magnitude", None, EffectiveBudget()).kept, found.kept)

@@ -195,7 +195,7 @@ def test_total_is_exact_and_spread_evenly() -> None:
 
 def test_parts_lose_what_is_said_of_each() -> None:
     """Row by row as a total of its own, however the rows of a part are cut into blocks."""
-    sizes, removed = [(30, 64), (7, 101), (1, 5)], (1000, 0, 4)
+    sizes, removed = [(30, 64), (7, 101), (3, 20), (1, 5)], (1000, 0, 16, 4)
     budget = PartsBudget(removed, tuple(rows * columns for rows, columns in sizes))
     offset = 0
     for part, (rows, columns) in enumerate(sizes):
