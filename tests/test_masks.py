@@ -221,6 +221,9 @@ def test_bfloat16_arithmetic_is_the_papers() -> None:
     omega = weights / weights.float().sum(1, keepdim=True).bfloat16()
     n_eff = omega.square().float().sum(1).bfloat16().reciprocal()
     assert counts.tolist() == n_eff.double().floor().long().tolist()
+    halved = select_rows(weights, EffectiveBudget(0.5, dtype="bfloat16")).kept
+    assert halved.tolist() == (n_eff.double() / 2).floor().long().tolist()
+    assert select_rows(torch.zeros(1, 9), EffectiveBudget(0.5, dtype="bfloat16")).kept.tolist() == [9]
     assert len(set(counts.tolist())) <= 20
     exact = select_rows(weights, EffectiveBudget()).kept
     assert len(set(exact.tolist())) > 80

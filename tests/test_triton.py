@@ -117,6 +117,15 @@ def test_weights_that_are_no_numbers(dtype: torch.dtype, bad: float) -> None:
             assert torch.equal(bits(given_weight), bits(before))
 
 
+def test_a_number_that_is_none_in_the_first_of_two_pieces() -> None:
+    weight = weights("normal", (2, 1100), torch.bfloat16, 0).to(DEVICE)
+    weight[0, 3] = float("nan")  # rows are pruned from the last on
+    before = bits(weight).clone()
+    with pytest.raises(NonFiniteError):
+        cuda.prune_rows(weight, None, EffectiveBudget())
+    assert torch.equal(bits(weight), before)
+
+
 def test_scores_that_overflow() -> None:
     weight = weights("huge", (2, 70), torch.float32, 0).to(DEVICE)
     with pytest.raises(NonFiniteError):
