@@ -29,6 +29,22 @@ BUDGETS: list[Budget] = [
     PatternBudget(4, 8),
     PatternBudget(3, 5),
 ]
+KINDS = ("normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy", "neighbours")
+# (kind, shape, budget): one column, none kept, all, rows of zeros, less than one kept; and what rounding takes below an
+# integer: 0.7 * 90, and N_eff of 121 equal float32 numbers.
+EDGES: list[tuple[str, tuple[int, int], Budget]] = [
+    *(
+        ("normal", (3, 1), budget)
+        for budget in (EffectiveBudget(), RatioBudget(0.5), TotalBudget(2, 4), TotalBudget(3999, 4000))
+    ),
+    *((kind, (2, 64), TotalBudget(3999, 4000)) for kind in ("ties", "zeros")),
+    ("ties", (1, 64), RatioBudget(0.0)),
+    ("zeros", (2, 70), EffectiveBudget(0.3)),
+    ("heavy", (1, 64), EffectiveBudget(0.05)),
+    ("uniform", (1, 90), EffectiveBudget(0.7)),
+    ("uniform", (1, 121), EffectiveBudget()),
+]
+FIELDS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
 
 
 def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
@@ -48,7 +64,21 @@ def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
         values = values.clamp(-3, 3) * (1e38 if dtype != torch.float16 else 2e4)
     elif kind == "heavy":
         values = values**7
+    elif kind == "neighbours":  # upper halves of a float32 that are alike, and the least and largest lower ones
+        lower = torch.tensor([0, 1, 0xFFFE, 0xFFFF])[torch.randint(0, 4, shape, generator=generator)]
+        values = (lower + (torch.randint(0x3F80, 0x3F82, shape, generator=generator) << 16)).int().view(torch.float32)
     return values.to(dtype)
+
+
+def norms_of(kind: str, columns: int) -> Tensor:
+    """Norms for weights of a kind: some of them are zero."""
+    norms = torch.rand(columns, generator=torch.Generator().manual_seed(1))
+    norms[5:8], norms[8] = 0, -0.0
+    return norms if kind == "huge" else norms * 100
+
+
+def bits(weight: Tensor) -> Tensor:
+    return weight.cpu().view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
 
 
 def same(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget) -> None:
@@ -56,23 +86,25 @@ def same(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget) -
     ours, theirs = weight.clone(), weight.clone()
     found = prune_rows(ours, criterion, norms, budget, offset=17)
     wanted = prune_rows_plainly(theirs, criterion, norms, budget, offset=17)
-    integers = torch.int32 if weight.dtype == torch.float32 else torch.int16
-    assert torch.equal(ours.view(integers), theirs.view(integers))
-    for name in ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff"):
+    assert torch.equal(bits(ours), bits(theirs))
+    for name in FIELDS:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
 def test_every_budget_on_every_kind_of_weights(dtype: torch.dtype, kind: str, criterion: str) -> None:
-    norms = torch.rand(520, generator=torch.Generator().manual_seed(1))
-    norms[5:9] = 0
-    if kind != "huge":
-        norms *= 100
     weight = weights(kind, (7, 520), dtype, 0)
     for budget in BUDGETS:
-        same(weight, criterion, norms if criterion == "wanda" else None, budget)
+        same(weight, criterion, norms_of(kind, 520) if criterion == "wanda" else None, budget)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
+def test_edges(dtype: torch.dtype, criterion: str) -> None:
+    for kind, shape, budget in EDGES:
+        same(weights(kind, shape, dtype, 0), criterion, torch.ones(shape[1]), budget)
 
 
 @given(
@@ -94,22 +126,21 @@ def test_any_shape(height: int, width: int, dtype: torch.dtype, kind: str, wanda
 @pytest.mark.parametrize("width", [4096, 11008, 65536 + 3])
 def test_long_rows(width: int) -> None:
     for criterion, norms in (("magnitude", None), ("wanda", torch.rand(width))):
-        for kind in ("normal", "ties"):
+        for kind in ("normal", "ties", "uniform", "zeros"):
             same(weights(kind, (3, width), torch.bfloat16, width), criterion, norms, EffectiveBudget())
 
 
-def test_threads_make_no_difference() -> None:
+def test_threads_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_PIECE", 1000)  # 19 pieces of two rows
     weight, norms = weights("normal", (37, 500), torch.bfloat16, 3), torch.rand(500)
-    before, results = torch.get_num_threads(), []
+    before = torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            pruned = weight.clone()
-            prune_rows(pruned, "wanda", norms, EffectiveBudget())
-            results.append(pruned)
+            for budget in (EffectiveBudget(), TotalBudget(1000, 4000), PatternBudget(2, 4)):
+                same(weight, "wanda", norms, budget)
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -136,14 +167,27 @@ def test_norms_that_do_not_fit() -> None:
             prune_rows(weight, "wanda", wrong, EffectiveBudget())
 
 
-def test_numba_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    rows._has_numba.cache_clear()
+def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is missing is nothing to speak of; any other reason is said, once."""
+
+    def fails(module: str) -> None:
+        raise RuntimeError("no place for its cache")
+
+    rows.has_numba.cache_clear()
     monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cut", None)
     monkeypatch.delattr("emp_llm.selection.kernels.cut", raising=False)
     try:
         assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+        assert not caplog.messages
+        rows.has_numba.cache_clear()
+        monkeypatch.setattr(rows, "import_module", fails)
+        for _ in range(2):
+            assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+        assert caplog.messages == [
+            "warning: numba cannot be used (no place for its cache); pruning goes on without it, more slowly."
+        ]
     finally:
-        rows._has_numba.cache_clear()
+        rows.has_numba.cache_clear()
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +195,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = weight.clone()
     found = prune_rows(compiled, "magnitude", None, EffectiveBudget())
     called: list[Any] = []
-    monkeypatch.setattr(rows, "_has_numba", lambda: False)
+    monkeypatch.setattr(rows, "has_numba", lambda: False)
     monkeypatch.setattr(rows, "_compiled", lambda *given: called.append(given))
     plain = weight.clone()
     assert torch.equal(prune_rows(plain, "magnitude", None, EffectiveBudget()).kept, found.kept)

@@ -14,7 +14,7 @@ from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, Patt
 from emp_llm.selection.criteria import magnitude, wanda
 from emp_llm.selection.hill import Moments
 from emp_llm.selection.masks import largest_mask
-from emp_llm.selection.rows import select_rows
+from emp_llm.selection.rows import Selection, select_rows
 from emp_llm.selection.scheme import GroupSelector, Scheme
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -32,6 +32,16 @@ def hostile_weights(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) 
     weights[4::11, columns // 2] = 900.0
     weights[5::11] = (weights[5::11] * 64).round() / 64
     return weights
+
+
+def decide(selector: GroupSelector, blocks: tuple[Tensor, ...]) -> list[Selection]:
+    """Blocks of rows, fed in all rounds."""
+    for block in blocks:
+        selector.add(block)
+    while selector.searching():
+        for block in blocks:
+            selector.search(block)
+    return [selector.select(block) for block in blocks]
 
 
 def oracle(scores: np.ndarray, count: int) -> np.ndarray:
@@ -110,18 +120,44 @@ def test_a_group_of_blocks_is_one_long_row(dtype: torch.dtype, budget: Budget) -
     one_row = select_rows(scores.reshape(1, -1), budget)
     for block in (1, 7, 40):
         selector = GroupSelector(budget)
-        blocks = scores.split(block)
-        for part in blocks:
-            selector.add(part)
-        while selector.searching():
-            for part in blocks:
-                selector.search(part)
-        selections = [selector.select(part) for part in blocks]
+        selections = decide(selector, scores.split(block))
         mask = torch.cat([selection.mask for selection in selections])
         assert torch.equal(mask.reshape(1, -1), one_row.mask)
         assert selector.effective_mass(dtype) == pytest.approx(float(one_row.s_eff), rel=1e-12)
         kept_mass = sum(float(selection.kept_mass.sum()) for selection in selections)
         assert kept_mass == pytest.approx(float(one_row.kept_mass), rel=1e-12)
+
+
+@pytest.mark.parametrize("rows", [700, 70_000])  # torch shares a sum of 70,000 numbers among threads
+def test_a_group_has_the_same_numbers_in_any_blocks_and_threads(rows: int) -> None:
+    scores = torch.rand(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    before, found = torch.get_num_threads(), set()
+    try:
+        for block, threads in ((rows, 1), (rows, 2), (rows // 2, 1), (rows // 700, 1)):
+            torch.set_num_threads(threads)
+            selector = GroupSelector(EffectiveBudget())
+            decide(selector, scores.split(block))
+            found.add((float(selector.moments.number()), selector.effective_mass(torch.float64)))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
+    """A small matrix, where nearly all of a total is removed: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of its 2 weights."""
+    budget = TotalBudget(18, 20)
+    scores = torch.tensor([[0.5, torch.finfo(dtype).max]], dtype=dtype)
+    for part in (select_rows(scores, budget, 2), decide(GroupSelector(budget, 2), (scores,))[0]):
+        assert part.mask.tolist() == [[False, False]]
+        assert (part.kept.tolist(), part.kept_mass.tolist()) == ([0], [0.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_group_of_zeros_is_kept_whole(dtype: torch.dtype) -> None:
+    selector = GroupSelector(EffectiveBudget(0.5))
+    assert all(bool(part.mask.all()) for part in decide(selector, torch.zeros(4, 3, dtype=dtype).split(3)))
+    assert (float(selector.moments.number()), selector.effective_mass(dtype)) == (12.0, 1.0)
 
 
 def test_ratio_removes_the_floor_of_every_row() -> None:
@@ -159,7 +195,7 @@ def test_total_is_exact_and_spread_evenly() -> None:
 
 def test_parts_lose_what_is_said_of_each() -> None:
     """Row by row as a total of its own, however the rows of a part are cut into blocks."""
-    sizes, removed = [(30, 64), (7, 101), (1, 5)], (1000, 0, 4)
+    sizes, removed = [(30, 64), (7, 101), (3, 20), (1, 5)], (1000, 0, 16, 4)
     budget = PartsBudget(removed, tuple(rows * columns for rows, columns in sizes))
     offset = 0
     for part, (rows, columns) in enumerate(sizes):
@@ -185,6 +221,9 @@ def test_bfloat16_arithmetic_is_the_papers() -> None:
     omega = weights / weights.float().sum(1, keepdim=True).bfloat16()
     n_eff = omega.square().float().sum(1).bfloat16().reciprocal()
     assert counts.tolist() == n_eff.double().floor().long().tolist()
+    halved = select_rows(weights, EffectiveBudget(0.5, dtype="bfloat16")).kept
+    assert halved.tolist() == (n_eff.double() / 2).floor().long().tolist()
+    assert select_rows(torch.zeros(1, 9), EffectiveBudget(0.5, dtype="bfloat16")).kept.tolist() == [9]
     assert len(set(counts.tolist())) <= 20
     exact = select_rows(weights, EffectiveBudget()).kept
     assert len(set(exact.tolist())) > 80
@@ -197,6 +236,9 @@ def test_wanda_is_one_rounding_of_the_product() -> None:
     assert wanda(weight, norms).tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
     with pytest.raises(ValueError, match="needs the norms"):
         wanda(weight, None)
+    for wrong in (torch.ones(1), torch.ones(1, 2)):
+        with pytest.raises(ValueError, match=r"norms have shape .* need \(2,\)"):
+            wanda(weight, wrong)
 
 
 def test_schemes_that_make_no_sense_are_refused() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import BUDGETS, DTYPES, weights
+from test_kernels import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
 from emp_llm.selection.hill import NonFiniteError
 from emp_llm.selection.kernels import rows
 from emp_llm.selection.kernels.rows import has_kernel, prune_rows, prune_rows_plainly
@@ -22,11 +22,6 @@ cuda = pytest.importorskip(
     "emp_llm.selection.kernels.cuda"
 )  # imported with TRITON_INTERPRET, which conftest sets without a GPU
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FIELDS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
-
-
-def bits(weight: Tensor) -> Tensor:
-    return weight.cpu().view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
 
 
 def same(weight: Tensor, norms: Tensor | None, budget: Budget, in_place: bool = True) -> None:
@@ -43,13 +38,9 @@ def same(weight: Tensor, norms: Tensor | None, budget: Budget, in_place: bool = 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_weights(dtype: torch.dtype, kind: str) -> None:
-    norms = torch.rand(90, generator=torch.Generator().manual_seed(1))
-    norms[5:9] = 0
-    if kind != "huge":
-        norms *= 100
-    weight = weights(kind, (2, 90), dtype, 0)
+    weight, norms = weights(kind, (2, 90), dtype, 0), norms_of(kind, 90)
     same(weight, norms, EffectiveBudget(), in_place=len(kind) % 2 == 0)
     same(weight, None, EffectiveBudget(), in_place=len(kind) % 2 == 1)
     same(weight, norms if len(kind) % 2 else None, EffectiveBudget(1.7))
@@ -80,12 +71,11 @@ def test_any_shape(
     same(weights(kind, (height, width), dtype, seed), norms, EffectiveBudget(beta), there)
 
 
-def test_one_column_and_counts_of_none_and_all() -> None:
-    for dtype in DTYPES:
-        for budget in (EffectiveBudget(), RatioBudget(0.5), TotalBudget(2, 4), TotalBudget(3999, 4000)):
-            same(weights("normal", (3, 1), dtype, 0), None, budget)
-    same(weights("ties", (1, 64), torch.bfloat16, 0), None, RatioBudget(0.0))
-    same(weights("ties", (1, 64), torch.bfloat16, 0), torch.rand(64), TotalBudget(3999, 4000))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_edges(dtype: torch.dtype) -> None:
+    for kind, shape, budget in EDGES:
+        for norms in (None, torch.ones(shape[1])):
+            same(weights(kind, shape, dtype, 0), norms, budget)
 
 
 @pytest.mark.parametrize("width", [4096, 5003])
@@ -106,6 +96,7 @@ def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_CHUNK", 64)
     for dtype in DTYPES:
         same(weights("normal", (2, 300), dtype, 0), torch.rand(300) + 0.1, EffectiveBudget(0.6))
+        same(weights("normal", (2, 129), dtype, 4), None, EffectiveBudget(0.6))
         same(weights("ties", (2, 320), dtype, 1), None, EffectiveBudget())
         same(weights("zeros", (2, 129), dtype, 2), None, RatioBudget(0.3))
         same(weights("ties", (2, 130), dtype, 3), None, PatternBudget(3, 5))
@@ -124,6 +115,15 @@ def test_weights_that_are_no_numbers(dtype: torch.dtype, bad: float) -> None:
             with pytest.raises(NonFiniteError):
                 cuda.prune_rows(given_weight, norms, EffectiveBudget(), out=out)
             assert torch.equal(bits(given_weight), bits(before))
+
+
+def test_a_number_that_is_none_in_the_first_of_two_pieces() -> None:
+    weight = weights("normal", (2, 1100), torch.bfloat16, 0).to(DEVICE)
+    weight[0, 3] = float("nan")  # rows are pruned from the last on
+    before = bits(weight).clone()
+    with pytest.raises(NonFiniteError):
+        cuda.prune_rows(weight, None, EffectiveBudget())
+    assert torch.equal(bits(weight), before)
 
 
 def test_scores_that_overflow() -> None:
@@ -158,9 +158,10 @@ def test_an_output_of_its_own() -> None:
     weight, out = weights("normal", (3, 64), torch.bfloat16, 0), torch.empty(3, 64, dtype=torch.bfloat16)
     before, pruned = weight.clone(), weight.clone()
     prune_rows(pruned, "magnitude", None, EffectiveBudget())
-    prune_rows(weight, "magnitude", None, EffectiveBudget(), out=out)
-    assert torch.equal(out, pruned)
-    assert torch.equal(weight, before)
+    for room in (out, torch.empty(64, 3, dtype=torch.bfloat16).t()):
+        prune_rows(weight, "magnitude", None, EffectiveBudget(), out=room)
+        assert torch.equal(room, pruned)
+        assert torch.equal(weight, before)
     for wrong in (out.float(), out[:2], torch.empty(1, 64, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="out must be as the weights"):
             prune_rows(weight, "magnitude", None, EffectiveBudget(), out=wrong)
@@ -193,7 +194,7 @@ class TestOnGpu:
                 assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("kind", ["normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy"])
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", [(300, 520), (40, 4096), (9, 11008), (3, 65536 + 3)])
     def test_cpu_and_cuda(self, dtype: torch.dtype, kind: str, shape: tuple[int, int]) -> None:
         norms = torch.rand(shape[1], generator=torch.Generator().manual_seed(1))

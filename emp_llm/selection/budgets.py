@@ -99,6 +99,12 @@ class PatternBudget:
     def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
         return torch.full_like(moments.size, self.n)
 
+    def kept_of(self, columns: int) -> int:
+        """How many of a row stay; raises ValueError where M does not divide it."""
+        if columns % self.m:
+            raise ValueError(f"{columns} inputs are not a multiple of {self.m} (pattern {self.n}:{self.m})")
+        return columns // self.m * self.n
+
 
 @dataclass(frozen=True)
 class TotalBudget:

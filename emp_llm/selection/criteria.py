@@ -26,10 +26,18 @@ def wanda(weight: Tensor, norms: Tensor | None) -> Tensor:
     Returns:
         float32 (float64 for a float64 weight), shape (outputs, inputs): one rounding, of the product.
     """
-    if norms is None:
-        raise ValueError("the wanda criterion needs the norms of the layer's inputs")
+    norms = check_norms(norms, weight.shape[-1])
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype).abs() * norms.to(dtype)
+
+
+def check_norms(norms: Tensor | None, inputs: int) -> Tensor:
+    """The norms; raises ValueError unless they are one for each input, shape (inputs,)."""
+    if norms is None:
+        raise ValueError("the wanda criterion needs the norms of the layer's inputs")
+    if norms.shape != (inputs,):
+        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {inputs} inputs need ({inputs},)")
+    return norms
 
 
 class Criterion(NamedTuple):

@@ -104,7 +104,7 @@ class RadixSelect:
     def end_round(self) -> None:
         """Fix the next 16 bits from what was fed."""
         from_top = self._histogram.flip(0).cumsum(0)
-        wanted = self._count - self._above
+        wanted = max(self._count, 1) - self._above  # of none, the cut is the largest key
         position = int(torch.searchsorted(from_top, wanted))
         self._above += int(from_top[position - 1]) if position else 0
         digit = (1 << RADIX_BITS) - 1 - position

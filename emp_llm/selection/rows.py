@@ -61,9 +61,7 @@ def select_rows(scores: Tensor, budget: Budget, offset: int = 0) -> Selection:
 
 
 def _pattern_mask(keys: Tensor, budget: PatternBudget) -> Tensor:
-    rows, columns = keys.shape
-    if columns % budget.m:
-        raise ValueError(f"{columns} inputs are not a multiple of {budget.m} (pattern {budget.n}:{budget.m})")
+    budget.kept_of(keys.shape[1])  # raises where M does not divide the columns
     groups = keys.reshape(-1, budget.m)
     counts = torch.full((groups.shape[0],), budget.n, device=keys.device)
-    return keep_mask(groups, row_thresholds(groups, counts)).reshape(rows, columns)
+    return keep_mask(groups, row_thresholds(groups, counts)).reshape(keys.shape)

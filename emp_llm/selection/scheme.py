@@ -17,7 +17,7 @@ from emp_llm.selection.hill import Moments
 from emp_llm.selection.kernels.rows import Pruned, apply, prune_rows
 from emp_llm.selection.masks import RadixSelect, Threshold, keep_mask, key_values, order_keys
 from emp_llm.selection.rows import Selection
-from emp_llm.selection.sums import sum_rows
+from emp_llm.selection.sums import sum_rows, sum_vector
 
 Group = Literal["row", "matrix", "all"]
 
@@ -66,7 +66,7 @@ class GroupSelector:
         self._selects: dict[int, RadixSelect] = {}
         self._fed = False
         self._key_bytes = 0
-        self._above_nu = 0.0
+        self._above_nu: list[Tensor] = []
         self._kept_ties = 0
 
     def add(self, scores: Tensor) -> None:
@@ -117,8 +117,7 @@ class GroupSelector:
         mask = keep_mask(keys.reshape(1, -1), replace(cut, ties=torch.full_like(cut.ties, left))).reshape(keys.shape)
         self._kept_ties += int((mask & (keys == cut.key)).sum())
         at_nu = key_values(self._cut(self.nu, scores.device).key, scores.dtype)
-        (above_nu,) = sum_rows(scores, lambda s: torch.where(s > at_nu, s, 0.0))
-        self._above_nu += float(above_nu.sum())
+        self._above_nu += sum_rows(scores, lambda s: torch.where(s > at_nu, s, 0.0))
         kept_mass, mass = sum_rows(torch.where(mask, scores, 0), lambda s: s) + sum_rows(scores, lambda s: s)
         return Selection(mask, mask.sum(1), kept_mass, mass)
 
@@ -131,7 +130,8 @@ class GroupSelector:
         total = float(self.moments.mass)
         cut = self._cut(self.nu, torch.device("cpu"))
         at_nu = float(key_values(cut.key, dtype))
-        return min(1.0, (self._above_nu + int(cut.ties) * at_nu) / total) if total else 1.0
+        above = float(sum_vector(torch.cat(self._above_nu)))
+        return min(1.0, (above + int(cut.ties) * at_nu) / total) if total else 1.0
 
     def _cut(self, count: int, device: torch.device) -> Threshold:
         cut = self._selects[count].threshold()

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.criteria import check_norms
 from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.kernels import cuda_cut
 from emp_llm.selection.sums import LANES
@@ -42,7 +43,7 @@ def prune_rows(
         weight: bfloat16, float16 or float32, shape (rows, columns), contiguous, not empty; on a GPU, or anywhere if Triton runs
             in its interpreter.
         norms: shape (columns,); None: magnitude.
-        budget: effective, ratio, total or pattern, of order 2 and float64.
+        budget: effective, ratio, total, parts or pattern, of order 2 and float64.
         offset: how many target weights come before this block.
         out: as `weight`, contiguous, the same tensor or one that does not overlap it; None: in place.
 
@@ -145,10 +146,10 @@ def _check_arguments(weight: Tensor, norms: Tensor | None, budget: Budget, out: 
     columns = weight.shape[1]
     if out.shape != weight.shape or out.dtype != weight.dtype or out.device != weight.device or not out.is_contiguous():
         raise ValueError(f"out must be contiguous and as the weights: {tuple(weight.shape)}, {weight.dtype}, {weight.device}")
-    if norms is not None and norms.shape != (columns,):  # the kernel does not look where it reads
-        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {columns} inputs need ({columns},)")
-    if isinstance(budget, PatternBudget) and columns % budget.m:
-        raise ValueError(f"{columns} inputs are not a multiple of {budget.m} (pattern {budget.n}:{budget.m})")
+    if norms is not None:
+        check_norms(norms, columns)  # the kernel does not look where it reads
+    if isinstance(budget, PatternBudget):
+        budget.kept_of(columns)  # raises where M does not divide them
 
 
 def _given_counts(budget: Budget, rows: int, columns: int, offset: int, device: torch.device) -> Tensor | None:

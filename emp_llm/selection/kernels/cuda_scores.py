@@ -11,10 +11,12 @@ operations are single IEEE ones, division included (div.rn.f64), and float32 pro
 import triton
 import triton.language as tl
 
-LANES = tl.constexpr(64)
-# As in `hill.RELATIVE_TOLERANCE`.
-_TOLERANCE = tl.constexpr(2.0**-44)
-_ABOVE_ONE = tl.constexpr(1 + 2.0**-44)
+from emp_llm.selection import sums as order
+from emp_llm.selection.hill import RELATIVE_TOLERANCE
+
+LANES = tl.constexpr(order.LANES)
+_TOLERANCE = tl.constexpr(RELATIVE_TOLERANCE)
+_ABOVE_ONE = tl.constexpr(1 + RELATIVE_TOLERANCE)
 # What is between a float64 and the float32 (or float16) whose bits it holds in its upper part: the exponents' biases.
 _SCALE32, _UNSCALE32 = tl.constexpr(2.0**896), tl.constexpr(2.0**-896)
 _SCALE16, _UNSCALE16 = tl.constexpr(2.0**1008), tl.constexpr(2.0**-1008)

@@ -11,8 +11,9 @@ import numpy as np
 from numba import njit
 
 from emp_llm.selection.hill import RELATIVE_TOLERANCE
-from emp_llm.selection.kernels.lanes import AT_ONCE, LANES, add_masses, equal, trailing_zeros
+from emp_llm.selection.kernels.lanes import AT_ONCE, add_masses, equal, trailing_zeros
 from emp_llm.selection.kernels.scores import Array, float_of, fold, keys32, value16
+from emp_llm.selection.sums import LANES
 
 _COUNTED = 1 << 15  # how many comparisons a 16-bit counter can take
 

@@ -11,7 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-LANES = 64
+from emp_llm.selection.sums import LANES
+
 AT_ONCE = 32  # 16-bit keys that `equal` compares
 _I32, _FLOAT, _DOUBLE = ir.IntType(32), ir.FloatType(), ir.DoubleType()
 

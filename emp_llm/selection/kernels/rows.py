@@ -10,13 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
-from emp_llm.selection.criteria import CRITERIA
+from emp_llm.selection.criteria import CRITERIA, check_norms
 from emp_llm.selection.hill import Moments, NonFiniteError
 from emp_llm.selection.rows import Selection, select_rows
 
@@ -69,9 +70,8 @@ def prune_rows(
         raise ValueError(f"out must be as the weights: {tuple(weight.shape)}, {weight.dtype}, {weight.device}")
     kernel = has_kernel(weight, criterion, budget) and (out is None or out.is_contiguous())
     if kernel:
-        if CRITERIA[criterion].needs_norms and norms is None:
-            raise ValueError(f"the {criterion} criterion needs the norms of the layer's inputs")
-        norms = norms if CRITERIA[criterion].needs_norms else None
+        # Looked at here: a kernel does not look where it reads.
+        norms = check_norms(norms, weight.shape[1]) if CRITERIA[criterion].needs_norms else None
         if weight.device.type == "cuda":
             return _on_gpu(weight, norms, budget, offset, out)
     if out is not None:
@@ -109,23 +109,21 @@ def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
 @cache
 def has_numba() -> bool:
     """Whether the kernel can be used here: numba may be missing, of another numpy, or without a place for its cache."""
-    try:
-        from emp_llm.selection.kernels import cut  # noqa: F401
-    except (ImportError, RuntimeError, OSError) as error:
-        if not isinstance(error, ModuleNotFoundError):
-            logger.warning("warning: numba cannot be used (%s); pruning goes on without it, more slowly.", error)
-        return False
-    return True
+    return _loads("cut", "numba", "pruning")
 
 
 @cache
 def _has_triton() -> bool:
     """Whether Triton is here; torch brings it along where it is for CUDA."""
+    return _loads("cuda", "Triton", "pruning on GPUs")
+
+
+def _loads(kernel: str, compiler: str, work: str) -> bool:
     try:
-        from emp_llm.selection.kernels import cuda  # noqa: F401
+        import_module(f"emp_llm.selection.kernels.{kernel}")
     except (ImportError, RuntimeError, OSError) as error:
         if not isinstance(error, ModuleNotFoundError):
-            logger.warning("warning: Triton cannot be used (%s); pruning on GPUs goes on without it, more slowly.", error)
+            logger.warning("warning: %s cannot be used (%s); %s goes on without it, more slowly.", compiler, error, work)
         return False
     return True
 
@@ -151,13 +149,10 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
     from emp_llm.selection.kernels.scores import sums
 
     rows, columns = weight.shape
-    if norms is not None and norms.shape != (columns,):  # the kernel does not look where it reads
-        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {columns} inputs need ({columns},)")
     pattern = budget if isinstance(budget, PatternBudget) else None
-    if pattern is not None and columns % pattern.m:
-        raise ValueError(f"{columns} inputs are not a multiple of {pattern.m} (pattern {pattern.n}:{pattern.m})")
     bits = weight.view(_BITS[weight.element_size()]).numpy()
-    factors = np.empty(0, np.float32) if norms is None else norms.detach().float().contiguous().cpu().numpy()
+    # Without the sign of -0.0, which would be the highest bit of a key.
+    factors = np.empty(0, np.float32) if norms is None else norms.detach().float().abs().contiguous().cpu().numpy()
     shift, scale = np.uint32(_SHIFTS[weight.dtype][0]), np.float32(_SHIFTS[weight.dtype][1])
     total, power, kept_mass, n_eff, s_eff = np.empty((5, rows))
     counts, zeros = np.empty((2, rows), np.int64)
@@ -167,7 +162,7 @@ def _compiled(weight: Tensor, norms: Tensor | None, budget: Budget, offset: int)
         raise NonFiniteError("scores hold NaN or infinity")
     beta = budget.beta if isinstance(budget, EffectiveBudget) else 0.0
     if pattern is not None:
-        counts[:] = columns // pattern.m * pattern.n
+        counts[:] = pattern.kept_of(columns)
     elif not beta:
         size, ones = torch.full((rows,), columns, dtype=torch.int64), torch.ones(rows, dtype=torch.float64)
         counts[:] = budget.counts(Moments(2.0, size, ones, torch.from_numpy(total), torch.from_numpy(power)), offset).numpy()

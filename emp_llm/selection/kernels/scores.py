@@ -14,7 +14,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from emp_llm.selection.kernels.lanes import LANES, add_scores
+from emp_llm.selection.kernels.lanes import add_scores
+from emp_llm.selection.sums import LANES
 
 Array = np.ndarray[Any, Any]
 
