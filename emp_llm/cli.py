@@ -1,5 +1,6 @@
 """The shell's way in: a command is a typed function, and its options are generated from the signature."""
 
+import inspect
 import logging
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 import typer
@@ -71,6 +73,7 @@ def run(
             result = command(**options)
             if show is not None and rank == 0:
                 show(result)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is done; what Python does at its end needs no clearing away
         except UserError as error:
             print(f"{mark}error: {error}", file=sys.stderr)
             sys.exit(2)
@@ -81,8 +84,14 @@ def run(
             print(f"{mark}ended by SIGTERM; no half of an output was left.", file=sys.stderr)
             sys.exit(143)
 
-    app.command()(shown)
+    app.command(help=_help(command))(shown)
     app(args=arguments, prog_name=name or f"python -m emp_llm.{command.__name__}")
+
+
+def _help(command: Callable[..., Any]) -> str:
+    """What a command's docstring says to those who do not call it from Python."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(takewhile(lambda paragraph: not paragraph.startswith(("Returns", "Raises")), paragraphs))
 
 
 def main() -> None:

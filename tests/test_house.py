@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from conftest import Run
+
+from emp_llm.cli import COMMANDS, _help
 
 ROOT = Path(__file__).parents[1]
 FLOORS = {"selection": 1, "models": 2, "services": 3}
@@ -67,6 +70,13 @@ def test_selection_imports_torch_and_nothing_of_ours_above_it() -> None:
             assert names <= {"emp_llm", "torch"} | compilers | sys.stdlib_module_names, f"{module}: {names}"
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_leaves_out_what_is_for_python(name: str) -> None:
+    told = _help(getattr(import_module(f"emp_llm.{name}"), name))
+    assert len(told) > 40
+    assert not any(word in told for word in ("Returns", "Raises", "UserError", "Args:"))
+
+
 def test_commands_from_the_shell(run: Run) -> None:
     usage = run("__main__", "--help")
     assert usage.returncode == 0
@@ -78,6 +88,7 @@ def test_commands_from_the_shell(run: Run) -> None:
     assert "'prnue' is not a command" in wrong.stderr
     options = run("prune", "--help")
     assert options.returncode == 0
+    assert "Prune a causal language model" in options.stdout
     for flag in ("--method", "--beta", "--order", "--match", "--dry-run", "--device-map", "--neff-dtype", "--evaluate"):
         assert flag in options.stdout
     assert run("prune").returncode == 2

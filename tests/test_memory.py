@@ -1,38 +1,99 @@
-"""Memory does not grow with the checkpoint."""
+"""Memory: what there is left, and the sentences where it is not enough."""
 
-import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny import make_model
+import torch
+import transformers
 
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.pruning import Pruner
-from emp_llm.models.targets import Architecture, build_skeleton
-from emp_llm.selection.budgets import EffectiveBudget
-from emp_llm.selection.scheme import Scheme
+from emp_llm.models import residency
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.errors import UserError
+from emp_llm.models.loading import load_model
+from emp_llm.models.memory import OutOfMemory, available_memory
+from emp_llm.services.perplexity import _logits
 
-
-def test_peak_of_a_data_free_prune(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "scripts" / "measure_memory.py"
-    line = [sys.executable, str(script), "--gigabytes", "1", "--folder", str(tmp_path)]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    peak = re.search(r"peak resident memory (\d+) MB", done.stdout)
-    assert peak is not None
-    assert int(peak[1]) < 1000, done.stdout
+Models = Callable[[str], Path]
+MACHINE = 1 << 34
 
 
-@pytest.mark.parametrize("group", ["row", "matrix"])
-def test_outcomes_hold_their_rows_and_nothing_else(tmp_path: Path, group: str) -> None:
-    """A view of a block's mask, kept to the end of a matrix, once held the whole mask."""
-    checkpoint = Checkpoint(make_model(tmp_path / "model"))
-    targets = Architecture(checkpoint, build_skeleton(checkpoint.folder)).select("mlp")
-    scheme = Scheme("magnitude", EffectiveBudget(), group)  # type: ignore[arg-type]
-    (tmp_path / "out").mkdir()
-    for outcome in Pruner(checkpoint, targets, scheme, block_weights=100).write(tmp_path / "out"):
-        held = [outcome.kept, outcome.kept_mass, outcome.mass, outcome.n_eff, outcome.s_eff]
-        for values in held:
-            assert values is not None
-            assert values.untyped_storage().nbytes() == 8 * values.numel() <= 8 * outcome.target.matrix.rows
+def group(folder: Path, limit: str, usage: int, prefix: str = "") -> None:
+    """A control group of version 2, or, with the prefix of its totals, 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if prefix else ("memory.max", "memory.current")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{prefix}inactive_file 300\n{prefix}active_file 20\n")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    """A root with a machine's memory and a process in no group."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {MACHINE // 1024} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("3:cpu:/\n0::/\n")
+    return tmp_path
+
+
+def test_what_the_machine_has_left(system: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert available_memory(system) == MACHINE
+    (system / "proc/self/cgroup").write_text("not a list of groups\n")
+    assert available_memory(system) == MACHINE
+    assert available_memory(tmp_path_factory.mktemp("nothing")) is None
+    here = available_memory()
+    assert here is None or 0 <= here < 1 << 50
+
+
+def test_what_the_control_groups_leave(system: Path) -> None:
+    root = system / "sys/fs/cgroup"
+    (system / "proc/self/cgroup").write_text("0::/slurm/job_7/step_0\n")
+    group(root / "slurm/job_7/step_0", "max", 7000)
+    assert available_memory(system) == MACHINE
+    group(root / "slurm/job_7", "9000", 7000)
+    assert available_memory(system) == 9000 - 7000 + 320, "files in the cache are free; no limit is no limit"
+    group(root / "slurm", "5000", 9000)
+    assert available_memory(system) == 0
+
+
+def test_control_groups_of_version_1(system: Path) -> None:
+    root = system / "sys/fs/cgroup/memory"
+    (system / "proc/self/cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/not/in/this/container\n0::/\n")
+    group(root, "8000", 1000, "total_")
+    assert available_memory(system) == 8000 - 1000 + 320
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_no_room_for_the_weights_of_a_block(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(models("llama"), "disk")
+    runner, ids = BlockwiseModel(model), torch.arange(80).view(2, 40)
+    with runner.walk([ids]) as walk:
+        monkeypatch.setattr(residency, "_place", fail)
+        with pytest.raises(OutOfMemory, match=r"^model\.layers\.0: out of memory on cpu.*weights.*--device-map disk"):
+            next(walk.steps())
+
+
+def test_no_room_behind_the_last_block(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(models("llama"), "cpu")
+    runner, ids = BlockwiseModel(model), torch.arange(80).view(2, 40)
+    runner.prepare(ids)
+    monkeypatch.setattr(model.lm_head, "forward", fail)
+    with pytest.raises(OutOfMemory, match=r"^LlamaForCausalLM behind its last block: out of memory on cpu with 2 sequences"):
+        list(runner.forward([ids]))
+
+
+def test_no_room_to_load(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(UserError, match=r"out of memory while it is loaded with --device-map cpu\. .*auto, disk"):
+        load_model(models("llama"), "cpu")
+
+
+def test_perplexity_does_not_try_the_whole_model_after_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = load_model(models("llama"), "disk"), torch.arange(80).view(2, 40)
+    monkeypatch.setattr(model.model.layers[1], "forward", fail)
+    with pytest.raises(OutOfMemory, match="--batch-size"):
+        list(_logits(model, [ids]))

@@ -18,12 +18,14 @@ import torch
 from conftest import Run
 
 from emp_llm import sweep as command
+from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.models.errors import UserError
 from emp_llm.models.in_memory import InMemory
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.plan import Plan
 from emp_llm.models.points import plan_points
 from emp_llm.models.recipe import Recipe
+from emp_llm.models.sweeps import SweepFolder
 from emp_llm.prune import prune
 from emp_llm.services import evaluation
 from emp_llm.services.evaluation import Evaluation
@@ -326,6 +328,12 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
         assert path.read_text() == "mine"
     with pytest.raises(UserError, match="it is the input"):
         sweep(str(models("llama")), models("llama") / "sweep", **options)
+    killed = tmp_path / "killed"  # while its very first file was written
+    killed.mkdir()
+    (killed / ".sweep.json.partial").write_text("{")
+    (killed / ".lock").touch()
+    with SweepFolder(killed, Checkpoint(models("llama")), []):
+        assert (killed / "points").is_dir()
 
 
 def test_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

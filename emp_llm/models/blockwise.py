@@ -12,6 +12,7 @@ Underneath, for whoever wants to look at blocks or change them while they are at
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from emp_llm.models.blocks import body_of, find_blocks
 from emp_llm.models.errors import UserError, reason
 from emp_llm.models.hidden import HiddenStates, Place, check_place, choose_place
 from emp_llm.models.loading import input_device
-from emp_llm.models.memory import enough_memory, ran_out
+from emp_llm.models.memory import enough_for_weights, enough_memory, ran_out
 from emp_llm.models.ranks import ranks
 from emp_llm.models.recording import Call, NotAlone, Pool, check_independence, record, run_tail
 from emp_llm.models.residency import Outside, Residents, execution_device
@@ -84,7 +85,7 @@ class BlockwiseModel:
         """
         if self._outputs is not None:
             return
-        reasons = []
+        refused: list[Exception] = []
         body = body_of(self.model)
         with enough_memory(self._before_blocks, batch):
             for outputs in range(4):
@@ -95,12 +96,13 @@ class BlockwiseModel:
                 except (NotAlone, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
                     if ran_out(error):
                         raise
-                    reasons.append(reason(error))
+                    refused.append(error)
                     continue
                 self._outputs = outputs
                 return
+        why = next((error for error in refused if isinstance(error, NotAlone)), refused[0])
         raise UserError(
-            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reasons[0]}. Name others "
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reason(why)}. Name others "
             "with --blocks PATH, or use --execution model."
         )
 
@@ -160,7 +162,9 @@ class Walk:
         with Residents(list(runner.blocks)[first:]) as residents:
             before = runner.bytes_read
             for index in range(first, len(runner.blocks)):
-                with residents.block(index - first) as block:
+                with ExitStack() as stack:
+                    with enough_for_weights(f"{runner.path}.{index}", execution_device(runner.blocks[index])):
+                        block = stack.enter_context(residents.block(index - first))
                     runner.bytes_read = before + residents.bytes_read
                     yield Step(self, index, block)
 
@@ -169,11 +173,12 @@ class Walk:
 
         The model's own forward makes it, the blocks left out: norm, head, scaling and soft-capping are its own.
         """
-        runner = self.runner
-        with torch.no_grad(), runner._outside.coming():
+        runner, device, batch = self.runner, execution_device(self.runner.blocks[-1]), self.batches[number]
+        behind = f"{type(runner.model).__name__} behind its last block"
+        with torch.no_grad(), runner._outside.coming(), enough_memory(lambda: (behind, device), batch):
             # Where the whole model would have it: on the device of the last block.
-            final = self.hidden.get(number, execution_device(runner.blocks[-1]))
-            return run_tail(runner.blocks, lambda: runner._call(self.batches[number], body), final, runner._outputs or 0)
+            final = self.hidden.get(number, device)
+            return run_tail(runner.blocks, lambda: runner._call(batch, body), final, runner._outputs or 0)
 
     def _record(self, batch: Tensor) -> tuple[Tensor, list[Call]]:
         runner = self.runner

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from emp_llm.models.direct import bytes_of, read_exactly, write_exactly
 from emp_llm.models.errors import UserError
+from emp_llm.models.memory import available_memory
 
 Place = Literal["auto", "device", "cpu", "disk"]
 
@@ -82,7 +83,7 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
         return wanted
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
-    available = _available_memory()
+    available = available_memory()
     return "cpu" if available is None or 2 * needed < available else "disk"
 
 
@@ -90,12 +91,3 @@ def check_place(wanted: str) -> None:
     """Raise UserError for what is no place."""
     if wanted not in get_args(Place):
         raise UserError(f"--hidden-states {wanted!r} is none of {', '.join(get_args(Place))}.")
-
-
-def _available_memory() -> int | None:
-    """Bytes that can be taken without swapping, where the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    except (OSError, ValueError, StopIteration):
-        return None

@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from emp_llm.models.errors import UserError, reason
+from emp_llm.models.memory import OutOfMemory, ran_out
 from emp_llm.models.ranks import ranks
 
 Quantization = Literal["8bit", "4bit"]
@@ -117,7 +118,7 @@ def load_model(
         quantization: of the linear layers but the head, while loading, by bitsandbytes.
 
     Raises:
-        UserError: transformers cannot load it.
+        UserError: transformers cannot load it, or memory runs out.
     """
     check_options(device_map, dtype)
     placement = parse_device_map(device_map)
@@ -134,9 +135,12 @@ def load_model(
             quantization_config=_quantization_config(quantization),
             trust_remote_code=trust_remote_code,
         )
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
+        if ran_out(error):
+            raise OutOfMemory(
+                f"{folder}: out of memory while it is loaded with --device-map {device_map}. Keep less of it in memory: "
+                "--device-map auto, disk, or a JSON map."
+            ) from error
         raise UserError(f"{folder}: transformers cannot load it ({reason(error)}).") from error
     model._emp_llm_offload = offload  # the folder goes when the model goes
     return model.eval()

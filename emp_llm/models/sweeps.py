@@ -150,7 +150,7 @@ class SweepFolder:
         if self._file.is_file():
             return True
         names = {entry.name for entry in self.path.iterdir()}
-        return names <= {"points", ".lock"} and not (self.points.is_dir() and any(self.points.iterdir()))
+        return names <= {"points", ".lock", ".sweep.json.partial"} and not (self.points.is_dir() and any(self.points.iterdir()))
 
     def _clear(self) -> None:
         for name in _OWN:

@@ -16,6 +16,7 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.corpora import Corpus, token_ids
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import input_device, max_context
+from emp_llm.models.memory import OutOfMemory
 from emp_llm.models.ranks import ranks
 from emp_llm.models.residency import is_offloaded
 
@@ -114,6 +115,8 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
         runner = BlockwiseModel(model)
         try:
             runner.prepare(batches[0])
+        except OutOfMemory:
+            raise
         except UserError as error:
             logger.info("%s (perplexity: every batch reads all weights.)", error)
         else:
