@@ -1,20 +1,19 @@
 """`python -m emp_llm.evaluate`: checkpoint -> results.json, and a table beside what it is compared with."""
 
-import gc
 import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from typer import Option
 
 from emp_llm.cli import run
 from emp_llm.models.corpora import text_rows
 from emp_llm.models.errors import UserError
 from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, quantization_of
+from emp_llm.models.memory import free_memory
 from emp_llm.services.comparison import Format, check_format, compare
-from emp_llm.services.evaluation import Evaluation, missing
+from emp_llm.services.evaluation import BATCH_SIZE, Evaluation, missing
 from emp_llm.services.harness import Harness, parse_batch_size
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import DeviceMap, Dtype, Limit, Revision, TrustRemoteCode
@@ -30,7 +29,7 @@ def evaluate(
     baseline: Annotated[str | None, Option(help="Model, or results.json of an earlier run, to compare with.")] = None,
     beside: Annotated[list[Path] | None, Option(help="results.json of a further model for the table; repeatable.")] = None,
     limit: Limit = None,
-    batch_size: Annotated[str, Option(help="Examples to a forward pass of a task, or auto.")] = "8",
+    batch_size: Annotated[str, Option(help="Examples to a forward pass of a task, or auto.")] = str(BATCH_SIZE),
     load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise by bitsandbytes (LLM.int8).")] = False,
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="Quantise by bitsandbytes (NF4).")] = False,
     device_map: DeviceMap = "auto",
@@ -161,9 +160,7 @@ class _Job:
         self._file.save(complete=True)
         self._evaluation = None
         del loaded
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
         logger.info("results in %s", self._file.path)
 
 

@@ -1,6 +1,5 @@
 """`python -m emp_llm.prune`: checkpoint (+ activations) -> pruned checkpoint, and what it cost."""
 
-import gc
 import logging
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -8,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from transformers import PreTrainedModel
 from typer import Option
 
@@ -20,6 +18,7 @@ from emp_llm.models.files import replace_json, sync_tree
 from emp_llm.models.journal import Journal
 from emp_llm.models.loading import Quantization, check_options, load_model, load_tokenizer, max_context, quantization_of
 from emp_llm.models.manifest import ACTIVATIONS_NAME, definition, norms_digest, write_manifest
+from emp_llm.models.memory import free_memory
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.plan import Plan
 from emp_llm.models.propagation import Execution, Propagate
@@ -29,7 +28,7 @@ from emp_llm.models.recipe import REPORT_NAME, MatchBy, Method, Recipe
 from emp_llm.models.stages import Stages
 from emp_llm.models.summary import summarise
 from emp_llm.selection.scheme import Group
-from emp_llm.services.evaluation import Evaluation, Measures
+from emp_llm.services.evaluation import BATCH_SIZE, Evaluation, Measures
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import (
     AllowPartial,
@@ -55,7 +54,6 @@ from emp_llm.services.terminal import show_pruning as show
 from emp_llm.services.upload import Destination, check_login
 
 logger = logging.getLogger(__name__)
-_BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
 
 
 def prune(
@@ -159,7 +157,7 @@ def prune(
     stages = Stages()
     ranks().share(None)  # all have seen that the output is free, before the first begins with it
     models = _Models(source, device_map, dtype, trust_remote_code, stages)
-    evaluation = Evaluation(suite, models.tokenizer, _BATCH_SIZE) if suite is not None else None
+    evaluation = Evaluation(suite, models.tokenizer, BATCH_SIZE) if suite is not None else None
     measured: dict[str, Measures] = {}
     text: Calibration | None = None
     with plan.output if ranks().main else nullcontext() as out:
@@ -223,7 +221,7 @@ def prune(
         pruned = models.load(plan.output.path)
         with stages("evaluate pruned"):
             measured["pruned"] = evaluation.measure(pruned)
-        report["evaluation"] = evaluation.suite.record() | {"batch_size": _BATCH_SIZE} | measured
+        report["evaluation"] = evaluation.suite.record() | {"batch_size": BATCH_SIZE} | measured
         if ranks().main:
             report["stages"] = stages.record
             write_report(report, plan.output.path)
@@ -305,9 +303,7 @@ class _Models:
 
     def free(self) -> None:
         self._dense = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def calibrated(out: OutputFolder, stages: Stages) -> Activations | None:

@@ -1,6 +1,5 @@
 """`python -m emp_llm.sweep`: one calibration, many recipes, and what each of them measures."""
 
-import gc
 import logging
 import shutil
 from contextlib import ExitStack
@@ -8,11 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from transformers import PreTrainedModel
 from typer import Option
 
-from emp_llm.cli import run
 from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.errors import UserError
@@ -22,6 +19,7 @@ from emp_llm.models.in_memory import InMemory
 from emp_llm.models.journal import Journal
 from emp_llm.models.loading import check_options, load_model, load_tokenizer, max_context
 from emp_llm.models.manifest import ACTIVATIONS_NAME, MANIFEST_NAME, definition, norms_digest, write_manifest
+from emp_llm.models.memory import free_memory
 from emp_llm.models.outcomes import ALL_KEPT, masks_digest
 from emp_llm.models.output import OutputFolder, needed_bytes
 from emp_llm.models.plan import Plan
@@ -35,7 +33,7 @@ from emp_llm.models.stages import Stages
 from emp_llm.models.summary import summarise
 from emp_llm.models.sweeps import SweepFolder
 from emp_llm.selection.scheme import Group
-from emp_llm.services.evaluation import Evaluation, Measures, missing
+from emp_llm.services.evaluation import BATCH_SIZE, Evaluation, Measures, missing
 from emp_llm.services.hub import Source, find_model
 from emp_llm.services.options import (
     AllowPartial,
@@ -61,7 +59,6 @@ from emp_llm.services.results import ResultsFile, new_record
 from emp_llm.services.suites import find_suite
 
 logger = logging.getLogger(__name__)
-_BATCH_SIZE = 8  # examples to a forward pass of a task, as evaluate has it
 
 
 def sweep(
@@ -143,11 +140,11 @@ def sweep(
             corpus = calibration_corpus(calibration, samples, seqlen, max_context(plan.checkpoint.config))
             text = Calibration(plan.checkpoint, tokenizer, corpus, seed)
             made_of = text.signature(batch_size, how, None)
-        record = new_record(source, chosen, _BATCH_SIZE, dtype, device_map)
+        record = new_record(source, chosen, BATCH_SIZE, dtype, device_map)
         made_by = record["made_by"] | {"recipe": _shared(common), "activations": made_of}
         about = {"command": command_line(), "source": _source(source, plan), "suite": chosen.name}
         folder.begin(made_by, about)
-        evaluation = Evaluation(chosen, tokenizer, _BATCH_SIZE)
+        evaluation = Evaluation(chosen, tokenizer, BATCH_SIZE)
         job = _Sweep(source, plan, common, folder, evaluation, (device_map, dtype, trust_remote_code), keep)
         if scored is not None:
             job.norms = given or _calibrated(folder.activations) or job.calibrate(text, batch_size, how)
@@ -268,7 +265,7 @@ class _Sweep:
         logger.info("masks cannot be put in this model in memory as they are written; each point goes through a checkpoint.")
         self._model = None
         del memory
-        _collect()
+        free_memory()
         return None
 
     def _measure(self, point: Point, memory: InMemory | None, known: dict[str, Any] | None) -> dict[str, Any]:
@@ -300,7 +297,7 @@ class _Sweep:
                 measures = known["evaluation"]["pruned"]
             else:
                 measures = self._figures(point, masks, memory, written, stages)
-            suite = self._evaluation.suite.record() | {"batch_size": _BATCH_SIZE}
+            suite = self._evaluation.suite.record() | {"batch_size": BATCH_SIZE}
             report = {
                 "point": point.record(),
                 "source": self._folder.record["source"],
@@ -354,7 +351,7 @@ class _Sweep:
             self._evaluation.measure(model, found, lambda part: replace_json(noted, {"masks": masks, "measures": part}))
         if memory is None:
             del model
-            _collect()  # an offloaded model holds itself: the next one would be loaded beside it
+            free_memory()  # an offloaded model holds itself: the next one would be loaded beside it
         return found
 
     def _dense(self) -> PreTrainedModel:
@@ -366,13 +363,3 @@ class _Sweep:
     def _note(self) -> None:
         self._folder.record["stages"] |= self._stages.record
         self._folder.save()
-
-
-def _collect() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    run(sweep, show)

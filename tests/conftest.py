@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from tiny import make_model
 
 from emp_llm.calibrate import calibrate
+from emp_llm.prune import prune
 
 SHARED = Path(__file__).parents[2] / "shared"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -63,6 +64,20 @@ def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.Te
         return path
 
     return file
+
+
+@pytest.fixture(scope="session")
+def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a family's tiny model, pruned by magnitude; made when first asked for. Read-only."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("pruned") / family
+            prune(str(models(family)), made[family], method="emp-magnitude")
+        return made[family]
+
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from emp_llm.models.packed import Manner, PackedFolder
 from emp_llm.models.packing import Packer
 from emp_llm.models.unpacking import Unpacker
 from emp_llm.pack import pack
-from emp_llm.prune import prune
 from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]
@@ -36,20 +35,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every file but hidden ones, by its path."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: raw for name, raw in found.items() if not name.startswith(".")}
-
-
-@pytest.fixture(scope="module")
-def pruned(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a family's tiny model, pruned by magnitude; read-only."""
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp("pruned") / family
-            prune(str(models(family)), made[family], method="emp-magnitude")
-        return made[family]
-
-    return folder
 
 
 def odd_checkpoint(folder: Path) -> Path:

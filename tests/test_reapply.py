@@ -24,19 +24,6 @@ Models = Callable[[str], Path]
 FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox")
 
 
-@pytest.fixture(scope="module")
-def pruned(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp("pruned") / family
-            prune(str(models(family)), made[family], method="emp-magnitude")
-        return made[family]
-
-    return folder
-
-
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 

@@ -1,5 +1,6 @@
 """Memory: how much there is, and when it runs out, said with where it was and which option to lower."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,13 @@ def _left_in_group(root: Path, path: str) -> Iterator[int]:
             yield max(0, int((group / limit).read_text()) - int((group / usage).read_text()) + files)
         if group == root:
             return
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more: models sit in cycles of references, and their devices keep what they had."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def ran_out(error: BaseException) -> bool:

@@ -134,15 +134,21 @@ class Work:
             return {}
 
 
-def difference(held: Any, asked: Any, name: str = "") -> str | None:
+def difference(held: Any, asked: Any) -> str | None:
     """The first field in which two signatures differ, in words."""
-    if isinstance(held, dict) and isinstance(asked, dict):
-        for key in [*asked, *(key for key in held if key not in asked)]:
-            found = difference(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
+    found = first_difference(held, asked)
+    return found and f"{found[0]} {_short(found[1])}, this one has {_short(found[2])}"
+
+
+def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first field in which two nested records differ, by its path, and what either has there; None if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*new, *old]):
+            found = first_difference(old.get(key), new.get(key), f"{name}.{key}" if name else key)
             if found is not None:
                 return found
         return None
-    return None if held == asked else f"{name} {_short(held)}, this one has {_short(asked)}"
+    return None if old == new else (name, old, new)
 
 
 def _short(value: Any) -> str:

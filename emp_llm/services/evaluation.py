@@ -12,6 +12,7 @@ from emp_llm.services.perplexity import block_length, perplexity, text_tokens
 from emp_llm.services.suites import Suite
 
 Measures = dict[str, Any]
+BATCH_SIZE = 8  # examples to a forward pass of a task, where nothing else is asked for
 
 
 class Evaluation:

@@ -15,6 +15,7 @@ from emp_llm.models.loading import Quantization, quantization_record
 from emp_llm.models.provenance import command_line, versions
 from emp_llm.models.ranks import ranks
 from emp_llm.models.recipe import REPORT_NAME
+from emp_llm.models.work import first_difference
 from emp_llm.services.hub import Source
 from emp_llm.services.suites import Suite
 
@@ -153,16 +154,11 @@ def read_results(path: Path, option: str) -> Record:
 
 def difference(old: Any, new: Any, name: str = "") -> str | None:
     """The first field in which two nested records differ, in words; None where they are equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*old, *new]):
-            found = difference(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-            if found is not None:
-                return found
+    found = first_difference(old, new, name)
+    if found is None:
         return None
-    if old == new:
-        return None
-    words = [text if len(text := json.dumps(value)) <= 60 else f"{text[:57]}..." for value in (old, new)]
-    return f"{name}: {words[0]} there, {words[1]} now"
+    words = [text if len(text := json.dumps(value)) <= 60 else f"{text[:57]}..." for value in found[1:]]
+    return f"{found[0]}: {words[0]} there, {words[1]} now"
 
 
 def _files_digest(folder: Path) -> str:
