@@ -1,7 +1,6 @@
 """Packing a checkpoint: block after block out of each shard, taken apart and written; see `packed` for the format."""
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from emp_llm.models.direct import Buffers, bytes_of
 from emp_llm.models.errors import UserError
 from emp_llm.models.files import Behind, OpenFiles, Stream, ahead, replace_json
 from emp_llm.models.headers import BITS, StoredTensor, header_text, read_json
-from emp_llm.models.manifest import MANIFEST_NAME, read_manifest
 from emp_llm.models.packed import (
     FORMAT,
     SUFFIX,
@@ -34,8 +32,6 @@ from emp_llm.models.packed import (
     words_in,
 )
 from emp_llm.models.recipe import REPORT_NAME
-
-logger = logging.getLogger(__name__)
 
 THREADS = min(4, os.cpu_count() or 1)
 _GUESSED = 1 << 16  # words of a tensor that suggest its form
@@ -87,7 +83,6 @@ class Packer:
                 forms += ShardPacker(self, tensors, shard, folder / packed_name(shard.name), digests, bar).write()
             sha256 = digests.finish()
         self.checkpoint.check_unchanged()
-        self._compare(sha256)
         if self.manner.kind == "mask" and "sparse" not in forms:
             raise UserError(f"{self.checkpoint.folder}: it has no zeros, so there is no mask. Give a pruned checkpoint.")
         for path in self.files:
@@ -114,18 +109,6 @@ class Packer:
             "tensors": len(forms),
             "sparse": forms.count("sparse"),
         }
-
-    def _compare(self, sha256: dict[str, str]) -> None:
-        """Warn of shards that are not those of the checkpoint's own manifest, where it has one: their digests are known now."""
-        if not (self.checkpoint.folder / MANIFEST_NAME).is_file():
-            return
-        known = read_manifest(self.checkpoint.folder)["files"]
-        for name in sorted(name for name in sha256 if known.get(name, {}).get("sha256") != sha256[name]):
-            logger.warning(
-                "warning: %s is not the file that %s names: it was changed since pruning, or is damaged. Packed as it is.",
-                self.checkpoint.folder / name,
-                MANIFEST_NAME,
-            )
 
     def _base(self) -> dict[str, Any] | None:
         path = self.checkpoint.folder / REPORT_NAME
