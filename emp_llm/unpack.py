@@ -22,7 +22,7 @@ def unpack(
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a base from the Hub.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an older model folder at DIR.")] = False,
 ) -> dict[str, Any]:
-    """Unpack a packed checkpoint: every file as it was, bit for bit, checked by its SHA-256.
+    """Unpack a packed checkpoint: every file as it was, bit for bit, checked by its hash.
 
     Returns "bytes" and "files" written, and "seconds".
 

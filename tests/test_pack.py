@@ -286,7 +286,7 @@ def bomb(told: dict[str, Any]) -> None:
         escape_by_shard,
         bomb,
         bomb_of_frames,
-        lambda told: told.update(format="emp-llm pack 2"),
+        lambda told: told.update(format="emp-llm pack 9"),
         lambda told: told.update(kind="mask"),
         lambda told: told.update(codec="zstd"),
         lambda told: told.update(codec="brotli"),
@@ -299,7 +299,7 @@ def bomb(told: dict[str, Any]) -> None:
         lambda told: next(iter(told["shards"].values())).update(bytes=-1),
         lambda told: next(iter(told["shards"].values())).update(header="{}"),
         lambda told: next(iter(told["shards"].values())).update(header=7),
-        lambda told: next(iter(told["shards"].values())).update(sha256="0" * 64),
+        lambda told: next(iter(told["shards"].values())).update(xxh3_128="0" * 32),
     ],
 )
 def test_hostile_lists_are_refused(

@@ -1,7 +1,8 @@
-"""SHA-256 of files while they are written, by a thread: of what is in memory, or still lies in the page cache."""
+"""SHA-256 of files, or another hash, while they are written, by a thread: of what is in memory, or still in the page cache."""
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,12 @@ class Digests:
 
     Args:
         known: digests of files that are finished already, by name, in hexadecimal.
+        new: what begins a digest.
     """
 
-    def __init__(self, known: dict[str, str] | None = None) -> None:
+    def __init__(self, known: dict[str, str] | None = None, new: Callable[[], Any] = hashlib.sha256) -> None:
         self.finished = dict(known or {})
+        self._new = new
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-hash")
         self._hashes: dict[Path, Any] = {}
         self._reached: dict[Path, int] = {}
@@ -66,14 +69,20 @@ class Digests:
 
     def _update(self, path: Path, content: memoryview) -> None:
         if self._error is None:
-            self._hashes.setdefault(path, hashlib.sha256()).update(content)
+            self._hash_of(path).update(content)
+
+    def _hash_of(self, path: Path) -> Any:
+        if path not in self._hashes:
+            self._hashes[path] = self._new()
+        return self._hashes[path]
 
     def _close(self, path: Path) -> None:
         del self._reached[path]
 
         def close() -> None:
             if self._error is None:
-                self.finished[path.name] = self._hashes.pop(path).hexdigest()
+                self.finished[path.name] = self._hash_of(path).hexdigest()
+                del self._hashes[path]
 
         self._thread.submit(close)
 

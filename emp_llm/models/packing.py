@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm import tqdm
+from xxhash import xxh3_128
 
 from emp_llm.models.bits import WORD, Words, mask_bytes, mask_of, values_of
 from emp_llm.models.checkpoint import OTHER_WEIGHTS, PACK_NAME, Checkpoint
@@ -77,11 +78,12 @@ class Packer:
         """
         sizes = {shard.name: shard.stat().st_size for shard in self.checkpoint.shards}
         forms: list[Form] = []
-        with Digests() as digests, tqdm(total=sum(sizes.values()), desc="pack", unit="B", unit_scale=True, disable=None) as bar:
+        bar = tqdm(total=sum(sizes.values()), desc="pack", unit="B", unit_scale=True, disable=None)
+        with bar, Digests(new=xxh3_128) as digests:
             for shard in self.checkpoint.shards:
                 tensors = [tensor for tensor in self.checkpoint.tensors.values() if tensor.shard == shard]
                 forms += ShardPacker(self, tensors, shard, folder / packed_name(shard.name), digests, bar).write()
-            sha256 = digests.finish()
+            checksums = digests.finish()
         self.checkpoint.check_unchanged()
         if self.manner.kind == "mask" and "sparse" not in forms:
             raise UserError(f"{self.checkpoint.folder}: it has no zeros, so there is no mask. Give a pruned checkpoint.")
@@ -91,7 +93,7 @@ class Packer:
         shards = {
             shard.name: {
                 "bytes": sizes[shard.name],
-                "sha256": sha256[shard.name],
+                "xxh3_128": checksums[shard.name],
                 "header": header_text(shard).decode("utf-8"),
             }
             for shard in self.checkpoint.shards

@@ -3,12 +3,12 @@
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from xxhash import xxh3_128
 
 from emp_llm.models.bits import Bytes, Words, mask_bytes, mask_of, ones_in, put_zeros_in, zero_out
 from emp_llm.models.checkpoint import PACK_NAME, Checkpoint
@@ -57,7 +57,7 @@ class Unpacker:
         total = sum(shard.size for shard in packed.shards.values())
         with tqdm(total=total, desc="unpack", unit="B", unit_scale=True, disable=None) as bar:
             for name, shard in packed.shards.items():
-                digest = sha256()
+                digest = xxh3_128()
                 with OpenFiles() as files, Behind() as behind:
                     stream = Stream(files.writing(folder / name), 0, self._buffers, behind)
                     for piece in self._pieces(shard, files):
@@ -65,7 +65,7 @@ class Unpacker:
                         digest.update(piece)
                         bar.update(len(piece))
                     stream.close()
-                if digest.hexdigest() != shard.sha256:
+                if digest.hexdigest() != shard.xxh3_128:
                     self._refuse(shard)
         for name, (size, wanted) in packed.files.items():
             source, target = packed.folder / name, folder / name
@@ -101,10 +101,10 @@ class Unpacker:
 
     def _refuse(self, shard: PackedShard) -> None:
         if self.base is None:
-            damaged(shard.path, "what it yields has another SHA-256 than announced")
+            damaged(shard.path, "what it yields has another checksum than announced")
         raise UserError(
             f"--base {self.base.folder}: with the mask {shard.path} it does not yield the file that was packed (another "
-            f"SHA-256). It is not the very model that was pruned ({self.packed.base_name}), other weights changed after "
+            f"checksum). It is not the very model that was pruned ({self.packed.base_name}), other weights changed after "
             "pruning, or one of both is damaged."
         )
 
