@@ -5,7 +5,7 @@
 The weights are Gaussian; 40 % of them are zero, the smallest of each row ("magnitude") or any ("random", which is what a
 criterion tends to that is independent of the weight, and the worst case for a packer). Times are those of the commands'
 functions, without the seconds that Python takes to import torch; all ends with the data on the disk, the copy too. The source
-is in the page cache, as after pruning.
+is in the page cache, as after pruning, or has been thrown out of it ("cold"), so that the disk has to give and to take.
 """
 
 import argparse
@@ -57,8 +57,9 @@ def main() -> None:
     )
     notes = (
         "Entropy: bits of a weight by itself, zero one of them, as a share of 16; in brackets with sign and mantissa taken as "
-        "random, as the packer does. Processor seconds tell of the work where other jobs share the machine"
-        f" (load while this ran: {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores)."
+        "random, as the packer does.\n\nWork: processor seconds of the program itself, and GB of the dense checkpoint for each "
+        "of them, on one core; what the system does to read and to write (system) and waiting for the disk come to that. "
+        f"Load while this ran: {os.getloadavg()[1]:.1f}."
     )
     text = f"{about}\n\n" + "\n".join(sizes) + f"\n\n{notes}\n\n" + "\n".join(speed)
     print(text)
@@ -133,6 +134,9 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
     """A table of seconds and GB/s."""
     packed, back = scratch / "packed", scratch / "back"
     runs: dict[str, Callable[[], object]] = {
+        "cp -r, sync, cold": lambda: copy(source, back),
+        "pack, cold": lambda: pack(source, packed),
+        "unpack, cold": lambda: unpack(packed, back),
         "cp -r, sync": lambda: copy(source, back),
         "pack": lambda: pack(source, packed),
         "unpack": lambda: unpack(packed, back),
@@ -141,27 +145,45 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
         "pack --mask-only": lambda: pack(source, packed, mask_only=True),
         "unpack --base": lambda: unpack(packed, back, base=str(source)),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, work in runs.items():
-            start, worked = time.perf_counter(), processor()
+            for folder in (source, packed):
+                in_cache(folder, "cold" not in name)
+            start, before = time.perf_counter(), processor()
             work()
-            times[name].append((time.perf_counter() - start, processor() - worked))
+            times[name].append(
+                (time.perf_counter() - start, *(now - then for now, then in zip(processor(), before, strict=True)))
+            )
             if back.exists():
                 subprocess.run(["cmp", source / "model.safetensors", back / "model.safetensors"], check=True)
                 shutil.rmtree(back)
                 shutil.rmtree(packed, ignore_errors=True)
-    rows = ["| run | seconds | GB/s | processor seconds |", "|---|---:|---:|---:|"]
+    rows = ["| run | seconds | GB/s | work | GB/s of work | system |", "|---|---:|---:|---:|---:|---:|"]
     for name, passed in times.items():
-        seconds, worked = (statistics.median(column) for column in zip(*passed, strict=True))
-        rows.append(f"| {name} | {seconds:.2f} | {weights(source) / 1e9 / seconds:.2f} | {worked:.2f} |")
+        seconds, work, system = (statistics.median(column) for column in zip(*passed, strict=True))
+        dense = weights(source) / 1e9
+        rows.append(f"| {name} | {seconds:.2f} | {dense / seconds:.2f} | {work:.2f} | {dense / work:.1f} | {system:.2f} |")
     return rows
 
 
-def processor() -> float:
-    """Seconds of a processor that this process and those it waited for have used, in and outside the system."""
+def in_cache(folder: Path, wanted: bool) -> None:
+    """Bring the weights of a folder into the page cache, or throw them out of it."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            if wanted:
+                buffer = bytearray(1 << 22)
+                while file.readinto(buffer):
+                    pass
+            else:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def processor() -> tuple[float, float]:
+    """Seconds of a processor that this process and those it waited for have used: for themselves, and in the system."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(one.ru_utime for one in used), sum(one.ru_stime for one in used)
 
 
 def copy(source: Path, target: Path) -> None:
