@@ -126,6 +126,7 @@ def test_a_number_that_is_none_in_the_first_of_two_pieces() -> None:
     assert torch.equal(bits(weight), before)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of which the interpreter is made
 def test_scores_that_overflow() -> None:
     weight = weights("huge", (2, 70), torch.float32, 0).to(DEVICE)
     with pytest.raises(NonFiniteError):
