@@ -363,3 +363,7 @@ class _Sweep:
     def _note(self) -> None:
         self._folder.record["stages"] |= self._stages.record
         self._folder.save()
+
+
+if __name__ == "__main__":
+    run(sweep, show)

@@ -2,15 +2,18 @@
 
 import ast
 import os
+import runpy
 import subprocess
 import sys
 import zipfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Run
 
+from emp_llm import cli
 from emp_llm.cli import COMMANDS, _help
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +71,15 @@ def test_selection_imports_torch_and_nothing_of_ours_above_it() -> None:
             }
             compilers = {"numba", "llvmlite", "numpy", "triton"} if ".kernels." in module else set()
             assert names <= {"emp_llm", "torch"} | compilers | sys.stdlib_module_names, f"{module}: {names}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_runs_as_a_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(cli, "run", lambda command, *more: called.append(command))
+    monkeypatch.delitem(sys.modules, f"emp_llm.{name}", raising=False)
+    runpy.run_module(f"emp_llm.{name}", run_name="__main__")
+    assert [command.__name__ for command in called] == [name]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
