@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from transformers import PreTrainedModel
 from typer import Option
 
+from emp_llm.cli import run
 from emp_llm.models.activations import Activations
 from emp_llm.models.calibration import Calibration, calibration_corpus, warn_if_foreign
 from emp_llm.models.errors import UserError
