@@ -20,6 +20,7 @@ from tiny import make_model
 from emp_llm.evaluate import evaluate
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.prune import prune
+from emp_llm.services.card import _without_folders
 from emp_llm.verify import verify
 
 READER, STRANGER = "hf_markedtokenofareader", "hf_markedtokenofastranger"
@@ -119,6 +120,12 @@ def test_pushed_from_the_shell_and_loaded_by_its_name(hub: Hub, client: Client, 
     assert len(loaded) == 21
 
 
+def test_the_card_tells_of_no_folders() -> None:
+    assert _without_folders({"file": "/home/somebody/texts/mine.txt", "seqlen": 512}) == {"file": "mine.txt", "seqlen": 512}
+    assert _without_folders({"dataset": "allenai/c4", "file": None}) == {"dataset": "allenai/c4", "file": None}
+    assert _without_folders(32768) == 32768
+
+
 def test_the_card(hub: Hub, client: Client, pruned: Path, dense: Path, suite: Path, tmp_path: Path) -> None:
     (pruned / "emp_llm").mkdir()
     (pruned / "emp_llm" / "kept_fractions.png").write_bytes(PNG)
@@ -140,6 +147,7 @@ def test_the_card(hub: Hub, client: Client, pruned: Path, dense: Path, suite: Pa
         "push", folder=pruned, repository="user/card", results=both, plot=[tmp_path / "beta.png"], base_model="user/dense"
     )
     assert "result" in done, done
+    assert hub.repositories["user/card"].head().title == "dense pruned by emp-magnitude with emp-llm", "of no machine's folder"
     metadata, body = card_of(hub, "user/card")
     assert metadata["license"] == "llama3.2"
     assert metadata["language"] == ["en"]

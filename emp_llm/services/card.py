@@ -167,7 +167,7 @@ class Card:
         rows += [[name, f"`{json.dumps(value)}`"] for name, value in report["recipe"].items() if value is not None]
         for key in ("text", "tokens", "dtype", "propagate"):
             if calibration.get(key) is not None:
-                rows.append([f"calibration: {key}", f"`{json.dumps(calibration[key])}`"])
+                rows.append([f"calibration: {key}", f"`{json.dumps(_without_folders(calibration[key]))}`"])
         rows += [[package, version] for package, version in report["versions"].items()]
         reuse = f" `{ACTIVATIONS_NAME}` holds the norms that decided the masks." if str(ACTIVATIONS_NAME) in files else ""
         source_revision = f" --revision {source['revision']}" if source["revision"] and self._origin.revision else ""
@@ -204,6 +204,11 @@ def by_suite(records: list[Record]) -> list[list[Record]]:
         key = json.dumps([record["made_by"].get(part) for part in ("text", "tasks", "limit")], sort_keys=True)
         suites.setdefault(key, []).append(record)
     return [sorted(suite, key=_place) for suite in suites.values()]
+
+
+def _without_folders(value: Any) -> Any:
+    """What tells a text, its file by name alone: whose machine it lay on is nobody's business."""
+    return value | {"file": Path(value["file"]).name} if isinstance(value, dict) and value.get("file") else value
 
 
 def _place(record: Record) -> tuple[bool, bool]:

@@ -61,9 +61,11 @@ def find_origin(report: dict[str, Any], base_model: str | None = None) -> Origin
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:
+    if not (folder / "README.md").is_file():
+        return {}
     try:
         return metadata_load(folder / "README.md") or {}
-    except Exception as error:  # no card, or what people write into one
+    except Exception as error:  # what people write into one
         logger.info("%s: no metadata of a model card there (%s).", folder, type(error).__name__)
         return {}
 

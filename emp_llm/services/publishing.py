@@ -102,7 +102,7 @@ def publish_finished(folder: Path, to: Destination) -> dict[str, Any]:
 
 
 def _message(report: dict[str, Any]) -> str:
-    return f"{report['source']['model']} pruned by {report['recipe']['method']} with emp-llm"
+    return f"{Path(report['source']['model']).name} pruned by {report['recipe']['method']} with emp-llm"
 
 
 def _checkpoint_files(folder: Path, manifest: dict[str, Any]) -> dict[str, Path]:
