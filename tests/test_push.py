@@ -20,7 +20,6 @@ from tiny import make_model
 from emp_llm.evaluate import evaluate
 from emp_llm.models.checkpoint import Checkpoint
 from emp_llm.prune import prune
-from emp_llm.services.card import _without_folders
 from emp_llm.verify import verify
 
 READER, STRANGER = "hf_markedtokenofareader", "hf_markedtokenofastranger"
@@ -118,12 +117,6 @@ def test_pushed_from_the_shell_and_loaded_by_its_name(hub: Hub, client: Client, 
     loaded = client.call("weights", name="user/lamps")["result"]
     assert loaded == client.call("weights", name=str(pruned))["result"]
     assert len(loaded) == 21
-
-
-def test_the_card_tells_of_no_folders() -> None:
-    assert _without_folders({"file": "/home/somebody/texts/mine.txt", "seqlen": 512}) == {"file": "mine.txt", "seqlen": 512}
-    assert _without_folders({"dataset": "allenai/c4", "file": None}) == {"dataset": "allenai/c4", "file": None}
-    assert _without_folders(32768) == 32768
 
 
 def test_the_card(hub: Hub, client: Client, pruned: Path, dense: Path, suite: Path, tmp_path: Path) -> None:
