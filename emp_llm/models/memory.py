@@ -37,7 +37,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_group(root: Path, path: str) -> Iterator[int]:
-    """What a control group has left, and those around it, as far as they have limits."""
+    """Bytes that a control group has left, and those around it, as far as they have limits."""
     limit, usage, cached = (
         ("memory.max", "memory.current", "")
         if root.name != "memory"
