@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL = scripts/demo/model
 RUN = demo-run
-PRUNE = $(BIN)/python -m emp_llm.prune --model $(MODEL) --overwrite
-EVALUATE = $(BIN)/python -m emp_llm.evaluate --suite demo --overwrite
+PRUNE = $(BIN)/emp-llm prune --model $(MODEL) --overwrite
+EVALUATE = $(BIN)/emp-llm evaluate --suite demo --overwrite
 
-.PHONY: demo test setup clean
+.PHONY: demo test docs setup clean
 
 setup: .venv/ready
 
@@ -14,8 +14,8 @@ setup: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The main job on the model the repository carries, and what it should be judged against: Wanda with as many weights removed,
-# EMP by magnitude alone, and plain magnitude pruning at 50 %; then the suite on all of them, in one table.
+# The main job on the model that the repository carries, and its baselines: Wanda with as many weights removed, EMP by magnitude, and
+# magnitude pruning at 50 %. Then the suite on all of them, in one table.
 demo: setup
 	$(PRUNE) --calibration demo --output $(RUN)/emp-wanda
 	$(PRUNE) --method wanda --match $(RUN)/emp-wanda --output $(RUN)/wanda \
@@ -32,6 +32,10 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Every command of README.md and docs/, run as written, its output compared.
+docs: setup
+	$(BIN)/python scripts/run_docs.py
 
 clean:
 	rm -rf .venv demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,7 @@
 """emp-llm: Effective Model Pruning for Hugging Face causal language models.
 
-The mathematics is importable from here (`from emp_llm import effective_mask`), and what keeps a pruned model sparse while it is
-trained (`reapply_mask`, `SparsityCallback`); the commands are modules
-(`python -m emp_llm.prune`), each with one typed function of the same name.
+The mathematics, the commands as functions, and the tools that keep a pruned model sparse while it is trained are imported from
+here: `from emp_llm import effective_mask, prune, reapply_mask`.
 """
 
 from importlib import import_module
@@ -10,7 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from emp_llm.models.reapply import SparsityCallback, reapply_mask
+    from emp_llm.calibrate import calibrate as calibrate
+    from emp_llm.evaluate import evaluate as evaluate
+    from emp_llm.measure import measure as measure
+    from emp_llm.pack import pack as pack
+    from emp_llm.packing.reapply import SparsityCallback, reapply_mask
+    from emp_llm.prune import prune as prune
+    from emp_llm.push import push as push
+    from emp_llm.report import report as report
     from emp_llm.selection.criteria import exponential, shift
     from emp_llm.selection.effective import (
         effective_mask,
@@ -19,6 +25,9 @@ if TYPE_CHECKING:
         effective_number,
         loss_change_bound,
     )
+    from emp_llm.sweep import sweep as sweep
+    from emp_llm.unpack import unpack as unpack
+    from emp_llm.verify import verify as verify
 
 _HOME = {
     "effective_mask": "selection.effective",
@@ -28,20 +37,32 @@ _HOME = {
     "loss_change_bound": "selection.effective",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
-    "reapply_mask": "models.reapply",
-    "SparsityCallback": "models.reapply",
+    "reapply_mask": "packing.reapply",
+    "SparsityCallback": "packing.reapply",
 }
+# Modules that are called like their functions.
+_COMMANDS = ("calibrate", "evaluate", "measure", "pack", "prune", "push", "report", "sweep", "unpack", "verify")
 
 __all__ = [
     "SparsityCallback",
+    "calibrate",
     "effective_mask",
     "effective_mass",
     "effective_mass_bound",
     "effective_number",
+    "evaluate",
     "exponential",
     "loss_change_bound",
+    "measure",
+    "pack",
+    "prune",
+    "push",
     "reapply_mask",
+    "report",
     "shift",
+    "sweep",
+    "unpack",
+    "verify",
 ]
 
 try:
@@ -51,7 +72,13 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 
 def __getattr__(name: str) -> object:
-    """Import torch, and transformers, only when what needs them is asked for: `--help` should not wait for it."""
+    """Import torch or transformers only for what needs them, so that `--help` does not wait for them."""
     if name in _HOME:
         return getattr(import_module(f"emp_llm.{_HOME[name]}"), name)
+    if name in _COMMANDS:
+        return import_module(f"emp_llm.{name}")
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

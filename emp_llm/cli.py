@@ -1,4 +1,4 @@
-"""The shell's way in: a command is a typed function, and its options are generated from the signature."""
+"""The command line: options generated from the dataclasses of the commands, and exit codes."""
 
 import inspect
 import logging
@@ -6,34 +6,53 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import takewhile
-from typing import Any
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-import typer
+from emp_llm.options.base import Opt
 
 COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
-    "evaluate": "Measure perplexity and lm-eval tasks of a model, beside a baseline's.",
-    "measure": "Tell how many weights of a model matter, and write no weights.",
-    "pack": "Make a pruned checkpoint smaller to ship, without loss; or its mask alone.",
+    "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
+    "measure": "Measure the redundancy of a model; no weights are written.",
+    "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
     "prune": "Prune a model and write the pruned checkpoint.",
     "push": "Push a pruned checkpoint to the Hub, with a model card.",
-    "report": "Tables, figures and a page of runs, sweeps, measures and results.",
-    "sweep": "Prune by many recipes, and measure each.",
-    "unpack": "Give a packed checkpoint back, bit for bit; or put a mask on its base model.",
-    "verify": "Look again at a pruned checkpoint: files, bytes and masks.",
+    "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
+    "sweep": "Prune a model by many recipes, and evaluate each.",
+    "unpack": "Restore a packed checkpoint, bit for bit; or apply a mask to its base model.",
+    "verify": "Check a pruned checkpoint: files, bytes and masks.",
 }
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
 
 class _Terminated(BaseException):
-    """SIGTERM, as KeyboardInterrupt is SIGINT."""
+    """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
 
 
-def _terminate(*_: object) -> None:
-    raise _Terminated
+class CommandModule(ModuleType):
+    """A command's module that can be called like its function: `from emp_llm import prune; prune(...)`."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._command(*arguments, **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._command)
+
+    @property
+    def _command(self) -> Callable[..., Any]:
+        command: Callable[..., Any] = vars(self)[self.__name__.rpartition(".")[2]]
+        return command
+
+
+def callable_module(name: str) -> None:
+    """Make a command's module callable; `name` is its `__name__`."""
+    if name != "__main__":
+        sys.modules[name].__class__ = CommandModule
 
 
 def run(
@@ -42,73 +61,144 @@ def run(
     arguments: list[str] | None = None,
     name: str | None = None,
 ) -> None:
-    """Run a command function with the shell's arguments, show its result, and exit.
+    """Run a command with arguments of the shell, show its result, and exit.
 
-    The function itself prints nothing, so that from Python it is an ordinary function.
+    The command itself prints nothing, so that it is an ordinary function in Python.
 
-    Exit codes: 0 done; 2 wrong input, answered with a sentence; 130 interrupted; 143 ended by SIGTERM. Anything else keeps
-    its traceback.
+    Exit codes: 0 success; 2 wrong input, reported in a sentence; 130 interrupted; 143 terminated. Any other failure keeps its
+    traceback.
     """
-    from transformers.utils import logging as transformers_logging
 
-    from emp_llm.models.errors import UserError
+    def work(rank: int) -> None:
+        options = parse(command, sys.argv[1:] if arguments is None else arguments, name or f"emp-llm {command.__name__}")
+        result = command(**options)
+        if show is not None and rank == 0:
+            show(result)
 
-    rank = int(os.environ.get("RANK", "0"))  # of several processes, the first speaks; errors say whose they are
+    _with_exit_codes(work)
+
+
+def _with_exit_codes(work: Callable[[int], None]) -> None:
+    """Do the work of this rank; a UserError or a signal ends the process without a traceback."""
+    from emp_llm.common.errors import UserError
+
+    rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
-    logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=f"{mark}%(message)s", stream=sys.stderr)
-    for noisy in _NOISY:
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("datasets").propagate = False  # it has a handler of its own
-    if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        transformers_logging.disable_progress_bar()
-    # As for Ctrl-C, so that what was half done is cleared away when a scheduler ends the job.
-    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        # On a scheduler's SIGTERM, incomplete files are deleted as on Ctrl-C.
+        signal.signal(signal.SIGTERM, _terminate)
+        _set_up_logging(mark, rank)
+        work(rank)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
+    except UserError as error:
+        print(f"{mark}error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{mark}interrupted; no incomplete output is left.", file=sys.stderr)
+        sys.exit(130)
+    except _Terminated:
+        print(f"{mark}terminated by SIGTERM; no incomplete output is left.", file=sys.stderr)
+        sys.exit(143)
+
+
+def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
+    """A command's options by field, parsed from arguments; exits after --help or on invalid arguments."""
+    import typer
+
+    values: dict[str, Any] = {}
+
+    def take(**options: Any) -> None:
+        values.update(options)
+
+    parameters = [_parameter(*each) for each in _fields(command)]
+    take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-    @wraps(command)
-    def shown(**options: Any) -> None:
-        try:
-            result = command(**options)
-            if show is not None and rank == 0:
-                show(result)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is done; what Python does at its end needs no clearing away
-        except UserError as error:
-            print(f"{mark}error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            print(f"{mark}interrupted; no half of an output was left.", file=sys.stderr)
-            sys.exit(130)
-        except _Terminated:
-            print(f"{mark}ended by SIGTERM; no half of an output was left.", file=sys.stderr)
-            sys.exit(143)
-
-    app.command(help=_help(command))(shown)
-    app(args=arguments, prog_name=name or f"python -m emp_llm.{command.__name__}")
+    app.command(help=help_of(command))(take)
+    try:
+        app(args=arguments, prog_name=name)
+    except SystemExit as end:
+        if end.code:
+            raise
+    if not values:  # --help was shown
+        sys.exit(0)
+    return values
 
 
-def _help(command: Callable[..., Any]) -> str:
-    """What a command's docstring says to those who do not call it from Python."""
+def help_of(command: Callable[..., Any]) -> str:
+    """A command's docstring without the paragraphs for Python users."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(takewhile(lambda paragraph: not paragraph.startswith(("Returns", "Raises")), paragraphs))
 
 
-def main() -> None:
-    """The console script: `emp-llm COMMAND ...` is `python -m emp_llm.COMMAND ...`."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+def main(arguments: list[str] | None = None) -> None:
+    """The console script: `emp-llm COMMAND ...`, equivalent to `python -m emp_llm.COMMAND ...`.
+
+    Args:
+        arguments: of the command line; None: those of the shell.
+    """
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in COMMANDS:
         module = import_module(f"emp_llm.{name}")
-        run(getattr(module, name), getattr(module, "show", None), sys.argv[2:], f"emp-llm {name}")
+        run(getattr(module, name), getattr(module, "show", None), rest)
+        return
     if name == "--version":
         from emp_llm import __version__
 
         print(__version__)
         return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
-    usage += "\n".join(f"  {command:<10} {what}" for command, what in COMMANDS.items())
+    usage += "\n".join(f"  {command:<10} {summary}" for command, summary in COMMANDS.items())
     if name in ("--help", "-h"):
         print(usage)
         return
     print(f"error: {name!r} is not a command.\n\n{usage}", file=sys.stderr)
     sys.exit(2)
+
+
+def _fields(command: Callable[..., Any]) -> list[tuple[str, Any, Opt, Any]]:
+    """(name, type, option, default) of each field of a command's options; arguments first."""
+    kind: Any = command.options  # type: ignore[attr-defined]
+    hints = get_type_hints(kind, include_extras=True)
+    declared = []
+    for field in fields(kind):
+        hint, option = get_args(hints[field.name])
+        default = field.default if field.default is not MISSING else inspect.Parameter.empty
+        declared.append((field.name, hint, option, default))
+    return sorted(declared, key=lambda each: not each[2].argument)
+
+
+def _parameter(name: str, hint: Any, option: Opt, default: Any) -> inspect.Parameter:
+    """A field as a parameter for typer."""
+    import typer
+
+    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "min": option.minimum}
+    about = {key: value for key, value in about.items() if value is not None}
+    flag = option.flag or f"--{name.replace('_', '-')}"
+    declaration = typer.Argument(**about) if option.argument else typer.Option(flag, **about)
+    annotation: Any = Annotated.__class_getitem__((_shell_type(hint), declaration))  # type: ignore[attr-defined]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _shell_type(hint: Any) -> Any:
+    """The type of a field in the shell: lists of names are text with commas."""
+    if get_origin(hint) in (Union, UnionType) and str in get_args(hint):
+        return str | None if type(None) in get_args(hint) else str
+    return hint
+
+
+def _set_up_logging(mark: str, rank: int) -> None:
+    level = logging.WARNING if rank else logging.INFO
+    logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
+    for noisy in _NOISY:
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for own in ("datasets", "huggingface_hub"):  # they have handlers of their own, and would print each line twice
+        logging.getLogger(own).propagate = False
+    if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated

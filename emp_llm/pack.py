@@ -1,56 +1,72 @@
-"""`python -m emp_llm.pack DIR OUT`: a pruned checkpoint without its zeros, or its mask alone, to ship."""
+"""`emp-llm pack DIR OUT`: a pruned checkpoint is packed without its zeros, or its mask alone, for shipping."""
 
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from typer import Argument, Option
+from emp_llm.cli import callable_module, run
+from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.options.base import takes
+from emp_llm.options.commands import PackOptions
 
-from emp_llm.cli import run
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.output import OutputFolder
-from emp_llm.models.packed import Manner
-from emp_llm.models.packing import Packer
-from emp_llm.services.terminal import size
+if TYPE_CHECKING:
+    from emp_llm.packing.packer import PackedSizes
 
 
-def pack(
-    folder: Annotated[Path, Argument(metavar="DIR", help="Pruned checkpoint.")],
-    output: Annotated[Path, Argument(metavar="OUT", help="Folder to write.")],
-    zstd: Annotated[bool, Option("--zstd", help="Compress values and masks too (zstandard).")] = False,
-    mask_only: Annotated[
-        bool, Option("--mask-only", help="Which weights are zero, and no weights: for those who have the model itself.")
-    ] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older folder at OUT.")] = False,
-) -> dict[str, Any]:
-    """Pack a pruned checkpoint into safetensors that hold a bit for every weight and the weights that are not zero.
+@dataclass(frozen=True)
+class Packed:
+    """Result of packing.
 
-    Nothing is lost: python -m emp_llm.unpack gives every file back, bit for bit. With --mask-only it needs the model that was
-    pruned beside it (--base). Hidden files are left out. The format is described in emp_llm/models/packed.py.
+    Attributes:
+        output: the packed folder.
+        sizes: before and after.
+        seconds: time taken.
+    """
 
-    Returns the sizes: "dense_bytes" and "packed_bytes" of the weights' files, "file_bytes" of the others, "tensors", how many
-    of them are "sparse", and "seconds".
+    output: str
+    sizes: "PackedSizes"
+    seconds: float
+
+
+@takes(PackOptions)
+def pack(options: PackOptions) -> Packed:
+    """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that are not zero.
+
+    Packing is lossless: emp-llm unpack restores every file bit for bit. After --mask-only it needs the dense model for that
+    (--base). Hidden files are left out.
+
+    Returns the sizes before and after, and the time taken.
 
     Raises:
-        UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there is nothing to mask.
+        UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there are no zeros to mask.
     """
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.packing.packed_format import PackLayout
+    from emp_llm.packing.packer import Packer
+    from emp_llm.storage.output.output_folder import OutputFolder
+
     started = time.monotonic()
-    packer = Packer(Checkpoint(Path(folder)), Manner("mask" if mask_only else "weights", "zstd" if zstd else "raw"))
-    with OutputFolder(output, [folder], packer.largest, overwrite, "OUT") as out:
-        out.begin({"packs": str(folder)})
+    layout = PackLayout("mask" if options.mask_only else "weights", "zstd" if options.zstd else "raw")
+    packer = Packer(Checkpoint(options.folder), layout)
+    with OutputFolder(options.output, [options.folder], packer.largest, options.overwrite, "OUT") as out:
+        out.begin({"packs": str(options.folder)})
         sizes = packer.write(out.files)
         out.publish()
-    return sizes | {"output": str(output), "seconds": round(time.monotonic() - started, 3)}
+    return Packed(str(options.output), sizes, round(time.monotonic() - started, 3))
 
 
-def show(sizes: dict[str, Any]) -> None:
-    """One line: how large before, and after."""
-    dense, packed = sizes["dense_bytes"], sizes["packed_bytes"]
+def show(packed: Packed) -> None:
+    """Print one line: the size before and after."""
+    sizes = packed.sizes
+    share = 100 * sizes.packed_bytes / sizes.dense_bytes
     print(
-        f"{sizes['output']}: {size(dense)} of weights in {size(packed)} ({100 * packed / dense:.1f} %), {sizes['sparse']} of "
-        f"{sizes['tensors']} tensors sparse; {size(sizes['file_bytes'])} of other files; {sizes['seconds']:.1f} s"
+        f"{packed.output}: {format_bytes(sizes.dense_bytes)} of weights in {format_bytes(sizes.packed_bytes)} "
+        f"({share:.1f} %), {sizes.sparse} of {count_of(sizes.tensors, 'tensor')} sparse; "
+        f"{format_bytes(sizes.file_bytes)} of other files; {packed.seconds:.1f} s"
     )
 
+
+callable_module(__name__)
 
 if __name__ == "__main__":
     run(pack, show)

@@ -1,44 +1,45 @@
-"""`python -m emp_llm.push`: pruned checkpoint -> the Hub, with a model card."""
+"""`emp-llm push`: a pruned checkpoint is pushed to the Hub, with a model card."""
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
-from typer import Argument, Option
+from emp_llm.cli import callable_module, run
+from emp_llm.options.base import takes
+from emp_llm.options.commands import PushCommandOptions
 
-from emp_llm.cli import run
-from emp_llm.services.options import PrunedFolder
-from emp_llm.services.publishing import Evidence, publish
-from emp_llm.services.terminal import show_push as show
-from emp_llm.services.upload import Destination
+if TYPE_CHECKING:
+    from emp_llm.hub.pushed import Pushed
 
 
-def push(
-    folder: PrunedFolder,
-    repository: Annotated[str, Argument(help="USER/NAME on the Hub; made where it is not there.")],
-    private: Annotated[bool, Option("--private", help="Make the repository a private one.")] = False,
-    revision: Annotated[str | None, Option(help="Branch to push to; made from main where it is not there.")] = None,
-    results: Annotated[
-        list[Path] | None, Option(help="Results file of evaluate for the card: this checkpoint's, its baseline's; repeatable.")
-    ] = None,
-    plot: Annotated[list[Path] | None, Option(help="PNG for the card, beside those in DIR/emp_llm; repeatable.")] = None,
-    base_model: Annotated[str | None, Option(help="Hub id of the dense model, where it was pruned from a folder.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace other weights that the branch holds.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be pushed, and touch nothing.")] = False,
-) -> dict[str, Any]:
-    """Push a pruned checkpoint to the Hub, with a model card that is also kept in its folder as README.md.
+@takes(PushCommandOptions)
+def push(options: PushCommandOptions) -> "Pushed":
+    """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as README.md.
 
-    One commit makes the branch hold it, so nobody loads half of it; a push that was cut off goes on behind the last large file
-    that was finished. Only the checkpoint goes there: what its manifest names, manifest, report, card, results and plots.
+    The push is a single commit, so nobody loads half a model. An interrupted push resumes after the last finished large file.
+    Only the checkpoint is pushed: the files of its manifest, manifest, report, card, results and plots. They name models and
+    files, not folders of this machine.
 
-    Returns what was pushed: "repository", "branch", "files" (bytes by path), "bytes", "folder", "commit", "url", "uploaded"
-    and "deleted" (what the commit changed); for a dry run "dry_run" and the first four.
+    Returns the files and the commit; for a dry run, the files that would be pushed.
 
     Raises:
-        UserError: the folder is no finished checkpoint, the Hub refuses, or the branch holds other weights.
+        UserError: the folder is no finished checkpoint or differs from its manifest, the Hub refuses, or the branch holds other
+            weights.
     """
-    to = Destination(repository, revision, private, overwrite)
-    return publish(folder, to, Evidence(tuple(results or ()), tuple(plot or ()), base_model), dry_run)
+    from emp_llm.hub.destination import Destination
+    from emp_llm.publishing.publish import Evidence, publish
 
+    destination = Destination(options.repository, options.revision, options.private, options.overwrite)
+    evidence = Evidence(tuple(options.results or ()), tuple(options.plot or ()), options.base_model)
+    return publish(options.folder, destination, evidence, options.dry_run)
+
+
+def show(pushed: "Pushed") -> None:
+    """Print the result of a push, or of a dry run."""
+    from emp_llm.hub.pushed import pushed_words
+
+    print(pushed_words(pushed))
+
+
+callable_module(__name__)
 
 if __name__ == "__main__":
     run(push, show)

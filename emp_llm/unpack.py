@@ -1,51 +1,65 @@
-"""`python -m emp_llm.unpack OUT DIR`: the checkpoint that was packed, bit for bit, or a mask put on its base model."""
+"""`emp-llm unpack OUT DIR`: a packed checkpoint is restored bit for bit, or a mask is applied to its base model."""
 
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
 
-from typer import Argument, Option
-
-from emp_llm.cli import run
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.output import OutputFolder
-from emp_llm.models.packed import PackedFolder
-from emp_llm.models.unpacking import Unpacker
-from emp_llm.services.hub import find_model
-from emp_llm.services.terminal import size
+from emp_llm.cli import callable_module, run
+from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.options.base import takes
+from emp_llm.options.commands import UnpackOptions
 
 
-def unpack(
-    packed: Annotated[Path, Argument(metavar="OUT", help="Folder that emp_llm.pack wrote.")],
-    folder: Annotated[Path, Argument(metavar="DIR", help="Model folder to write.")],
-    base: Annotated[str | None, Option(help="For a mask: folder or Hub id of the model that was pruned.")] = None,
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a base from the Hub.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an older model folder at DIR.")] = False,
-) -> dict[str, Any]:
-    """Unpack a packed checkpoint: every file as it was, bit for bit, checked by its hash.
+@dataclass(frozen=True)
+class Unpacked:
+    """Result of unpacking.
 
-    Returns "bytes" and "files" written, and "seconds".
+    Attributes:
+        folder: the model folder.
+        bytes, files: total size and number of its files.
+        seconds: time taken.
+    """
+
+    folder: str
+    bytes: int
+    files: int
+    seconds: float
+
+
+@takes(UnpackOptions)
+def unpack(options: UnpackOptions) -> Unpacked:
+    """Restore a packed checkpoint: every file bit for bit, checked by its hash.
+
+    Returns the folder, its size, and the time taken.
 
     Raises:
-        UserError: a packed file is damaged, a mask comes without its base or with another model, DIR exists or cannot be
-            written, or zstandard is missing.
+        UserError: a packed file is damaged, a mask has no base or that of another model, DIR exists or cannot be written, or
+            zstandard is missing.
     """
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.packing.packed_folder import PackedFolder
+    from emp_llm.packing.unpacker import Unpacker
+    from emp_llm.storage.output.output_folder import OutputFolder
+
     started = time.monotonic()
-    source = PackedFolder(Path(packed))
-    dense = Checkpoint(find_model(base, revision).folder) if base is not None else None
+    source = PackedFolder(options.packed)
+    dense = Checkpoint(find_model(options.base, options.revision).folder) if options.base is not None else None
     unpacker = Unpacker(source, dense)
     sources = [source.folder] if dense is None else [source.folder, dense.folder]
-    with OutputFolder(folder, sources, source.bytes, overwrite, "DIR") as out:
-        out.begin({"unpacks": str(packed)})
-        written = unpacker.write(out.files)
+    with OutputFolder(options.folder, sources, source.bytes, options.overwrite, "DIR") as out:
+        out.begin({"unpacks": str(options.packed)})
+        files = unpacker.write(out.files)
         out.publish()
-    return written | {"folder": str(folder), "seconds": round(time.monotonic() - started, 3)}
+    return Unpacked(str(options.folder), source.bytes, files, round(time.monotonic() - started, 3))
 
 
-def show(written: dict[str, Any]) -> None:
-    """One line: what was written."""
-    print(f"{written['folder']}: {written['files']} files, {size(written['bytes'])}; {written['seconds']:.1f} s")
+def show(unpacked: Unpacked) -> None:
+    """Print one line: the folder and its size."""
+    written = f"{count_of(unpacked.files, 'file')}, {format_bytes(unpacked.bytes)}"
+    print(f"{unpacked.folder}: {written}; {unpacked.seconds:.1f} s")
 
+
+callable_module(__name__)
 
 if __name__ == "__main__":
     run(unpack, show)

@@ -1,88 +1,116 @@
-"""`python -m emp_llm.verify`: a pruned checkpoint looked at again, by slower and simpler means than those that made it."""
+"""`emp-llm verify`: a pruned checkpoint is checked by slower and simpler code than the code that wrote it."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
-from typer import Option
+from emp_llm.cli import callable_module, run
+from emp_llm.common.errors import UserError
+from emp_llm.common.wording import count_of
+from emp_llm.options.base import takes
+from emp_llm.options.commands import VerifyOptions
 
-from emp_llm.cli import run
-from emp_llm.models.activations import Activations
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
-from emp_llm.models.manifest import ACTIVATIONS_NAME, read_manifest
-from emp_llm.models.targets import Architecture, build_skeleton
-from emp_llm.models.verification import Findings, check_files, check_masks, check_norms, check_other_bytes, check_source
-from emp_llm.services.hub import find_model
-from emp_llm.services.options import Blocks, PrunedFolder, Revision, TrustRemoteCode
+if TYPE_CHECKING:
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.pruning.output.verification import Findings
+    from emp_llm.records.manifest import Manifest
 
 
-def verify(
-    folder: PrunedFolder,
-    source: Annotated[str | None, Option(help="The dense model, folder or Hub id: compare bytes and masks.")] = None,
-    activations: Annotated[Path | None, Option(help="The norms that were used; default: those in the folder.")] = None,
-    blocks: Blocks = None,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> dict[str, Any]:
-    """Check a pruned checkpoint: sizes and hashes of all files; with --source every byte and every mask. Only reads.
+@dataclass(frozen=True)
+class Verification:
+    """Result of a verification.
 
-    Returns "differences", a sentence for each, and "checked", how many things were looked at. From the shell the exit code is 1
-    where something differs.
+    Attributes:
+        differences: one sentence each.
+        checked: number of checked things, by kind.
+    """
+
+    differences: list[str]
+    checked: dict[str, int]
+
+
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> Verification:
+    """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and every mask. It only reads.
+
+    The exit code is 1 if anything differs.
+
+    Returns the differences, one sentence each, and the number of checked things.
 
     Raises:
-        UserError: the folder is no finished output, or the source or activations are not those it was made from.
+        UserError: the folder is no finished output, or source or activations are not those of its run.
     """
-    folder = Path(folder)
-    if activations is not None and source is None:
-        raise UserError("--activations are for deciding the masks again, which needs the dense model too; add --source.")
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.pruning.output.manifest import read_manifest
+    from emp_llm.pruning.output.verification import Findings, check_files
+
+    if options.activations is not None and options.source is None:
+        raise UserError("--activations decide the masks again, and that needs the dense model too; add --source.")
     findings = Findings()
-    manifest = read_manifest(folder)
-    check_files(folder, manifest, findings)
+    manifest = read_manifest(options.folder)
+    check_files(options.folder, manifest, findings)
     try:
-        pruned = Checkpoint(folder)
+        pruned = Checkpoint(options.folder)
     except UserError as error:
         findings.differences.append(str(error))
-        return {"differences": findings.differences, "checked": findings.checked}
+        return Verification(findings.differences, findings.checked)
     findings.count("tensors", len(pruned.tensors))
-    if source is not None:
-        found = find_model(source, revision, trust_remote_code)
-        dense = Checkpoint(found.folder)
-        check_source(dense, manifest)
-        norms = _norms(folder, manifest, activations)
-        recipe = manifest["recipe"]
-        try:
-            model = build_skeleton(found.folder, trust_remote_code)
-        except UserError:
-            if norms is not None:
-                raise
-            model = None
-        targets = Architecture(dense, model, blocks).select(recipe["targets"], recipe["ignore"])
-        if check_other_bytes(dense, pruned, targets, findings):
-            check_masks(dense, pruned, targets, manifest, norms, findings)
-    return {"differences": findings.differences, "checked": findings.checked}
+    if options.source is not None:
+        _check_against(options.source, options, pruned, manifest, findings)
+    return Verification(findings.differences, findings.checked)
 
 
-def _norms(folder: Path, manifest: dict[str, Any], given: Path | None) -> Activations | None:
-    """The norms that decided the masks; None where none did."""
-    if manifest["activations"] is None:
+def _check_against(
+    source: str, options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
+) -> None:
+    """Compare bytes and masks with the dense model."""
+    from emp_llm.architecture.architecture import Architecture
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.pruning.output.verification import check_masks, check_other_bytes, check_source
+
+    found = find_model(source, options.revision, options.trust_remote_code)
+    dense = Checkpoint(found.folder)
+    check_source(dense, manifest)
+    norms = _norms(options, manifest)
+    recipe = manifest.recipe
+    blocks = options.blocks or recipe.blocks
+    architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
+    targets = architecture.select(recipe.targets, recipe.ignore)
+    if check_other_bytes(dense, pruned, targets, findings):
+        check_masks(dense, pruned, targets, manifest, norms, findings)
+
+
+def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":
+    """The norms behind the masks; None if the criterion needs none."""
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.common.file_names import ACTIVATIONS_NAME
+    from emp_llm.pruning.output.verification import check_activations
+
+    if manifest.activations is None:
         return None
-    path = given or folder / ACTIVATIONS_NAME
-    if given is None and not path.is_file():
-        raise UserError(f"{folder}: its masks were decided by norms that are not in it. Give the file: --activations FILE")
+    path: Path = options.activations or options.folder / ACTIVATIONS_NAME
+    if options.activations is None and not path.is_file():
+        raise UserError(
+            f"{options.folder}: it does not hold the norms that decided its masks. Give their file: --activations FILE"
+        )
     norms = Activations.load(path)
-    check_norms(norms, manifest, str(path))
+    check_activations(norms, manifest, str(path))
     return norms
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print what was found; exit with 1 where something differs."""
-    for sentence in result["differences"]:
+def show(result: Verification) -> None:
+    """Print the differences; exit with 1 if there are any."""
+    for sentence in result.differences:
         print(sentence)
-    looked = ", ".join(f"{number:,} {kind}" for kind, number in result["checked"].items())
-    print(f"{len(result['differences'])} differences; looked at {looked}.")
-    if result["differences"]:
+    checked = ", ".join(f"{number:,} {kind}" for kind, number in result.checked.items())
+    print(f"{count_of(len(result.differences), 'difference')}; checked {checked}.")
+    if result.differences:
         raise SystemExit(1)
 
+
+callable_module(__name__)
 
 if __name__ == "__main__":
     run(verify, show)

@@ -1,9 +1,9 @@
-"""What `emp_llm.evaluate` costs over the lm_eval command line: the same tasks, model and batch size, in alternating pairs.
+"""Time of `emp-llm evaluate` relative to the lm_eval command line: same tasks, model and batch size, in alternating pairs.
 
     python scripts/bench_evaluate.py [--pairs 5] [--model DIR --tasks arc_easy,openbookqa --limit N]
 
-Whole processes, from start to results. Prints the median of the ratios of wall and of processor time, and checks that the
-numbers are equal. Without --model: the demo model and its tasks.
+Measures whole processes, from start to results. Prints the median ratios of wall time and of processor time, and checks that
+the numbers are equal. Default: the demo model and its tasks.
 """
 
 import argparse
@@ -17,12 +17,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from emp_llm.common.wording import count_of
+
 ROOT = Path(__file__).parents[1]
 DEMO_TASKS = "demo_facts,demo_inference,demo_stories"
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--model", type=Path, default=ROOT / "scripts" / "demo" / "model")
@@ -37,9 +39,9 @@ def main() -> None:
             ours = _timed(_ours(arguments, names, Path(scratch)))
             walls.append(ours[0] / theirs[0])
             processors.append(ours[1] / theirs[1])
-            print(f"lm_eval {theirs[0]:.1f} s wall, {theirs[1]:.1f} s CPU; emp_llm.evaluate {ours[0]:.1f} s, {ours[1]:.1f} s")
+            print(f"lm_eval {theirs[0]:.1f} s wall, {theirs[1]:.1f} s CPU; emp-llm evaluate {ours[0]:.1f} s, {ours[1]:.1f} s")
             _check(names, Path(scratch))
-    print(f"\n{', '.join(names)}: emp_llm.evaluate / lm_eval, median of {arguments.pairs} pairs:")
+    print(f"\n{', '.join(names)}: emp-llm evaluate / lm_eval, median of {count_of(arguments.pairs, 'pair')}:")
     print(f"wall {statistics.median(walls):.3f}, processor {statistics.median(processors):.3f}; the numbers are equal")
 
 
@@ -60,6 +62,7 @@ def _ours(arguments: argparse.Namespace, names: list[str], scratch: Path) -> lis
 
 
 def _timed(line: list[str]) -> tuple[float, float]:
+    """Wall and processor time of a command, in seconds."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
     if done.returncode:
@@ -69,13 +72,14 @@ def _timed(line: list[str]) -> tuple[float, float]:
 
 
 def _check(names: list[str], scratch: Path) -> None:
+    """Exit if a number differs."""
     (file,) = scratch.glob("theirs*.json")
     theirs = json.loads(file.read_text())["results"]
     ours = json.loads((scratch / "ours.json").read_text())["tasks"]
     for name in names:
         found = ours[name]["results"][name]
         if any(found[key] != theirs[name][key] for key in found if key.startswith("acc")):
-            raise SystemExit(f"{name}: {found} is not {theirs[name]}")
+            raise SystemExit(f"{name}: {found} differs from {theirs[name]}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
-from emp_llm.selection.kernels.rows import has_kernel, prune_rows, prune_rows_plainly
+from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
 
 SHAPES = ((11008, 4096), (4096, 11008))
 RUNS: tuple[tuple[str, str, Budget], ...] = (
@@ -158,11 +158,12 @@ def _gpu_row(weight: Tensor, norms: Tensor | None, name: str, criterion: str, bu
         raise SystemExit("there is no kernel for this GPU here: it takes compute capability 8.0 and Triton")
     from emp_llm.selection.kernels.cuda import enqueue
 
+    rule = budget.keep_rule(tuple(weight.shape))
     room, work = torch.empty_like(weight), weight.clone()
     steps: dict[str, Callable[[], object]] = {
         "copy": lambda: room.copy_(work),
-        "kernel": lambda: enqueue(work, norms, budget, out=room),
-        "in place": lambda: enqueue(work, norms, budget),
+        "kernel": lambda: enqueue(work, norms, rule, out=room),
+        "in place": lambda: enqueue(work, norms, rule),
         "call": lambda: prune_rows(work, criterion, norms, budget),
         "plain": lambda: prune_rows_plainly(work, criterion, norms, budget),
         "sort": lambda: _sorted(work, norms, budget),

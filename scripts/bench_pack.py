@@ -1,11 +1,11 @@
-"""pack and unpack of a synthetic checkpoint of bfloat16: sizes beside what entropy allows, and speed beside a plain `cp`.
+"""Benchmark of pack and unpack on a synthetic bfloat16 checkpoint: sizes beside the entropy, and speed beside a plain `cp`.
 
     python scripts/bench_pack.py [--gigabytes 1.5] [--repeats 3] [--folder DIR] [--write]
 
-The weights are Gaussian; 40 % of them are zero, the smallest of each row ("magnitude") or any ("random", which is what a
-criterion tends to that is independent of the weight, and the worst case for a packer). Times are those of the commands'
-functions, without the seconds that Python takes to import torch; all ends with the data on the disk, the copy too. The source
-is in the page cache, as after pruning, or has been thrown out of it ("cold"), so that the disk has to give and to take.
+The weights are Gaussian and 40 % of them are zero: the smallest of each row ("magnitude"), or random ones ("random"), which is
+the worst case for a packer. Times are those of the commands' functions, without the imports of Python. Every run, the copy
+included, ends when the data is on the disk. The source is in the page cache, as after pruning, or was dropped from it ("cold"),
+so that the disk is read and written.
 """
 
 import argparse
@@ -34,11 +34,11 @@ _COLUMNS = 4096
 
 
 def main() -> None:
-    """Make, measure, print, and write if asked."""
+    """Make the checkpoints, measure, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.5)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="working folder; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="put the tables in scripts/results/pack.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
@@ -56,10 +56,11 @@ def main() -> None:
         f"{arguments.repeats}, GB/s of the dense checkpoint. Peak memory of a process, imports included: {peak / 1e9:.2f} GB."
     )
     notes = (
-        "Entropy: bits of a weight by itself, zero one of them, as a share of 16; in brackets with sign and mantissa taken as "
-        "random, as the packer does.\n\nWork: processor seconds of the program itself, and GB of the dense checkpoint for each "
-        "of them, on one core; what the system does to read and to write (system) and waiting for the disk come to that. "
-        f"Load while this ran: {os.getloadavg()[1]:.1f}."
+        "Entropy: bits per weight if each is coded alone, as a share of 16; in brackets with sign and mantissa taken as "
+        "random, as the packer does.\n\nWork: processor seconds of the program itself, and GB of the dense checkpoint per such "
+        "second. "
+        "The seconds of the system for reading and writing (system) and the wait for the disk come on top. "
+        f"Load during the run: {os.getloadavg()[1]:.1f}."
     )
     text = f"{about}\n\n" + "\n".join(sizes) + f"\n\n{notes}\n\n" + "\n".join(speed)
     print(text)
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def make(folder: Path, gigabytes: float, kind: str) -> None:
-    """A checkpoint of one shard: Gaussian matrices of 64 MB, of each row the smallest or any 40 % zero."""
+    """Write a checkpoint of one shard: Gaussian matrices of 64 MB with 40 % zeros, the smallest of each row or random ones."""
     folder.mkdir()
     torch.manual_seed(0)
     tensors = {}
@@ -82,14 +83,15 @@ def make(folder: Path, gigabytes: float, kind: str) -> None:
 
 
 def weights(folder: Path) -> int:
-    """Bytes of the weights' files of a checkpoint, packed or not."""
+    """Size of the shards of a checkpoint, packed or not, in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def entropy(folder: Path) -> tuple[float, float]:
-    """(all, sign and mantissa taken as random): bits that weights need at least, each coded by itself, as a share of 16.
+    """Lower bounds on the bits per weight if each is coded alone, as shares of 16.
 
-    The first is the entropy of the bfloat16 numbers themselves, zero one of them.
+    Returns:
+        The entropy of the bfloat16 numbers; and that of mask and exponents, with sign and mantissa taken as random.
     """
     with (folder / "model.safetensors").open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -104,13 +106,13 @@ def entropy(folder: Path) -> tuple[float, float]:
 
 
 def bits(counts: Any) -> float:
-    """Entropy of a distribution in bits."""
+    """Entropy of a distribution, in bits."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def size_rows(kind: str, folder: Path, scratch: Path) -> tuple[list[str], int]:
-    """How small one checkpoint gets, each way; and the largest peak of memory of the processes."""
+    """Table rows with the packed sizes of a checkpoint, and the largest memory peak of the processes, in bytes."""
     rows, peak = [], 0
     of_all, of_parts = entropy(folder)
     for name, flags in (
@@ -168,7 +170,7 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
 
 
 def in_cache(folder: Path, wanted: bool) -> None:
-    """Bring the weights of a folder into the page cache, or throw them out of it."""
+    """Bring the weights of a folder into the page cache, or drop them from it."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:
             if wanted:
@@ -181,13 +183,13 @@ def in_cache(folder: Path, wanted: bool) -> None:
 
 
 def processor() -> tuple[float, float]:
-    """Seconds of a processor that this process and those it waited for have used: for themselves, and in the system."""
+    """Processor seconds of this process and its finished children: (user, system)."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime for one in used), sum(one.ru_stime for one in used)
 
 
 def copy(source: Path, target: Path) -> None:
-    """`cp -r`, and wait for the disk."""
+    """`cp -r` and fsync."""
     subprocess.run(["cp", "-r", source, target], check=True)
     for path in target.iterdir():
         file = os.open(path, os.O_RDONLY)
@@ -196,7 +198,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def command(name: str, *arguments: object) -> int:
-    """Run a command as a process; returns its peak memory."""
+    """Run a command as a process; returns its peak memory in bytes."""
     return run_and_watch([sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)])
 
 

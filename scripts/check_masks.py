@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.selection.budgets import EffectiveBudget
-from emp_llm.selection.kernels.rows import has_kernel, prune_rows
+from emp_llm.selection.row_pruning import has_kernel, prune_rows
 
 WIDTHS = (4096, 11008, 1000, 333, 64)
 KINDS = ("gaussian", "heavy", "ties", "sparse", "uniform", "extreme")

@@ -1,13 +1,13 @@
-"""Fine-tune a pruned model, and keep it pruned: `transformers.Trainer` with and without `emp_llm.SparsityCallback`.
+"""Fine-tune a pruned model with `transformers.Trainer`, with and without `emp_llm.SparsityCallback`, which keeps it pruned.
 
     python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--beta 0.6] [--steps 40] [--output DIR]
 
-Prunes the model (emp-magnitude, beta times N_eff stay), trains it on the text twice, once with the callback
-and once without, and prints the loss on the last tenth of the text, which is not trained on, and how many of the removed
-weights have come back. With --output, the model that was trained with the callback is written there, in the dtype it was pruned
-in, with its tokenizer. By default all of it is the demo model of this repository and its text, and no network is needed.
+The script prunes the model (emp-magnitude, beta times N_eff weights kept) and trains it on the text twice, with and without
+the callback. It prints the loss on the last tenth of the text, which is held out, and the number of removed weights that are
+not zero any more. --output writes the model that was trained with the callback, in the dtype of the pruned model, with its
+tokenizer. By default model and text are the demo's, and no network is needed.
 
-For LoRA, train as ever and call `reapply_mask(model.merge_and_unload(), "pruned")` in the end.
+With LoRA, train as usual and call `reapply_mask(model.merge_and_unload(), "pruned")` at the end.
 """
 
 import argparse
@@ -30,26 +30,28 @@ from transformers import (
 from transformers.utils import logging
 
 from emp_llm import SparsityCallback
-from emp_llm.models.reapply import Masks
+from emp_llm.packing.reapply import Masks
 from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
 
 ROOT = Path(__file__).parents[1]
-_LENGTH = 128  # tokens to an example
+_LENGTH = 128  # tokens of an example
 
 
 def main(line: list[str] | None = None) -> None:
-    """Prune, train twice, print, and write if asked."""
+    """Prune, train twice, print the table, and write the model if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "scripts" / "demo" / "model")
     parser.add_argument("--text", type=Path, default=ROOT / "calibration" / "demo.txt")
     parser.add_argument("--beta", type=float, default=0.6)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--output", type=Path, help="where to write the tuned model; default: nowhere")
+    parser.add_argument("--output", type=Path, help="folder for the tuned model; default: it is not written")
     arguments = parser.parse_args(line)
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         pruned = Path(scratch) / "pruned"
-        report = prune(str(arguments.model), pruned, method="emp-magnitude", beta=arguments.beta)
+        report = prune(model=arguments.model, output=pruned, method="emp-magnitude", beta=arguments.beta)
+        assert isinstance(report, RunReport)
         tokenizer = AutoTokenizer.from_pretrained(pruned)
         examples = chunks(tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0])
         held = max(1, len(examples) // 10)
@@ -64,26 +66,26 @@ def main(line: list[str] | None = None) -> None:
             if callbacks and arguments.output is not None:
                 model.to(AutoConfig.from_pretrained(pruned).dtype).save_pretrained(arguments.output)
                 tokenizer.save_pretrained(arguments.output)
-    print(f"{100 * report['targets']['sparsity_of_targets']:.1f} % of the targets removed")
+    print(f"{100 * report.targets.sparsity_of_targets:.1f} % of the targets removed")
     print(f"{'':26} {'loss':>6}  removed weights that are not zero")
     for name, value, broken in rows:
         print(f"{name:26} {value:6.3f}  {broken:,}")
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The model in float32, as an optimizer wants it."""
+    """The model in float32, for the optimizer."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def chunks(tokens: Tensor) -> list[dict[str, Tensor]]:
-    """Examples of equal length; the rest at the end is left out."""
+    """Examples of equal length; the remainder at the end is left out."""
     whole = tokens[: len(tokens) // _LENGTH * _LENGTH].view(-1, _LENGTH)
     return [{"input_ids": chunk, "labels": chunk} for chunk in whole]
 
 
 def loss(model: PreTrainedModel, examples: list[dict[str, Tensor]]) -> float:
-    """Mean loss of a token, in nats."""
+    """Mean loss per token, in nats."""
     batch = torch.stack([example["input_ids"] for example in examples]).to(model.device)
     model.eval()
     with torch.inference_mode():
@@ -93,7 +95,7 @@ def loss(model: PreTrainedModel, examples: list[dict[str, Tensor]]) -> float:
 
 
 def tune(model: PreTrainedModel, examples: list[dict[str, Tensor]], steps: int, scratch: Path, callbacks: list[Any]) -> None:
-    """Some steps of AdamW, in place."""
+    """Train a model in place by AdamW."""
     how = TrainingArguments(
         output_dir=str(scratch / "trainer"),
         max_steps=steps,

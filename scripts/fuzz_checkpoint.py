@@ -1,10 +1,10 @@
-"""Throws damaged and hostile model folders at the readers of headers, indexes and configs.
+"""Fuzzing of the readers of safetensors headers, indexes and configs with damaged and hostile model folders.
 
     python scripts/fuzz_checkpoint.py [--executions 1000000] [--minutes 30] [--seed 0] [--folder DIR] [--write]
 
-Each execution damages a sound safetensors file, index or config (bytes, JSON values, lengths, structure) and reads it. A sound
-answer is a UserError of one sentence, or tensors that tile the file exactly and that the safetensors library reads alike.
-Anything else is a crash; more than 5 seconds is a hang. The peak of what Python allocated in one execution is kept.
+Each execution damages a sound safetensors file, index or config (bytes, JSON values, lengths, structure) and reads it. The
+right answers are a UserError of one sentence, or tensors that tile the file exactly and that the safetensors library reads
+alike. Anything else is a crash, and more than 5 seconds are a hang. The peak of Python's allocations in one execution is kept.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
-from emp_llm.models.headers import read_header
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.safetensors_header import read_header
+from emp_llm.common.errors import UserError
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ def sound_header(rng: random.Random) -> dict[str, Any]:
 
 
 def damaged_value(value: Any, rng: random.Random) -> Any:
-    """A JSON value with something in it replaced, removed, added or moved."""
+    """A JSON value with one part replaced, removed, added or moved."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         changed = dict(value)
         key = rng.choice(list(changed))
@@ -93,7 +93,7 @@ def anything(rng: random.Random, depth: int) -> Any:
 
 
 def damaged_bytes(raw: bytes, rng: random.Random) -> bytes:
-    """Bytes with some flipped, inserted, removed or repeated."""
+    """Bytes with a few of them flipped, inserted, removed or repeated."""
     for _ in range(rng.randint(1, 3)):
         at, span = rng.randrange(len(raw) + 1), rng.randint(1, 20)
         what = rng.randrange(4)
@@ -109,7 +109,7 @@ def damaged_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def shard_bytes(header: dict[str, Any], rng: random.Random, damage: bool) -> bytes:
-    """A safetensors file of a header, damaged or not."""
+    """A safetensors file with a header, damaged or not."""
     sizes = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     length = max(sizes, default=0)
     if damage and rng.random() < 0.6:
@@ -128,7 +128,7 @@ def shard_bytes(header: dict[str, Any], rng: random.Random, damage: bool) -> byt
 
 
 def fuzz_header(folder: Path, rng: random.Random) -> None:
-    """One damaged file."""
+    """Read one damaged file."""
     shard = folder / "x.safetensors"
     shard.write_bytes(shard_bytes(sound_header(rng), rng, rng.random() < 0.97))
     tensors = read_header(shard)
@@ -146,7 +146,7 @@ def fuzz_header(folder: Path, rng: random.Random) -> None:
 
 
 def fuzz_folder(folder: Path, rng: random.Random) -> None:
-    """A folder of two shards with an index and a config, one of them damaged."""
+    """Read a folder of two shards, an index and a config, one of them damaged."""
     which = rng.choice(["index", "index", "config", "shard", "none"])
     weight_map: dict[str, Any] = {}
     for number, name in enumerate(SHARDS):
@@ -159,11 +159,11 @@ def fuzz_folder(folder: Path, rng: random.Random) -> None:
         (folder / name).write_bytes(damaged_bytes(text, rng) if damage and rng.random() < 0.5 else text)
     checkpoint = Checkpoint(folder)
     assert checkpoint.config is not None
-    assert {shard.parent for shard in checkpoint.shards} == {folder}, "no shard lies elsewhere"
+    assert {shard.parent for shard in checkpoint.shards} == {folder}, "no shard lies outside of the folder"
 
 
 def outcome_of(fuzz: Callable[[Path, random.Random], None], folder: Path, rng: random.Random) -> str:
-    """ "accepted", "refused", "hang", or what it crashed with."""
+    """ "accepted", "refused", "hang", or the words of the crash."""
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     try:
         fuzz(folder, rng)
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--executions", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", help="where to work; default: a temporary folder")
+    parser.add_argument("--folder", help="working folder; default: a temporary folder")
     parser.add_argument("--write", action="store_true", help="put the table in scripts/results/fuzz_checkpoint.md")
     arguments = parser.parse_args()
 

@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 import transformers
 
-from emp_llm.models.blocks import body_of
-from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.hidden import Place
-from emp_llm.models.layers import model_layers
-from emp_llm.models.loading import load_model
-from emp_llm.models.propagation import calibrate_blocks, calibrate_model
-from emp_llm.models.stages import peak_memory
+from emp_llm.architecture.blocks import body_of
+from emp_llm.architecture.model_layers import model_layers
+from emp_llm.calibration.block_pass import calibrate_blocks
+from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.common.timing import peak_memory
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import load_model
+from emp_llm.options.calibration import Place
 
 SHAPES = {
     "3B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},

@@ -1,11 +1,11 @@
-"""All methods on real small models: sparsity and perplexity, each EMP run beside its criterion at the same sparsity.
+"""All methods on real small models: sparsity and perplexity, each EMP run with its criterion at the same sparsity.
 
-    python scripts/study_small_models.py --shared DIR > scripts/results/small_models.md
+    python scripts/study_small_models.py --shared DIR [--samples N] [--limit N] > scripts/results/small_models.md
 
 DIR holds `models/stories260K`, `models/wiki-llama-5m`, `text/tinystories_{train,valid}.txt` and `datasets/` laid out by Hub
-id. Every model is calibrated on the train split and judged on the test split of the same text, at the paper's settings
-(128 x 512 calibration tokens; blocks of 2048 or the model's context); wiki-llama-5m also in blocks of 512, its training
-length.
+id. Every model is calibrated on the train split and evaluated on the test split of the same text, with the paper's settings
+(128 x 512 calibration tokens; blocks of 2048, or of the model's context); wiki-llama-5m also in blocks of 512, its training
+length. --samples and --limit are for a quick trial: fewer calibration samples, and fewer blocks of the test text.
 """
 
 import argparse
@@ -20,76 +20,84 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from emp_llm.calibrate import calibrate
-from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.models.provenance import versions
-from emp_llm.models.recipe import Method
+from emp_llm.common.provenance import versions
+from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
+from emp_llm.evaluation.suites import Suite, find_suite
+from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.options.recipe import Method
 from emp_llm.prune import prune
-from emp_llm.services.perplexity import Perplexity, block_length, perplexity, text_tokens
-from emp_llm.services.suites import Suite, find_suite
+from emp_llm.records.evaluation import PerplexityRecord
+from emp_llm.records.run_report import RunReport
 
 METHODS: tuple[Method, ...] = ("emp-wanda", "wanda", "emp-magnitude", "magnitude")
 
 
 def main() -> None:
-    """Print the table as Markdown."""
+    """Print the tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, required=True)
-    shared: Path = parser.parse_args().shared.resolve()
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--limit", type=int)
+    arguments = parser.parse_args()
+    shared: Path = arguments.shared.resolve()
     logging.disable(logging.WARNING)
-    os.chdir(shared / "datasets")  # where load_dataset finds the data sets by their Hub ids
+    os.chdir(shared / "datasets")  # load_dataset finds the data sets here by their Hub ids
     print("# All methods on real small models\n")
     print("`python scripts/study_small_models.py --shared DIR > scripts/results/small_models.md`\n")
     print(", ".join(f"{name} {version}" for name, version in versions().items()) + "; CPU, the models' own dtypes.")
     print(
-        "Sparsity is of the MLP linear layers. `wanda = emp-wanda` is Wanda with as many weights removed in total as emp-wanda"
+        "Sparsity is that of the MLP linear layers. `wanda = emp-wanda` is Wanda with uniform rows and as many weights removed"
     )
-    print("removed (`--match`), the same share of every row.\n")
+    print("in total as by emp-wanda (`--match`).\n")
     with tempfile.TemporaryDirectory() as scratch:
         stories = _stories_suite(shared, Path(scratch))
         for model, texts in (
             ("stories260K", {"TinyStories": [stories], "WikiText-2": ["perplexity"]}),
             ("wiki-llama-5m", {"WikiText-2": ["perplexity", "perplexity,seqlen=512"], "TinyStories": [stories]}),
         ):
-            for text, suites in texts.items():
+            for text, names in texts.items():
                 corpus = "wikitext2" if text == "WikiText-2" else str(shared / "text" / "tinystories_train.txt")
-                for line in _study(shared / "models" / model, text, corpus, suites, Path(scratch)):
+                suites = [find_suite(name).limited(arguments.limit) for name in names]
+                for line in _study(shared / "models" / model, text, corpus, suites, Path(scratch), arguments.samples):
                     print(line, flush=True)
 
 
-def _study(model: Path, text: str, corpus: str, suite_names: list[str], scratch: Path) -> Iterator[str]:
-    suites = [find_suite(name) for name in suite_names]
+def _study(model: Path, text: str, corpus: str, suites: list[Suite], scratch: Path, samples: int | None) -> Iterator[str]:
+    """The lines of the table of one model and one text."""
     dense = _perplexities(model, suites)
     yield f"## {model.name} on {text}\n"
     yield "| method | sparsity % | " + " | ".join(f"perplexity, blocks of {block}" for _, block in dense) + " |"
     yield "|---|---|" + "---|" * len(suites)
     yield f"| dense | 0.00 | {' | '.join(f'{value:.3f}' for value, _ in dense)} |"
     activations = scratch / f"{model.name}-{text}.safetensors"
-    calibrate(str(model), activations, corpus)
+    calibrate(str(model), output=activations, calibration=corpus, samples=samples)
     for method in METHODS:
         for match in (None, scratch / f"emp-{method}") if not method.startswith("emp-") else (None,):
             output = scratch / (method if match is None else f"{method}-matched")
-            report = prune(str(model), output, method, match=match, activations=activations, overwrite=True)
+            report = prune(str(model), output=output, method=method, match=match, activations=activations, overwrite=True)
+            assert isinstance(report, RunReport)
             values = [
                 f"{value:.3f} ({100 * (value / base - 1):+.1f} %)"
                 for (value, _), (base, _) in zip(_perplexities(output, suites), dense, strict=True)
             ]
             name = method if match is None else f"{method} = emp-{method}"
-            yield f"| {name} | {100 * report['targets']['sparsity_of_targets']:.2f} | {' | '.join(values)} |"
+            yield f"| {name} | {100 * report.targets.sparsity_of_targets:.2f} | {' | '.join(values)} |"
     yield ""
 
 
 def _perplexities(folder: Path, suites: list[Suite]) -> list[tuple[float, int]]:
-    """(perplexity, block length) of a model on each suite."""
+    """(perplexity, block length) of a model by each suite."""
     model, tokenizer = load_model(folder, "cpu"), load_tokenizer(folder)
     results = [_perplexity(model, tokenizer, suite) for suite in suites]
     del model
     gc.collect()
-    return [(result.perplexity, result.block_length) for result in results]
+    return [(result.value, result.block_length) for result in results]
 
 
-def _perplexity(model: PreTrainedModel, tokenizer: Any, suite: Suite) -> Perplexity:
+def _perplexity(model: PreTrainedModel, tokenizer: Any, suite: Suite) -> PerplexityRecord:
     assert suite.corpus is not None
-    return perplexity(model, text_tokens(suite.corpus, tokenizer), block_length(suite.corpus, model.config))
+    length = block_length(suite.corpus, model.config)
+    return perplexity(model, text_tokens(suite.corpus, tokenizer), length, limit=suite.limit)
 
 
 def _stories_suite(shared: Path, scratch: Path) -> str:

@@ -1,16 +1,16 @@
-"""Kills and faults at every moment of small runs; each is then run again, and must end with the bytes of an undisturbed one.
+"""Kills and faults at all moments of small runs. Each run is then repeated, and must end with the bytes of an undisturbed run.
 
     python scripts/torture.py [--kills 200] [--every 1] [--folder DIR] [--write]
 
-Runs are started in forks of this process, so that none pays for its imports. For each of some prunes and calibrations:
+Runs are started in forks of this process, to save the time of their imports. For each of some prunes and calibrations:
 
-- SIGKILL, SIGTERM and SIGINT after a random time, and SIGKILL at random calls of the system's write, sync and rename functions;
-- every such call, and every positioned read, fails once with EIO, and once with ENOSPC;
-- the disk is too small, by more and less, until the second run (a tmpfs of limited size; for root only).
+- SIGKILL, SIGTERM and SIGINT are sent after a random time, and SIGKILL at random calls of write, sync and rename functions;
+- every such call, and every positioned read, fails once with EIO and once with ENOSPC;
+- the disk is too small, in several sizes, until the second run (a tmpfs of limited size; for root only).
 
-After each, the output must be absent, or as it was before, or complete; a fault must be answered by a UserError. Then the same
-command runs undisturbed, and its files are compared byte for byte with those of a run that never was disturbed; of the
-report, all but the times of its stages.
+Afterwards, the output must be missing, unchanged or complete, and a fault must be reported as a UserError. Then the same
+command runs undisturbed, and its files are compared byte by byte with those of an undisturbed run, except for the times of the
+stages in the report.
 """
 
 import argparse
@@ -35,13 +35,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from emp_llm.calibrate import calibrate
-from emp_llm.models import journal, pruning
-from emp_llm.models.errors import UserError
+from emp_llm.calibration import resume
+from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.pruning import pruner as pruning
+from emp_llm.storage.output import journal
 
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]
-# What is failed or killed at: (module, function). Whole copies of small files count as one call.
+# The calls that are counted, failed and killed at: (module, function). The copy of a small file counts as one call.
 _WRITES = [(os, name) for name in ("pwrite", "fsync", "replace", "mkdir", "ftruncate")]
 _WRITES += [(shutil, "copyfile"), (Path, "write_bytes")]  # type: ignore[list-item]
 _READS = [(os, name) for name in ("preadv", "pread")]
@@ -49,7 +51,7 @@ _READS = [(os, name) for name in ("preadv", "pread")]
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is tortured: a command and its options; it writes `out` in a folder of its own."""
+    """A run to torture: a command and its options. It writes `out` in the folder given to `run`."""
 
     name: str
     command: Callable[..., object]
@@ -73,8 +75,8 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
     ]
 
 
-def make_hasty() -> None:
-    """Let small runs have many moments: small row blocks, a slow disk, and entries in the journal every few milliseconds."""
+def make_runs_fine_grained() -> None:
+    """Give small runs many moments: small blocks of rows, a slow disk, and a journal entry every few milliseconds."""
     write = os.pwrite
 
     def slow(*arguments: Any) -> int:
@@ -84,24 +86,25 @@ def make_hasty() -> None:
     os.pwrite = slow
     pruning.BLOCK_WEIGHTS = 20_000
     journal._SECONDS, journal._RATIO = 0.005, 0
+    resume._SECONDS, resume._RATIO = 0.0, 0
 
 
 def snapshot(folder: Path) -> Bytes:
-    """All files of a finished output (a folder or a file) by name; of the report, what does not depend on time."""
+    """All files of a finished output (a folder or a file) by name; the report without the times of its stages."""
     out = folder / "out"
     if out.is_file():
         return {"out": out.read_bytes()}
-    found = {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-    if "emp_report.json" in found:
-        report = json.loads(found["emp_report.json"])
+    files = {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    if "emp_report.json" in files:
+        report = json.loads(files["emp_report.json"])
         del report["stages"]
-        found["emp_report.json"] = json.dumps(report).encode()
-    return found
+        files["emp_report.json"] = json.dumps(report).encode()
+    return files
 
 
 @contextmanager
 def at_call(number: int, act: Callable[[], object], reads: bool = False) -> Iterator[Counter[str]]:
-    """Do something in place of the n-th call that writes, or reads too; yields how many calls there were, as "calls"."""
+    """Call `act` before the n-th writing call; `reads`: reading calls count too. Yields the number of calls as "calls"."""
     counts: Counter[str] = Counter()
     guard = threading.Lock()
     before = [(module, name, getattr(module, name)) for module, name in _WRITES + (_READS if reads else [])]
@@ -127,12 +130,12 @@ def at_call(number: int, act: Callable[[], object], reads: bool = False) -> Iter
 
 
 def fail(code: int) -> None:
-    """The system's answer to a fault."""
+    """Raise the OSError of a fault."""
     raise OSError(code, os.strerror(code))
 
 
 def in_fork(work: Callable[[], object], log: Path) -> int:
-    """Start some work in a fork, its output in a file; returns its process id. It exits with 0, 2 (UserError) or 1."""
+    """Start some work in a fork and return its process id. Its output goes to a file; it exits with 0, 2 (UserError) or 1."""
     child = os.fork()
     if child:
         return child
@@ -142,7 +145,7 @@ def in_fork(work: Callable[[], object], log: Path) -> int:
         os.dup2(file, 1)
         os.dup2(file, 2)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
         work()
         code = 0
     except UserError as error:
@@ -161,47 +164,48 @@ def in_fork(work: Callable[[], object], log: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int) -> int:
-    """Wait for a fork; its exit code, or minus the signal that killed it."""
+def exit_code(child: int) -> int:
+    """Wait for a fork; returns its exit code, or minus the number of the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def check_state(folder: Path, old: Bytes | None, whole: Bytes) -> str | None:
-    """What is wrong with what a disturbed run left at the output's name; None where nothing is."""
+def check_output(folder: Path, old: Bytes | None, complete: Bytes) -> str | None:
+    """The problem with the output of a disturbed run; None without a problem."""
     if not (folder / "out").exists():
         return None if old is None else "the older output is gone"
-    found = snapshot(folder)
-    return None if found in (whole, old) else "a half output under its final name"
+    return None if snapshot(folder) in (complete, old) else "an incomplete output under its final name"
 
 
-def check_again(case: Case, folder: Path, whole: Bytes) -> str | None:
-    """Run again, undisturbed; what is wrong then. A complete output that is there already is compared as it is."""
+def check_rerun(case: Case, folder: Path, complete: Bytes) -> str | None:
+    """Run again undisturbed, unless the output is complete; returns the problem with the result, or None."""
     if not (folder / "out").exists():
         try:
             case.run(folder)
         except UserError as error:
-            return f"cannot go on: {error}"
+            return f"cannot resume: {error}"
         left = [path.name for path in folder.iterdir() if path.name not in ("out", "log")]
         if left:
             return f"left behind: {left}"
-    found = snapshot(folder)
-    different = [name for name in whole.keys() | found.keys() if whole.get(name) != found.get(name)]
+    files = snapshot(folder)
+    different = [name for name in complete.keys() | files.keys() if complete.get(name) != files.get(name)]
     return f"other bytes: {sorted(different)}" if different else None
 
 
-def tried(case: Case, folder: Path, whole: Bytes, disturb: Callable[[Path], str | None]) -> tuple[str | None, bool]:
-    """One disturbed run in an empty folder, and the run after it: (what went wrong, whether there was work to go on with)."""
+def disturb_and_rerun(
+    case: Case, folder: Path, complete: Bytes, disturb: Callable[[Path], str | None]
+) -> tuple[str | None, bool]:
+    """A disturbed run in an empty folder, then another run: (the problem or None, whether there was work to resume)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    wrong = disturb(folder) or check_state(folder, None, whole)
+    problem = disturb(folder) or check_output(folder, None, complete)
     resumed = any(
         (folder / place / "manifest.json").is_file() for place in (".out.partial", ".out.calibration", ".out.progress")
     )
-    return wrong or check_again(case, folder, whole), resumed
+    return problem or check_rerun(case, folder, complete), resumed
 
 
 def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: int) -> Callable[[Path], str | None]:
-    """Disturb by a signal after a time, counted from the start or from when something is written."""
+    """A run that gets a signal after a time, counted from its start or (`at_work`) from its first folder."""
 
     def disturb(folder: Path) -> str | None:
         child = in_fork(lambda: case.run(folder), folder / "log")
@@ -212,7 +216,7 @@ def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: i
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
         sent = time.monotonic()
-        ending = ended(child)
+        ending = exit_code(child)
         if time.monotonic() - sent > 3:
             return f"took {time.monotonic() - sent:.1f} s to stop"
         return None if ending in (0, code, -number) else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
@@ -221,37 +225,37 @@ def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: i
 
 
 def killed_at(case: Case, call: int) -> Callable[[Path], str | None]:
-    """Disturb by SIGKILL at a call."""
+    """A run that is killed at a call."""
 
     def work(folder: Path) -> None:
         with at_call(call, lambda: os.kill(os.getpid(), signal.SIGKILL)):
             case.run(folder)
 
     def disturb(folder: Path) -> str | None:
-        code = ended(in_fork(lambda: work(folder), folder / "log"))
+        code = exit_code(in_fork(lambda: work(folder), folder / "log"))
         return None if code in (0, -signal.SIGKILL) else f"exit code {code}: {(folder / 'log').read_text()[-300:]}"
 
     return disturb
 
 
 def faulty_at(case: Case, call: int, code: int) -> Callable[[Path], str | None]:
-    """Disturb by an error of a call."""
+    """A run in which one call fails."""
 
     def work(folder: Path) -> None:
         with at_call(call, lambda: fail(code), reads=True):
             case.run(folder)
 
     def disturb(folder: Path) -> str | None:
-        ending = ended(in_fork(lambda: work(folder), folder / "log"))
+        ending = exit_code(in_fork(lambda: work(folder), folder / "log"))
         return None if ending in (0, 2) else f"exit code {ending}: {(folder / 'log').read_text()[-300:]}"
 
     return disturb
 
 
-def tried_on_a_small_disk(case: Case, folder: Path, whole: Bytes, share: float) -> tuple[str | None, bool]:
-    """As `tried`, on a file system that has room for a share of the output until it is made larger."""
+def run_on_small_disk(case: Case, folder: Path, complete: Bytes, share: float) -> tuple[str | None, bool]:
+    """As `disturb_and_rerun`: first on a file system with room for a share of the output, then on a larger one."""
     folder.mkdir(exist_ok=True)
-    size = int(share * sum(len(content) for content in whole.values()))
+    size = int(share * sum(len(content) for content in complete.values()))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
 
     def work() -> None:
@@ -259,37 +263,37 @@ def tried_on_a_small_disk(case: Case, folder: Path, whole: Bytes, share: float) 
         case.run(folder)
 
     try:
-        ending = ended(in_fork(work, folder.with_name("log")))
-        said = folder.with_name("log").read_text()
-        wrong = check_state(folder, None, whole)
-        if (ending == 2 and "disk is full" not in said and "no space left" not in said) or ending not in (0, 2):
-            wrong = f"exit code {ending}: {said[-300:]}"
+        ending = exit_code(in_fork(work, folder.with_name("log")))
+        messages = folder.with_name("log").read_text()
+        problem = check_output(folder, None, complete)
+        if (ending == 2 and "disk is full" not in messages and "no space left" not in messages) or ending not in (0, 2):
+            problem = f"exit code {ending}: {messages[-300:]}"
         resumed = any((folder / place / "manifest.json").is_file() for place in (".out.partial", ".out.progress"))
         subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
-        return wrong or check_again(case, folder, whole), resumed
+        return problem or check_rerun(case, folder, complete), resumed
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
 
 def undisturbed(case: Case, folder: Path) -> tuple[Bytes, int, int, float]:
-    """Run in peace: its files, how many calls write, how many write or read, and seconds."""
+    """An undisturbed run: its files, the number of writing calls, that of writing and reading calls, and its seconds."""
     case.run(folder)
-    whole = snapshot(folder)
+    complete = snapshot(folder)
     counts = []
     for reads in (False, True):
-        with at_call(0, lambda: None, reads) as seen:
+        with at_call(0, lambda: None, reads) as counted:
             start = time.monotonic()
             shutil.rmtree(folder)
             folder.mkdir()
             case.run(folder)
             seconds = time.monotonic() - start
-        assert snapshot(folder) == whole, "two undisturbed runs differ"
-        counts.append(seen["calls"])
-    return whole, counts[0], counts[1], seconds
+        assert snapshot(folder) == complete, "two undisturbed runs differ"
+        counts.append(counted["calls"])
+    return complete, counts[0], counts[1], seconds
 
 
 def sharded_demo(folder: Path) -> Path:
-    """Two blocks of the bundled model, in several shards as large models are."""
+    """Two blocks of the bundled model, in several shards as in large models."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="auto", num_hidden_layers=2)
@@ -299,29 +303,29 @@ def sharded_demo(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Torture, print, and write if asked."""
+    """Torture, print the table, and write it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="SIGKILL, for each run; of the other kinds a quarter")
-    parser.add_argument("--every", type=int, default=1, help="fail every so many-th call")
-    parser.add_argument("--folder", help="where to work; default: a temporary folder")
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs per run; other signals a quarter of them")
+    parser.add_argument("--every", type=int, default=1, help="fail every N-th call")
+    parser.add_argument("--folder", help="working folder; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="runs whose name holds this")
-    parser.add_argument("--kinds", default="", help="disturbances whose name holds this")
-    parser.add_argument("--write", action="store_true", help="put the table in scripts/results/torture.md")
+    parser.add_argument("--only", default="", help="only runs with this text in their name")
+    parser.add_argument("--kinds", default="", help="only disturbances with this text in their name")
+    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/torture.md")
     arguments = parser.parse_args()
-    make_hasty()
+    make_runs_fine_grained()
     rng = random.Random(arguments.seed)
-    lines = ["| run | disturbed by | times | had work to go on with | same bytes in the end |", "|---|---|---:|---:|---:|"]
-    bad: list[str] = []
+    lines = ["| run | disturbance | times | had work to resume | same bytes in the end |", "|---|---|---:|---:|---:|"]
+    problems: list[str] = []
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         model = sharded_demo(Path(scratch) / "model")
         for case in cases(model):
             if arguments.only not in case.name:
                 continue
-            folder = Path(scratch) / "whole"
+            folder = Path(scratch) / "complete"
             folder.mkdir()
-            whole, writes, calls, seconds = undisturbed(case, folder)
+            complete, writes, calls, seconds = undisturbed(case, folder)
             shutil.rmtree(folder)
             kinds: dict[str, Sequence[Callable[[Path], str | None] | float]] = {}
             for name, number, code, share in (("SIGKILL", 9, -9, 1), ("SIGTERM", 15, 143, 4), ("SIGINT", 2, 130, 4)):
@@ -330,28 +334,27 @@ def main() -> None:
                     for i in range(arguments.kills // share)
                 ]
             picked = [rng.randint(1, writes) for _ in range(arguments.kills // 4)]
-            kinds[f"SIGKILL, at random ones of {writes} calls"] = [killed_at(case, call) for call in picked]
+            kinds[f"SIGKILL, at random calls of {writes}"] = [killed_at(case, call) for call in picked]
             for first, code in enumerate((errno.EIO, errno.ENOSPC)):
                 every = range(1 + first, calls + 1, arguments.every)
                 kinds[f"{errno.errorcode[code]}, at calls of {calls}"] = [faulty_at(case, call, code) for call in every]
             if os.geteuid() == 0:
-                kinds["a disk that is too small, by tmpfs"] = [(i + 1) / 22 for i in range(21)]
+                kinds["small disk (tmpfs)"] = [(i + 1) / 22 for i in range(21)]
             for kind, disturbances in kinds.items():
                 if arguments.kinds not in kind:
                     continue
                 counts: Counter[str] = Counter()
                 for number, disturb in enumerate(disturbances):
                     if isinstance(disturb, float):
-                        wrong, resumed = tried_on_a_small_disk(case, Path(scratch) / "small", whole, disturb)
+                        problem, resumed = run_on_small_disk(case, Path(scratch) / "small", complete, disturb)
                     else:
-                        wrong, resumed = tried(case, Path(scratch) / "run", whole, disturb)
-                    counts["good"] += wrong is None
+                        problem, resumed = disturb_and_rerun(case, Path(scratch) / "run", complete, disturb)
+                    counts["good"] += problem is None
                     counts["resumed"] += resumed
-                    if wrong is not None and len(bad) < 50:
-                        bad.append(f"{case.name}, {kind}, number {number}: {wrong}")
-                        print(bad[-1], flush=True)
-                done = f"{len(disturbances)} | {counts['resumed']} | {counts['good']}"
-                lines.append(f"| {case.name} | {kind} | {done} |")
+                    if problem is not None and len(problems) < 50:
+                        problems.append(f"{case.name}, {kind}, number {number}: {problem}")
+                        print(problems[-1], flush=True)
+                lines.append(f"| {case.name} | {kind} | {len(disturbances)} | {counts['resumed']} | {counts['good']} |")
                 print(lines[-1], flush=True)
     table = "\n".join(lines)
     about = f"seed {arguments.seed}, {(time.monotonic() - start) / 60:.0f} minutes"

@@ -1,6 +1,6 @@
-"""Compiles what the Triton kernels are launched with for GPUs of two generations, without one; run by test_triton.
+"""Compiles the Triton kernels for GPUs of two generations, on a machine without one. test_triton runs it.
 
-A stand-in for the GPU's driver says which GPU it is, and the kernels are compiled and not run.
+A stand-in for the driver names the GPU. The kernels are compiled and not run.
 """
 
 import re
@@ -16,16 +16,15 @@ from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, Ra
 from emp_llm.selection.kernels import cuda
 
 CASES: list[tuple[int, torch.dtype, bool, int, Budget]] = [
-    (80, torch.bfloat16, False, 4096, EffectiveBudget()),
-    (90, torch.bfloat16, True, 11008, RatioBudget(0.5)),
-    (90, torch.float16, True, 70, EffectiveBudget(0.7)),
-    (80, torch.float32, False, 11008, PatternBudget(2, 4)),
-    (90, torch.float16, False, 1, EffectiveBudget()),
+    (80, torch.bfloat16, False, 1024, EffectiveBudget()),
+    (90, torch.float16, True, 11008, EffectiveBudget(0.7)),
+    (80, torch.float32, True, 520, PatternBudget(2, 4)),
+    (90, torch.bfloat16, False, 1, RatioBudget(0.5)),
 ]
 
 
 class Driver:
-    """As much of a GPU's driver as compiling asks for."""
+    """The part of a GPU's driver that the compiler uses."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -34,14 +33,14 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # kernels are kept for each device
+        return self.capability  # kernels are cached for each device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def ptx_of(capability: int, dtype: torch.dtype, wanda: bool, columns: int, budget: Budget) -> list[str]:
-    """The PTX of all kernels that pruning such a matrix launches, in place and to an output."""
+    """The PTX of all kernels that are launched for such a matrix, in place and to another tensor."""
     triton.runtime.driver.set_active(Driver(capability))
     texts: list[str] = []
     launch = JITFunction.run
@@ -52,15 +51,16 @@ def ptx_of(capability: int, dtype: torch.dtype, wanda: bool, columns: int, budge
     JITFunction.run = compile_only
     try:
         weight, norms = torch.ones(3, columns, dtype=dtype), torch.ones(columns) if wanda else None
-        cuda.enqueue(weight, norms, budget)
-        cuda.enqueue(weight, norms, budget, out=torch.empty_like(weight))
+        rule = budget.keep_rule(weight.shape)
+        cuda.enqueue(weight, norms, rule)
+        cuda.enqueue(weight, norms, rule, out=torch.empty_like(weight))
     finally:
         JITFunction.run = launch
     return texts
 
 
 def main() -> None:
-    """Compile, and see that float64 division and constants are so, and that subnormal numbers are not flushed."""
+    """Check that divisions and constants stay in float64, and that subnormal numbers are not flushed to zero."""
     for case in CASES:
         check, *others = ptx_of(*case)
         assert len(others) == 2

@@ -1,9 +1,14 @@
 """Fixtures: tiny models made once, the folder with real models and data, and a way to run commands as a user does."""
 
+import gc
+import io
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,11 +17,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which other packages do as well
 
+from runs import make_runs
+from suites import make_evaluable_model, make_suite
 from tiny import make_model
 
 from emp_llm.calibrate import calibrate
+from emp_llm.cli import main
 from emp_llm.prune import prune
 
+pytest_plugins = ["hub_fixtures"]
 SHARED = Path(__file__).parents[2] / "shared"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -27,6 +36,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["EMP_LLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _freeze_imported_objects() -> None:
+    """Exclude the objects of imported libraries from garbage collections, which runs do to free their models."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +75,7 @@ def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.Te
     def file(family: str) -> Path:
         path = folder / f"{family}.safetensors"
         if not path.exists():
-            calibrate(str(models(family)), path, str(text), samples=4, seqlen=64, device_map="cpu")
+            calibrate(model=models(family), output=path, calibration=str(text), samples=4, seqlen=64, device_map="cpu")
         return path
 
     return file
@@ -74,10 +89,35 @@ def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("pruned") / family
-            prune(str(models(family)), made[family], method="emp-magnitude")
+            prune(model=models(family), output=made[family], method="emp-magnitude")
         return made[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def evaluable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """As `models`, with a tokenizer for lm-eval."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_evaluable_model(tmp_path_factory.mktemp("evaluable") / family, family)
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def task_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A suite file with a short text and three small tasks; `short.toml` beside it has the text alone."""
+    return make_suite(tmp_path_factory.mktemp("suite"))
+
+
+@pytest.fixture(scope="session")
+def runs(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of evaluated runs of the tiny Llama, by the names `runs.NAMES`. Read-only."""
+    return make_runs(models, text, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
@@ -90,11 +130,41 @@ def shared() -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a command as a subprocess in an empty folder: run("prune", "--model", ...) -> CompletedProcess."""
+    """Run a command as a subprocess in an empty folder: run("prune", "--model", ...). Slow: prefer `command`."""
 
-    def call(command: str, *arguments: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-m", f"emp_llm.{command}", *map(str, arguments)]
+    def call(name: str, *arguments: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)]
         environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
         return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    return call
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command line within this process, in an empty folder: command("prune", "--model", ...).
+
+    Exit code, output and messages are those of the process that `run` would start. The Hub is as the test left it.
+    """
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object, cwd: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
+        line = [str(argument) for argument in arguments]
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        root, before = logging.getLogger(), signal.getsignal(signal.SIGTERM)
+        handlers, root.handlers = root.handlers, []
+        level = root.level
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["emp-llm", *line])
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            root.handlers = handlers
+            root.setLevel(level)
+            signal.signal(signal.SIGTERM, before)
+        return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
 
     return call

@@ -1,4 +1,4 @@
-"""Runs to be reported on, for the tests of reports."""
+"""Runs for the tests of reports."""
 
 import json
 from collections.abc import Callable
@@ -9,18 +9,19 @@ import torch
 from safetensors.torch import load_file
 
 from emp_llm.prune import prune
-from emp_llm.services.runs import read_points
-from emp_llm.services.studies import Study, studies
+from emp_llm.reporting.studies.reading import read_points
+from emp_llm.reporting.studies.study import Study, studies
 
 
 def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
-    """Runs of the tiny Llama: EMP by both criteria, at two β by magnitude, and uniform baselines of the same totals."""
+    """Runs of the tiny Llama: EMP by both criteria, by magnitude at two β, and uniform baselines with the same totals."""
     suite = folder / "suite.toml"
-    (folder / "judge.txt").write_text(text.read_text()[:3000])
-    suite.write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 64\n')
-    common: dict[str, Any] = {"model": str(models("llama")), "device_map": "cpu", "evaluate": f"{suite}"}
+    (folder / "heldout.txt").write_text(text.read_text()[:3000])
+    suite.write_text('[perplexity]\nfile = "heldout.txt"\nseqlen = 64\n')
+    common: dict[str, Any] = {"model": models("llama"), "device_map": "cpu", "evaluate": f"{suite}"}
     given = {"calibration": str(text), "samples": 4, "seqlen": 64}
     prune(**common, output=folder / "emp", method="emp-magnitude")
+    common["baseline"] = folder / "emp"  # the dense model is measured once
     prune(**common, output=folder / "emp-0.5", method="emp-magnitude", beta=0.5)
     prune(**common, output=folder / "uniform", method="magnitude", match=folder / "emp")
     prune(**common, output=folder / "uniform-0.5", method="magnitude", match=folder / "emp-0.5")
@@ -42,13 +43,29 @@ def report_of(run: Path) -> dict[str, Any]:
     return found
 
 
+def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
+    """A results file of the checkpoint of a run, by a suite of its own: "mine"."""
+    measured = report["evaluation"]["pruned"]["perplexity"] | {"perplexity": perplexity, "block_losses": []}
+    sparsity = report["targets"]["sparsity_of_targets"]
+    return {
+        "format": "emp-llm results 2",
+        "model": "pruned",
+        "revision": None,
+        "pruned": {"of": report["source"]["model"], **report["recipe"], "sparsity_of_targets": sparsity},
+        "suite": "mine",
+        "made_by": {"model": {}, "text": {"file": "x"}, "dtype": "auto"},
+        "perplexity": measured,
+        "complete": True,
+    }
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
 
 
 def make_sweep(runs: Path, folder: Path) -> Path:
-    """A sweep's folder of finished runs, as `sweep` writes it."""
-    told = report_of(runs / "emp")
+    """The folder of a sweep, as `sweep` writes it, made of finished runs."""
+    dense = report_of(runs / "emp")["evaluation"]["dense"]
     links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
     points = []
     for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
@@ -59,6 +76,6 @@ def make_sweep(runs: Path, folder: Path) -> Path:
         (folder / "points" / name / "emp_report.json").write_text(json.dumps(point))
         of, match = links.get(name, (None, None))
         points.append({"name": name, "baseline_of": of, "match": match, "evaluation": evaluation})
-    sweep = {"format": "emp-llm sweep 1", "suite": "mine", "dense": told["evaluation"]["dense"], "points": points}
+    sweep = {"format": "emp-llm sweep 2", "suite": "mine", "dense": dense, "points": points}
     (folder / "sweep.json").write_text(json.dumps(sweep))
     return folder

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.models.blocks import find_blocks
-from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.errors import UserError
-from emp_llm.models.loading import load_model
+from emp_llm.architecture.blocks import find_blocks
+from emp_llm.common.errors import UserError
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import load_model
 
 Models = Callable[[str], Path]
 
@@ -201,9 +201,9 @@ def depending(model: Any, hidden: Tensor) -> Tensor:
     ("forward", "said"),
     [
         (between, "changes the hidden states between blocks 0 and 1"),
-        (twice, "block 0 is called when it is the turn of block 3"),
+        (twice, "the model calls block 0 in place of block 3"),
         (skipping, "only 2 of its 3 blocks"),
-        (depending, "what block 1 is called with depends on"),
+        (depending, "the arguments of block 1 depend on the outputs"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(forward: Any, said: str) -> None:
@@ -215,7 +215,7 @@ def test_models_that_cannot_be_cut_are_refused(forward: Any, said: str) -> None:
 
 def test_a_block_that_hands_on_more_is_refused() -> None:
     model: Any = _Toy(with_secrets, _Secretive)
-    with pytest.raises(UserError, match="hands more than hidden states on; use --execution model"):
+    with pytest.raises(UserError, match="returns more than hidden states; use --execution model"):
         list(BlockwiseModel(model).forward([torch.arange(6).reshape(1, 6)]))
 
 
@@ -223,7 +223,7 @@ def test_blocks_by_name(models: Models) -> None:
     model: PreTrainedModel = load_model(models("llama"), "cpu")
     assert find_blocks(model, "model.layers")[1] is model.model.layers
     for wrong in ("model.blocks", "model.norm"):
-        with pytest.raises(UserError, match=rf"--blocks '{wrong}' is no list of modules.*are: model\.layers\."):
+        with pytest.raises(UserError, match=rf"--blocks '{wrong}' is not a list of modules.*are: model\.layers\."):
             BlockwiseModel(model, wrong)
     with pytest.raises(UserError, match=r"found no decoder blocks.*--blocks PATH"):
         find_blocks(nn.Linear(2, 2))

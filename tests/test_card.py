@@ -1,9 +1,231 @@
-"""What a model card says of where things lay."""
+"""The model card and the other published records: their content, and that they name no folder of a machine or a user."""
 
-from emp_llm.services.card import _without_folders
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_client import Client, card_of, contents, held
+from hub_server import Hub
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.samples import sha256_of_samples
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.publishing.public import cached_repository, public
+from emp_llm.push import push
+from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, TextRecord
+from emp_llm.records.sweep import Sweep
+from emp_llm.verify import verify
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)
 
 
-def test_the_card_tells_of_no_folders() -> None:
-    assert _without_folders({"file": "/home/somebody/texts/mine.txt", "seqlen": 512}) == {"file": "mine.txt", "seqlen": 512}
-    assert _without_folders({"dataset": "allenai/c4", "file": None}) == {"dataset": "allenai/c4", "file": None}
-    assert _without_folders(32768) == 32768
+def add_task(path: Path, accuracy: float) -> None:
+    """Add the numbers of a task to a results file."""
+    record = json.loads(path.read_text())
+    answers = {"acc,none": accuracy, "acc_stderr,none": 0.25, "alias": "lamps"}
+    counts = {"lamps": {"original": 8, "effective": 8}}
+    record["tasks"] = {"lamps": {"results": {"lamps": answers}, "n-samples": counts, "n-shot": {"lamps": 0}, "groups": []}}
+    path.write_text(json.dumps(record))
+
+
+def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, hub_suite: Path, tmp_path: Path) -> None:
+    (checkpoint / "emp_llm").mkdir(exist_ok=True)
+    (checkpoint / "emp_llm" / "kept_fractions.png").write_bytes(PNG)
+    (tmp_path / "beta.png").write_bytes(PNG + b"2")
+    results = tmp_path / "pruned-lamps.json"
+    asked = {"suite": f"{hub_suite},seqlen=64", "baseline": str(hub_dense), "output": results, "device_map": "cpu"}
+    client.call("evaluate", model=checkpoint, **asked)
+    measured = json.loads(results.read_text())["perplexity"]["perplexity"]
+    both = [results, results.with_name("pruned-lamps-baseline.json")]
+    for path, accuracy in zip(both, (0.5, 0.625), strict=True):
+        add_task(path, accuracy)
+    record = json.loads(results.read_text())
+    record["made_by"]["quantization"] = {"bits": "4bit"}
+    (tmp_path / "pruned-4bit.json").write_text(json.dumps(record))
+    both.append(tmp_path / "pruned-4bit.json")
+    evidence = {"results": both, "plot": [tmp_path / "beta.png"], "base_model": "user/dense"}
+    done = client.call("push", folder=checkpoint, repository="user/card", **evidence)
+    assert "result" in done, done
+    assert hub.repositories["user/card"].head().title == "dense pruned by emp-magnitude with emp-llm"
+    metadata, body = card_of(hub, "user/card")
+    assert (metadata["license"], metadata["language"]) == ("llama3.2", ["en"])
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("user/dense", "finetune")
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-generation")
+    assert {"emp-llm", "emp-magnitude", "pruning", "facebook"} <= set(metadata["tags"])
+    report = json.loads((checkpoint / "emp_report.json").read_text())
+    (index,) = metadata["model-index"]
+    assert index["name"] == "card"
+    values = {metric["name"]: metric["value"] for entry in index["results"] for metric in entry["metrics"]}
+    assert values == {
+        "perplexity per token, blocks of 128": report["evaluation"]["pruned"]["perplexity"]["perplexity"],
+        "perplexity per token, blocks of 64": measured,
+        "acc by lm-eval, 0-shot": 0.5,
+    }
+    dense_perplexity = report["evaluation"]["dense"]["perplexity"]["perplexity"]
+    for words in (
+        json.loads(held(hub, "user/card")["emp_report.json"])["command"],
+        f"{100 * report['targets']['sparsity_of_targets']:.2f} % of the targets",
+        f"| perplexity, blocks of 128 | {dense_perplexity:.3f} |",
+        "| perplexity, blocks of 64 |",
+        "| lamps acc | 62.50 ±25.00 | 50.00 ±25.00 | -12.50 |",
+        "neither smaller nor faster",
+        'from_pretrained("user/card"',
+        "![kept fractions](emp_llm/kept_fractions.png)",
+        "![beta](emp_llm/beta.png)",
+        "[LICENSE](LICENSE)",
+        "| beta | `1.0` |",
+        '| group | `"row"` |',
+        '| targets | `"mlp"` |',
+    ):
+        assert words in body, words
+    pushed = json.loads(held(hub, "user/card")["emp_llm/pruned-lamps.json"])
+    assert pushed["model"] == "pruned"
+    assert pushed["perplexity"]["perplexity"] == measured
+    assert verify(checkpoint).differences == []
+
+
+def test_a_card_of_ones_own_is_kept(hub: Hub, client: Client, checkpoint: Path) -> None:
+    (checkpoint / "README.md").write_text("---\nlicense: mit\n---\nMy own words.\n")
+    done = client.call("push", folder=checkpoint, repository="user/own")
+    assert "pushed as it is" in done["log"]
+    assert held(hub, "user/own")["README.md"] == b"---\nlicense: mit\n---\nMy own words.\n"
+
+
+def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path, tmp_path: Path) -> None:
+    def error(**more: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            push(checkpoint, "user/wrong", dry_run=True, **more)
+        return str(caught.value)
+
+    (tmp_path / "again").mkdir()
+    for folder in (tmp_path, tmp_path / "again"):
+        (folder / "plot.png").write_bytes(PNG)
+    assert "two files have this name" in error(plot=[tmp_path / "plot.png", tmp_path / "again" / "plot.png"])
+    file = tmp_path / "r.json"
+    file.write_text("[]")
+    assert f"--results {file}" in error(results=[file])
+    assert "no such PNG file" in error(plot=[file])
+    record: dict[str, Any] = {"made_by": {"model": {"sha256_of_samples": "other"}}, "model": "m", "complete": True}
+    file.write_text(json.dumps(record))
+    assert "it is of other weights than those in" in error(results=[file])
+    file.write_text(json.dumps(record | {"complete": False}))
+    assert "has not finished" in error(results=[file])
+    file.rename(tmp_path / "r.txt")
+    (tmp_path / "r.txt").write_text(json.dumps(record))
+    assert "must end in .json" in error(results=[tmp_path / "r.txt"])
+    file.write_text(json.dumps(record))
+    pruned = Checkpoint(checkpoint)
+    for ours in ({"identity": identity_of(pruned)}, {"sha256_of_samples": sha256_of_samples(pruned)}):
+        mine = {"made_by": {"model": ours, "text": {"file": "of another suite"}}}
+        (tmp_path / "ours.json").write_text(json.dumps(record | mine))
+        push(checkpoint, "user/right", dry_run=True, results=[tmp_path / "ours.json"])
+        assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", file])
+    theirs = {"made_by": {"model": {"identity": identity_of(Checkpoint(hub_dense))}}}
+    file.write_text(json.dumps(record | theirs))
+    assert "it is of other weights" in error(results=[file])
+
+
+def test_nothing_published_names_a_folder(hub: Hub, client: Client, hub_dense: Path, text: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home" / "somebody"
+    shutil.copytree(hub_dense, home / "models" / "llama")
+    for folder in ("texts", "suites"):
+        (home / folder).mkdir()
+        shutil.copy(text, home / folder / "lamps.txt")
+    (home / "suites" / "lamps.toml").write_text('[perplexity]\nfile = "lamps.txt"\njoin = " "\nseqlen = 128\n')
+    (home / "map.json").write_text('{"": "cpu"}')
+    first, output = home / "runs" / "first", home / "runs" / "second"
+    prune(model=home / "models" / "llama", method="emp-magnitude", output=first)
+    line = ["prune", "--model", "models/llama", "--method", "wanda", "--match", "../somebody/runs/first", "--output", output]
+    line += ["--calibration", home / "texts" / "lamps.txt", "--samples", 4, "--seqlen", 64, "--device-map", home / "map.json"]
+    code, _, err = client.command(home, *line, "--evaluate", "suites/lamps.toml")
+    assert code == 0, err
+    results = [home / "second.json", home / "second-baseline.json"]
+    line = ["evaluate", "--model", "runs/second", "--baseline", "models/llama", "--suite", home / "suites" / "lamps.toml"]
+    code, _, err = client.command(home, *line, "--output", results[0])
+    assert code == 0, err
+    hub.seen.clear()
+    done = client.call("push", folder=output, repository="user/public", results=results)
+    assert "result" in done, done
+    files = held(hub, "user/public")
+    assert {"README.md", "emp_report.json", "emp_manifest.json", "emp_llm/second.json"} <= files.keys()
+    assert "emp_llm/activations.safetensors" in files
+    for name, content in (*files.items(), *((f"request {i}", body) for i, body in enumerate(hub.seen))):
+        for trace in (b"somebody", str(tmp_path).encode(), b"models/llama", b"runs/", b"suites/", b"texts/"):
+            assert trace not in content, (name, trace)
+    report = json.loads(files["emp_report.json"])
+    assert report["command"] == (
+        "emp-llm prune --model llama --method wanda --match first --output second --calibration lamps.txt --samples 4 "
+        "--seqlen 64 --device-map map.json --evaluate lamps.toml"
+    )
+    assert report["source"]["model"] == "llama"
+    assert report["recipe"]["match"] == json.loads(files["emp_manifest.json"])["recipe"]["match"] == "first"
+    (tmp_path / "there" / "emp_llm").mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / "there" / name).write_bytes(content)
+    found = verify(tmp_path / "there", source=home / "models" / "llama")
+    assert found.differences == []
+    assert found.checked["targets"] == 6
+    assert str(home) in (output / "emp_report.json").read_text(), "the user's own files keep their paths"
+    assert contents(output)["README.md"] == files["README.md"]
+
+
+CACHED = "/home/somebody/.cache/huggingface/hub/models--meta-llama--Llama-2-7b-hf/snapshots/" + "0" * 40
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/home/somebody/models/llama", "llama"),
+        ("~/models/llama/", "llama"),
+        ("../llama", "llama"),
+        ("runs/first/model", "model"),
+        ("C:\\Users\\somebody\\llama", "llama"),
+        ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("gpt2", "gpt2"),
+        (CACHED, "meta-llama/Llama-2-7b-hf"),
+    ],
+)
+def test_names_of_models(name: str, shown: str) -> None:
+    assert public(CalibrationRecord(model=name)).model == shown
+    assert public(TextRecord(dataset=name)).dataset == shown
+
+
+def test_a_folder_that_looks_like_a_hub_id() -> None:
+    assert public(ModelSource(model="models/llama", revision=None), "models/llama").model == "llama"
+    assert public(ModelSource(model="models/llama", revision="0" * 40), "models/llama").model == "models/llama"
+
+
+def test_other_fields_are_kept() -> None:
+    text = TextRecord(file="/home/somebody/texts/mine.txt", join="/", seqlen=512, sha256="abc")
+    assert public(text) == TextRecord(file="mine.txt", join="/", seqlen=512, sha256="abc")
+    recipe = RecipeRecord(
+        method="wanda", targets=r"\w+\.mlp\..*", match="/home/somebody/run", device_map="/x/map.json", sparsity=0.5
+    )
+    expected = RecipeRecord(method="wanda", targets=r"\w+\.mlp\..*", match="run", device_map="map.json", sparsity=0.5)
+    assert public(recipe) == expected
+    assert public(CalibrationRecord(tokens=32768, pruned_by=recipe)) == CalibrationRecord(tokens=32768, pruned_by=expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("emp-llm prune --model=/home/x/llama --output ~/out", "emp-llm prune --model=llama --output out"),
+        ("emp-llm prune --calibration allenai/c4,samples=8", "emp-llm prune --calibration allenai/c4,samples=8"),
+        ("emp-llm prune --calibration 'c4,file=/home/x/t.txt,join= '", "emp-llm prune --calibration 'c4,file=t.txt,join= '"),
+        ("emp-llm evaluate --suite my/a.toml,seqlen=64 --beside a/b", "emp-llm evaluate --suite a.toml,seqlen=64 --beside b"),
+        ("emp-llm prune --targets q_proj,v_proj --push-to-hub a/b", "emp-llm prune --targets q_proj,v_proj --push-to-hub a/b"),
+        ("/home/x/jobs/run.py 'a b/c'", "run.py c"),
+        ("emp-llm 'unfinished", ""),
+    ],
+)  # fmt: skip
+def test_commands(command: str, shown: str) -> None:
+    assert public(Sweep(command=command)).command == shown
+
+
+def test_the_repository_of_a_cached_model() -> None:
+    assert cached_repository(CACHED) == ("meta-llama/Llama-2-7b-hf", "0" * 40)
+    assert cached_repository("/home/somebody/models/llama") is None

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm.calibrate import calibrate
 from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
 
 METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")
 GLU = r"model\.layers\.[01]\.mlp\.(gate|up|down|gate_up)_proj\.weight"
@@ -84,7 +85,9 @@ def pruned(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.T
             source = models(family) if isinstance(family, str) else family
             out = tmp_path_factory.mktemp("pruned") / "out"
             common = {"calibration": str(text), "samples": 4, "seqlen": 64, "batch_size": 3, "device_map": "cpu"} | options
-            made[key] = Pruned(source, out, prune(model=str(source), output=out, method=method, **common))
+            report = prune(model=source, output=out, method=method, **common)
+            assert isinstance(report, RunReport)
+            made[key] = Pruned(source, out, report.as_dict())
         return made[key]
 
     return call

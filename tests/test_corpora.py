@@ -1,18 +1,23 @@
-"""Text in every form a user may have it, as tokens."""
+"""Calibration texts from recipes, files and data sets, as tokens; and recipes that are wrong."""
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 import torch
+from msgspec.structs import replace
 from tiny import make_tokenizer
 
-from emp_llm.models import corpora
-from emp_llm.models.calibration import calibration_corpus
-from emp_llm.models.corpora import Corpus, corpus_record, find_corpus, token_ids
-from emp_llm.models.errors import UserError
+from emp_llm.calibration import tokens
+from emp_llm.calibration.calibration import calibration_corpus
+from emp_llm.calibration.corpora import find_corpus
+from emp_llm.calibration.tokens import token_ids
+from emp_llm.common.errors import UserError
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.records.corpus import Corpus
 
 ROWS = [f"Row {i} says {'so ' * (i % 5)}it." for i in range(60)]
 
@@ -72,33 +77,77 @@ def test_shuffled_rows_follow_the_seed_and_end(tmp_path: Path, monkeypatch: pyte
         token_ids(replace(corpus, samples=1000), make_tokenizer())
 
 
-def test_recipe_file_of_the_users_own(tmp_path: Path) -> None:
+def test_a_recipe_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text("Once more, with feeling. " * 20)
     (tmp_path / "mine.toml").write_text('about = "Mine."\nfile = "prose.txt"\nsamples = 2\nseqlen = 30\n')
     corpus = find_corpus(f"{tmp_path / 'mine.toml'},samples=3")
     assert token_ids(corpus, make_tokenizer()).shape == (3, 30)
-    assert corpus_record(corpus) == {
-        "file": str(tmp_path / "prose.txt"),
-        "split": "train",
-        "column": "text",
-        "samples": 3,
-        "seqlen": 30,
-    }
-    (tmp_path / "mine.toml").write_text('file = "prose.txt"\nsmaples = 2\n')
-    with pytest.raises(UserError, match=r"unknown field 'smaples'"):
-        find_corpus(str(tmp_path / "mine.toml"))
-    (tmp_path / "mine.toml").write_text('file = "prose.txt"\nsamples = "2"\n')
-    with pytest.raises(UserError, match="samples must be int"):
-        find_corpus(str(tmp_path / "mine.toml"))
+    told = corpus.record().as_dict()
+    assert told == {"file": "prose.txt", "split": "train", "column": "text", "samples": 3, "seqlen": 30}
 
 
-def test_recipe_is_shortened_to_the_context_but_a_wish_is_refused() -> None:
-    assert calibration_corpus("c4", None, None, 256).seqlen == 256
-    assert calibration_corpus("c4", 7, 100, 256).samples == 7
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("smaples = 2", "unknown field.*smaples"),
+        ('samples = "2"', 'samples must be a whole number, got "2"'),
+        ("samples = 2.0", "samples must be a whole number, got 2.0"),
+        ("samples = true", "samples must be a whole number, got true"),
+        ("samples = 0", "samples must be at least 1, got 0"),
+        ("seqlen = -5", "seqlen must be at least 1, got -5"),
+        ('stream = "yes"', 'stream must be true or false, got "yes"'),
+        ("shuffle = 1", "shuffle must be true or false, got 1"),
+        ("column = 3", "column must be text, got 3"),
+        ('join = ["a"]', r'join must be text, got \["a"\]'),
+        ("samples =", "cannot be read as TOML"),
+    ],
+)
+def test_wrong_fields_of_a_recipe(tmp_path: Path, line: str, told: str) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'file = "prose.txt"\n{line}\n')
+    with pytest.raises(UserError, match=rf"mine\.toml: .*{told}"):
+        find_corpus(str(recipe))
+
+
+Run = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--calibration", "wikitext2,samples=²"], "samples=²"),
+        (["--calibration", f"wikitext2,samples={'9' * 5000}"], "samples must be a whole number"),
+        (["--calibration", "wikitext2,samples=-1"], "samples must be a whole number"),
+        (["--calibration", "wikitext2,samples=0"], "samples must be at least 1, got 0"),
+        (["--calibration", "wikitext2,seqlen=0"], "seqlen must be at least 1, got 0"),
+        (["--calibration", "wikitext2,stream=yes"], "stream must be true or false"),
+        (["--calibration", "wikitext2,smaples=1"], "field of dataset, "),
+        (["--calibration", "wikitext2,samples"], "expected field=value"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
+        (["--samples", "²"], "--samples"),
+        (["--calibration", "mine.toml"], 'stream must be true or false, got "yes"'),
+    ],
+)
+def test_wrong_fields_on_the_command_line(
+    models: Callable[[str], Path], tmp_path: Path, command: Run, options: list[str], told: str
+) -> None:
+    (tmp_path / "mine.toml").write_text('file = "prose.txt"\nstream = "yes"\n')
+    done = command("calibrate", "--model", models("llama"), "--output", "norms", *options)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "norms").exists()
+
+
+def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None:
+    def corpus(**options: Any) -> Corpus:
+        return calibration_corpus(CalibrationOptions(calibration="c4", **options), 256)
+
+    assert corpus().seqlen == 256
+    assert corpus(samples=7, seqlen=100).samples == 7
     with pytest.raises(UserError, match="seqlen 300 is longer than the model's context of 256"):
-        calibration_corpus("c4", None, 300, 256)
-    with pytest.raises(UserError, match="samples must be at least 1"):
-        calibration_corpus("c4", 0, None, 256)
+        corpus(seqlen=300)
 
 
 def test_tokens_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +157,7 @@ def test_tokens_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.Monkey
     corpus = Corpus(file=str(path))
     first = token_ids(corpus, make_tokenizer())
     (entry,) = (tmp_path / "cache" / "tokens").iterdir()
-    monkeypatch.setattr(corpora, "_tokenise", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokens, "_tokenise", lambda *_: pytest.fail("tokenised again"))
     assert torch.equal(token_ids(corpus, make_tokenizer()), first)
     monkeypatch.undo()
     monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Calibration and pruning with a GPU, and over several; skipped where there is none."""
+"""Calibration and pruning on one GPU and on several. Skipped without a GPU."""
 
 import json
 from collections.abc import Callable
@@ -11,9 +11,10 @@ import torch
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
 
-from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.loading import load_model
-from emp_llm.models.propagation import calibrate_blocks, calibrate_model
+from emp_llm.calibration.block_pass import calibrate_blocks
+from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
@@ -22,7 +23,7 @@ FAMILIES = ("llama", "gemma3", "gpt2", "mixtral", "qwen3_moe")
 
 
 def spread(source: Path, kinds: str) -> str:
-    """A map that deals out what `block_map` leaves on the CPU and on disk among other places."""
+    """A device map as `block_map`, with its blocks on the CPU and on disk moved to other places."""
     first, second = {
         "gpu-cpu": (0, "cpu"),
         "gpu-disk": (0, "disk"),
@@ -34,8 +35,8 @@ def spread(source: Path, kinds: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kinds", ["gpu-cpu", "gpu-disk", "two-gpus", "disk-gpu"])
-def test_norms_on_any_mixture_of_devices_are_those_of_one(models: Models, family: str, kinds: str) -> None:
-    """Offloaded weights are used on the GPU, so that the same kernels add the same numbers."""
+def test_norms_on_several_devices_equal_those_on_one(models: Models, family: str, kinds: str) -> None:
+    """Offloaded weights are used on the GPU, so the same kernels add the same numbers."""
     if kinds == "two-gpus" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     whole = load_model(models(family), "cuda:0")
@@ -47,7 +48,7 @@ def test_norms_on_any_mixture_of_devices_are_those_of_one(models: Models, family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_norms_on_the_gpu_are_those_of_the_cpu_but_for_rounding(tmp_path: Path, family: str) -> None:
+def test_norms_on_the_gpu_equal_those_on_the_cpu_up_to_rounding(tmp_path: Path, family: str) -> None:
     source = tiny.make_model(tmp_path / "model", family, torch.float32)
     here, there = (load_model(source, device) for device in ("cpu", "cuda:0"))
     norms = [calibrate_model(model, linears(model), tokens(), 2) for model in (here, there)]
@@ -57,11 +58,13 @@ def test_norms_on_the_gpu_are_those_of_the_cpu_but_for_rounding(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
-def test_the_command_on_the_gpu(models: Models, text: Path, tmp_path: Path, propagate: str) -> None:
-    """The masks are those of the norms, wherever these come from: pruning again from the file gives the same bytes."""
+def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
+    models: Models, text: Path, tmp_path: Path, propagate: str
+) -> None:
     source = models("mixtral")
     common = {"calibration": str(text), "samples": 4, "seqlen": 64, "propagate": propagate}
-    prune(str(source), tmp_path / "one", device_map="cuda:0", **common)  # type: ignore[arg-type]
-    prune(str(source), tmp_path / "two", activations=tmp_path / "one" / "emp_llm" / "activations.safetensors")
+    prune(model=source, output=tmp_path / "one", device_map="cuda:0", **common)  # type: ignore[arg-type]
+    activations = tmp_path / "one" / "emp_llm" / "activations.safetensors"
+    prune(model=source, output=tmp_path / "two", activations=activations, mask_device="cpu")
     for shard in (tmp_path / "one").glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "two" / shard.name).read_bytes()

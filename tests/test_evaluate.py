@@ -1,4 +1,4 @@
-"""The evaluate command: stock numbers, results that go on where they stopped, tables, and wrong input."""
+"""The evaluate command: lm-eval's own numbers, resumption, tables, and the identity of models."""
 
 import csv
 import json
@@ -6,219 +6,168 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Run
-from tiny import make_model, make_tokenizer
+from safetensors.torch import load_file, save_file
+from suites import TASKS, Models, task_manager
 
+from emp_llm.common.data_folders import data_folder
+from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
-from emp_llm.models.corpora import data_folder
-from emp_llm.models.errors import UserError
+from emp_llm.evaluation.results_file import ResultsFile
 from emp_llm.prune import prune
+from emp_llm.records.results import Results
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
-Models = Callable[[str], Path]
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {data}
-output_type: {kind}
-test_split: train
-fewshot_split: train
-doc_to_text: question
-doc_to_target: {target}
-{more}
-"""
-CHOICE = "doc_to_choice: options\nmetric_list:\n  - {metric: acc}\n  - {metric: acc_norm}\nmetadata: {version: 2.0}"
+
+def measure(model: Path, suite: Path, output: Path, **options: Any) -> Results:
+    return evaluate(model, suite=suite, output=output, device_map="cpu", **options).results  # type: ignore[union-attr]
+
+
+def table(**options: Any) -> str:
+    return evaluate(**options).table  # type: ignore[union-attr]
+
+
+def metrics(results: Results) -> dict[str, Any]:
+    return {name: task.results for name, task in results.tasks.items()}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """As everybody's, with a tokenizer that lm-eval can begin a text with."""
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = make_model(tmp_path_factory.mktemp("models") / family, family)
-            tokenizer = make_tokenizer()
-            tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([1, 2])
-            tokenizer.save_pretrained(made[family])
-        return made[family]
-
-    return folder
+def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results file of the tiny Llama by the whole suite. Copy it before changing it."""
+    path = tmp_path_factory.mktemp("whole") / "whole.json"
+    measure(evaluable("llama"), task_suite, path)
+    return path
 
 
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A short text, two multiple-choice tasks, one of them with few-shot examples, and one of perplexity."""
-    folder = tmp_path_factory.mktemp("suite")
-    (folder / "tasks").mkdir()
-    (folder / "text.txt").write_text("A short walk in the long grass, then home. " * 20)
-    rows = [
-        {"question": f"{i} and {i} is", "options": [str(2 * i), str(i * i + 1), "none"], "answer": i % 3} for i in range(1, 13)
-    ]
-    data = folder / "tasks" / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, kind, target, more in (
-        ("sums", "multiple_choice", "answer", CHOICE),
-        ("sums_shown", "multiple_choice", "answer", CHOICE),
-        ("sums_text", "loglikelihood_rolling", "question", "metric_list:\n  - {metric: word_perplexity}"),
-    ):
-        text = TASK.format(name=name, data=data, kind=kind, target=target, more=more)
-        if kind != "multiple_choice":
-            text = text.replace("fewshot_split: train\n", "").replace("doc_to_text: question", 'doc_to_text: ""')
-        (folder / "tasks" / f"{name}.yaml").write_text(text)
-    (folder / "mine.toml").write_text(
-        '[perplexity]\nfile = "text.txt"\nseqlen = 64\n\n'
-        '[[tasks]]\nnames = ["sums", "sums_text"]\nfolder = "tasks"\n\n'
-        '[[tasks]]\nnames = ["sums_shown"]\nnum_fewshot = 2\nfolder = "tasks"\n'
-    )
-    return str(folder / "mine.toml")
+def lm_eval(model: Path, task: str, folder: Path | None, **options: Any) -> Any:
+    """The results of a task by lm-eval alone, which loads the model itself."""
+    from lm_eval import simple_evaluate
+
+    manager = task_manager(include_path=[] if folder is None else [str(folder)], include_defaults=folder is None)
+    model_options = {"model": "hf", "model_args": f"pretrained={model}", "device": "cpu"}
+    found = simple_evaluate(**model_options, tasks=[task], task_manager=manager, **options)
+    return json.loads(json.dumps(found["results"], default=str))
 
 
-def lm_eval(cwd: Path, output: Path, *arguments: object) -> dict[str, Any]:
-    """The results of the lm_eval command line."""
-    line = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--output_path", output, *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, line)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (file,) = output.parent.glob(f"{output.stem}*.json")
-    return dict(json.loads(file.read_text())["results"])
-
-
-def test_demo_model_on_its_own_suite(run: Run, tmp_path: Path) -> None:
-    """From another folder: the tasks find their questions. Well above chance, in time, as the lm_eval command has it."""
-    before = os.times()
-    done = run("evaluate", "--model", DEMO, "--suite", "demo")
+def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
+    """From another folder the tasks find their questions. Well above chance, in time, and equal to lm-eval's numbers."""
+    before = time.process_time()
+    done = command("evaluate", "--model", DEMO, "--suite", "demo", "--limit", 30)
     assert done.returncode == 0, done.stderr
-    assert os.times().children_user - before.children_user < 90  # of one processor, whatever else the machine does
-    assert re.search(r"mean acc of 3 +\d\d\.\d\d$", done.stdout, re.M), done.stdout
-    assert "suite demo: 77,416 tokens, 720 examples by lm-eval" in done.stdout
-    assert done.stderr == "results in model-demo.json\n"
+    assert time.process_time() - before < 30
+    assert re.search(r"mean acc of 3 +\d\d\.\d\d \*$", done.stdout, re.M), done.stdout
+    assert "suite demo: 15,360 tokens, 90 examples by lm-eval" in done.stdout
+    assert done.stderr.splitlines()[-1] == "results in model-demo.json"
     record = json.loads((tmp_path / "model-demo.json").read_text())
     assert record["complete"]
-    assert record["command"].startswith("python -m emp_llm.evaluate --model")
+    assert record["command"].startswith("emp-llm evaluate --model")
     assert "lm-eval" in record["made_by"]["versions"]
-    ours = {}
+    folder = data_folder("eval") / "demo"
+    assert list(record["tasks"]) == ["demo_facts", "demo_inference", "demo_stories"]
     for name, entry in record["tasks"].items():
-        ours |= entry["results"]
-        lines = (data_folder("eval") / "demo" / f"{name.removeprefix('demo_')}.jsonl").read_text().splitlines()
+        lines = (folder / f"{name.removeprefix('demo_')}.jsonl").read_text().splitlines()
         chance = sum(1 / len(json.loads(line)["choices"]) for line in lines) / len(lines)
         assert entry["results"][name]["acc,none"] >= chance + 0.1
-        assert entry["n-samples"][name] == {"original": 240, "effective": 240}
-    folder = data_folder("eval") / "demo"
-    names = ",".join(ours)
-    for name in ("demo_facts", "demo_stories"):
-        theirs = lm_eval(
-            *(tmp_path, tmp_path / f"theirs-{name}.json", "--model_args", f"pretrained={DEMO}", "--tasks", name),
-            *("--include_path", folder, "--batch_size", 8),
-        )
-        assert theirs[name] == ours[name]
-    assert names == "demo_facts,demo_inference,demo_stories"
+        assert entry["n-samples"][name] == {"original": 240, "effective": 30}
+    theirs = lm_eval(DEMO, "demo_stories", folder, batch_size=8, limit=30)
+    assert theirs == record["tasks"]["demo_stories"]["results"]
 
 
-def test_real_task_as_the_lm_eval_command_has_it(shared: Path, tmp_path: Path, run: Run) -> None:
+def test_a_real_task_equals_lm_eval(shared: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few-shot examples, from lm-eval's own task files and an unmodified data set."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", task_manager)
     model = shared / "models" / "wiki-llama-5m"
     (tmp_path / "mine.toml").write_text('[[tasks]]\nnames = ["openbookqa"]\nnum_fewshot = 1\n')
-    results = tmp_path / "ours.json"
-    done = run(
-        *("evaluate", "--model", model, "--suite", tmp_path / "mine.toml", "--limit", 20, "--batch-size", 4),
-        *("--output", results),
-        cwd=shared / "datasets",
-    )
+    options = ("--limit", 20, "--batch-size", 4, "--output", tmp_path / "ours.json")
+    done = command("evaluate", "--model", model, "--suite", tmp_path / "mine.toml", *options, cwd=shared / "datasets")
     assert done.returncode == 0, done.stderr
-    theirs = lm_eval(
-        *(shared / "datasets", tmp_path / "theirs.json", "--model_args", f"pretrained={model}", "--tasks", "openbookqa"),
-        *("--limit", 20, "--batch_size", 4, "--num_fewshot", 1),
-    )
-    record = json.loads(results.read_text())
+    record = json.loads((tmp_path / "ours.json").read_text())
+    theirs = lm_eval(model, "openbookqa", None, batch_size=4, limit=20, num_fewshot=1)
     assert record["tasks"]["openbookqa"]["results"] == theirs
     assert record["tasks"]["openbookqa"]["n-shot"] == {"openbookqa": 1}
     assert done.stdout.count(" *\n") == 2  # both metrics
-    assert "* partial: not all examples" in done.stdout
+    assert "* partial: only some of the examples" in done.stdout
 
 
-def test_baseline_pruned_and_difference(models: Models, suite: str, tmp_path: Path) -> None:
-    pruned = prune(str(models("llama")), tmp_path / "pruned", "magnitude", sparsity=0.5, evaluate=suite, device_map="cpu")
-    record = evaluate(
-        str(tmp_path / "pruned"), suite, baseline=str(models("llama")), device_map="cpu", output=tmp_path / "results.json"
-    )
+def test_baseline_pruned_and_difference(evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path) -> None:
+    model = evaluable("llama")
+    options: dict[str, Any] = {"method": "magnitude", "sparsity": 0.5, "evaluate": task_suite, "device_map": "cpu"}
+    report = prune(model, output=tmp_path / "pruned", **options)
+    results = measure(tmp_path / "pruned", task_suite, tmp_path / "results.json", baseline=model)
     baseline = json.loads((tmp_path / "results-baseline.json").read_text())
-    for name, single in (("dense", baseline), ("pruned", record)):  # the same by either road
-        measured = pruned["evaluation"][name]
+    assert baseline["tasks"]["sums"]["results"] == json.loads(whole.read_text())["tasks"]["sums"]["results"]
+    for name, single in (("dense", baseline), ("pruned", results)):  # prune and evaluate measure the same
+        measured = report["evaluation"][name]
         assert measured["perplexity"]["perplexity"] == single["perplexity"]["perplexity"]
-        for task in ("sums", "sums_text", "sums_shown"):
+        for task in TASKS:
             assert measured["tasks"][task]["results"] == single["tasks"][task]["results"]
-    assert record["pruned"]["of"] == str(models("llama"))
-    assert (record["pruned"]["method"], record["pruned"]["sparsity_of_targets"]) == ("magnitude", 0.5)
-    assert record["tasks"]["sums_shown"]["n-shot"] == {"sums_shown": 2}
-    assert record["tasks"]["sums"]["versions"] == {"sums": 2.0}
+    assert results.pruned is not None
+    assert (results.pruned.of, results.pruned.method, results.pruned.sparsity_of_targets) == (str(model), "magnitude", 0.5)
+    assert results.tasks["sums_shown"].n_shot == {"sums_shown": 2}
+    assert results.tasks["sums"].versions == {"sums": 2.0}
 
-    again: dict[str, Any] = {"model": str(tmp_path / "pruned"), "suite": suite, "device_map": "cpu"}
-    again |= {"output": tmp_path / "results.json", "baseline": str(tmp_path / "results-baseline.json")}
-    assert evaluate(**again)["table"] == record["table"]
-    lines = record["table"].splitlines()
+    again: dict[str, Any] = {"model": tmp_path / "pruned", "suite": task_suite, "device_map": "cpu"}
+    again |= {"output": tmp_path / "results.json", "baseline": tmp_path / "results-baseline.json"}
+    lines = table(**again).splitlines()
     assert lines[0].split() == ["llama", "pruned", "change"]
     assert [line.split("  ")[0] for line in lines[2:9]] == [
         *("perplexity, blocks of 64", "sums acc", "sums acc_norm", "sums_text word_perplexity"),
         *("sums_shown acc", "sums_shown acc_norm", "mean acc of 2"),
     ]
-    rows = list(csv.reader(evaluate(**again, form="csv")["table"].splitlines()))
+    assert table(**again | {"baseline": model}).splitlines() == lines
+    rows = list(csv.reader(table(**again, form="csv").splitlines()))
     assert rows[0][:4] == ["measure", "llama", "llama stderr", "llama partial"]
     values = {row[0]: row[1:] for row in rows[1:]}
     assert float(values["perplexity, blocks of 64"][0]) == baseline["perplexity"]["perplexity"]
     sums = [baseline["tasks"][task]["results"][task]["acc,none"] for task in ("sums", "sums_shown")]
     assert float(values["mean acc of 2"][0]) == pytest.approx(50 * sum(sums))
-    markdown = evaluate(**again, form="markdown", beside=[tmp_path / "results-baseline.json"])["table"].splitlines()
+    markdown = table(**again, form="markdown", beside=[tmp_path / "results-baseline.json"]).splitlines()
     assert markdown[1] == "|---|" + "---:|" * 5
     assert {line.count("|") for line in markdown[:9]} == {7}
 
 
-# Ends the process, as a scheduler would, when the first task has been written.
-STOPPED = """
-import os, signal, sys
-from emp_llm.cli import run
-from emp_llm.evaluate import evaluate, show
-from emp_llm.services.results import ResultsFile
-whole = ResultsFile.save
-def then_stop(self, complete=False):
-    whole(self, complete)
-    if "tasks" in self.record:
-        os.kill(os.getpid(), signal.SIGTERM)
-ResultsFile.save = then_stop
-run(evaluate, show, sys.argv[1:])
-"""
+def test_a_terminated_run_resumes(
+    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last finished task; with nothing left to do, no model is loaded."""
+    output, save = tmp_path / "results.json", ResultsFile.save
 
+    def save_and_terminate(self: ResultsFile, *arguments: Any, **keywords: Any) -> None:
+        save(self, *arguments, **keywords)
+        if self.results.tasks:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-def test_a_stopped_run_goes_on(models: Models, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "results.json"
-    arguments = ["--model", models("llama"), "--suite", suite, "--output", output, "--device-map", "cpu"]
-    line = [sys.executable, "-c", STOPPED, *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=os.environ, check=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultsFile, "save", save_and_terminate)
+        line = ("evaluate", "--model", evaluable("llama"), "--suite", task_suite, "--output", output, "--device-map", "cpu")
+        done = command(*line)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     half = json.loads(output.read_text())
     assert (list(half["tasks"]), half["complete"]) == (["sums"], False)
     assert list(tmp_path.iterdir()) == [output]
 
-    half["tasks"]["sums"]["seconds"] = half["perplexity"]["seconds"] = 12345  # to see that they are not measured again
+    half["tasks"]["sums"]["seconds"] = half["perplexity"]["seconds"] = 12345  # a second measurement would change it
     output.write_text(json.dumps(half))
-    record = evaluate(str(models("llama")), suite, output=output, device_map="cpu")
-    assert list(record["tasks"]) == ["sums", "sums_text", "sums_shown"]
+    done = command(*line)
+    assert "resuming after 2 finished parts of the suite" in done.stderr
+    record, expected = (json.loads(path.read_text()) for path in (output, whole))
+    assert list(record["tasks"]) == list(TASKS)
     assert record["complete"]
     assert record["tasks"]["sums"]["seconds"] == record["perplexity"]["seconds"] == 12345
-    whole = evaluate(str(models("llama")), suite, output=tmp_path / "whole.json", device_map="cpu")
-    for task, entry in whole["tasks"].items():
+    for task, entry in expected["tasks"].items():
         assert entry["results"] == record["tasks"][task]["results"]
 
-    monkeypatch.setattr("emp_llm.evaluate.load_model", None)  # with nothing left to do, no model is loaded
-    evaluate(str(models("llama")), suite, output=output, device_map="cpu")
+    monkeypatch.setattr("emp_llm.runs.evaluate_run.load_model", None)
+    before = record["command"], record["tasks"]
+    results = measure(evaluable("llama"), task_suite, output)
+    assert (results.command, results.as_dict()["tasks"]) == before
 
 
 @pytest.mark.parametrize(
@@ -228,111 +177,99 @@ def test_a_stopped_run_goes_on(models: Models, suite: str, tmp_path: Path, monke
         ({"batch_size": "4"}, "batch_size: 8 there, 4 now"),
         ({"dtype": "float32"}, "dtype"),
         ({"suite": "perplexity"}, "text"),
-        ({"model": "gpt2"}, "model.sha256_of_samples"),
+        ({"model": "gpt2"}, "model.identity"),
     ],
 )
-def test_results_of_something_else_are_not_overwritten(
-    models: Models, suite: str, tmp_path: Path, options: dict[str, Any], field: str
+def test_other_results_are_not_overwritten(
+    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path, options: dict[str, Any], field: str
 ) -> None:
-    output = tmp_path / "results.json"
-    made = {"model": str(models("llama")), "suite": suite, "output": output, "device_map": "cpu"}
-    if not options.get("seen"):
-        evaluate(**made)
+    output = Path(shutil.copy(whole, tmp_path / "results.json"))
+    made = {"model": evaluable("llama"), "suite": task_suite, "output": output, "device_map": "cpu"}
     before = output.read_bytes()
     if "model" in options:
-        options = {"model": str(models(options["model"]))}
+        options = {"model": evaluable(options["model"])}
     with pytest.raises(UserError, match=re.escape(field)) as caught:
         evaluate(**made | options)
     assert "--overwrite" in str(caught.value)
     assert output.read_bytes() == before
 
 
-def test_overwrite_and_limit(models: Models, suite: str, tmp_path: Path) -> None:
+def one_weight_pruned(source: Path, output: Path) -> Path:
+    """A copy of a model with the smallest 1 % of the weights of one matrix set to zero."""
+    folder = Path(shutil.copytree(source, output))
+    name = "model.layers.1.mlp.up_proj.weight"
+    shard = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    weight = tensors[name].flatten()
+    weight[weight.abs().float().argsort()[: max(1, weight.numel() // 100)]] = 0
+    tensors[name] = weight.reshape(tensors[name].shape)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return folder
+
+
+def test_results_are_never_taken_over_for_other_weights(
+    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One matrix pruned at 1 % is another model: as an output, and as a baseline that must be measured itself."""
+    dense = evaluable("llama")
+    other = one_weight_pruned(dense, tmp_path / "other")
+    output = Path(shutil.copy(whole, tmp_path / "results.json"))
+    with pytest.raises(UserError, match=r"model\.identity"):
+        measure(other, task_suite, output)
+    with pytest.raises(UserError, match="other weights than those of --model"):
+        prune(other, output=tmp_path / "pruned", method="magnitude", evaluate=task_suite, baseline=whole, device_map="cpu")
+    short = task_suite.with_name("short.toml")
+    measure(other, short, tmp_path / "a.json", baseline=dense)
+    loaded: list[Path] = []
+
+    def load(folder: Path, *rest: Any) -> Any:
+        loaded.append(folder)
+        return load_model(folder, *rest)
+
+    from emp_llm.execution.loading import load_model
+
+    monkeypatch.setattr("emp_llm.runs.evaluate_run.load_model", load)
+    shutil.copy(tmp_path / "a-baseline.json", tmp_path / "b-baseline.json")
+    with pytest.raises(UserError, match=r"b-baseline\.json: it holds other results \(model\.identity"):
+        measure(dense, short, tmp_path / "b.json", baseline=other)
+    (tmp_path / "b-baseline.json").unlink()
+    measure(dense, short, tmp_path / "b.json", baseline=other)
+    assert loaded == [other, dense]
+    losses = [json.loads((tmp_path / name).read_text())["perplexity"]["loss"] for name in ("a.json", "b-baseline.json")]
+    assert losses[0] == losses[1] != json.loads((tmp_path / "b.json").read_text())["perplexity"]["loss"]
+
+
+def test_overwrite_and_limit(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     output.write_text('{"model": "m", "made_by": {}}')
-    record = evaluate(str(models("llama")), suite, output=output, device_map="cpu", limit=3, overwrite=True)
-    assert record["made_by"]["limit"] == 3
-    rows = record["table"].splitlines()[2:9]
-    assert all(row.endswith(" *") for row in rows), record["table"]
+    options: dict[str, Any] = {"model": evaluable("llama"), "suite": task_suite, "output": output, "device_map": "cpu"}
+    rows = table(**options, limit=3, overwrite=True).splitlines()
+    assert all(row.endswith(" *") for row in rows[2:9]), rows
+    assert json.loads(output.read_text())["made_by"]["limit"] == 3
 
 
-def test_disk_offload(models: Models, suite: str, tmp_path: Path) -> None:
-    there = evaluate(str(models("llama")), suite, output=tmp_path / "a.json", device_map="disk")
-    here = evaluate(str(models("llama")), suite, output=tmp_path / "b.json", device_map="cpu")
-    assert there["table"] == here["table"]
+def test_an_offloaded_model_measures_the_same(evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path) -> None:
+    offloaded = evaluate(evaluable("llama"), suite=task_suite, output=tmp_path / "disk.json", device_map="disk")
+    expected = json.loads(whole.read_text())
+    assert offloaded.results.as_dict()["perplexity"]["perplexity"] == expected["perplexity"]["perplexity"]  # type: ignore[union-attr]
+    assert metrics(offloaded.results) == {name: task["results"] for name, task in expected["tasks"].items()}  # type: ignore[union-attr]
 
 
-def refused(says: str, /, **options: Any) -> None:
-    with pytest.raises(UserError, match=says) as caught:
-        evaluate(**options)
-    assert "\n" not in str(caught.value)
-
-
-def test_wrong_input(models: Models, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = str(models("llama"))
-    refused(r"'demmo' is not a suite.*Did you mean demo", model=model, suite="demmo")
-    refused(r"--limit must be at least 1", model=model, suite=suite, limit=0)
-    refused(r"--batch-size 'many': expected a number", model=model, suite=suite, batch_size="many")
-    refused(r"--format 'latex' is none of terminal", model=model, suite=suite, form="latex")
-    refused(r"--output .*: a file cannot be written there", model=model, suite=suite, output=tmp_path)
-    refused(r"nothing: no such model folder", model=model, suite=suite, baseline="/nothing")
-    refused(r"--baseline nothing.json: cannot be read", model=model, suite=suite, baseline="nothing.json")
-    Path("list.json").write_text("[]")
-    refused(r"--baseline list.json: not a results file", model=model, suite=suite, baseline="list.json")
-    refused(r"--output list.json: not a results file", model=model, suite=suite, output=Path("list.json"))
-    bare = Path(shutil.copytree(model, "bare"))
-    for file in bare.glob("*token*"):
-        file.unlink()
-    refused(r"bare: no tokenizer that transformers can load", model="bare", suite=suite)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "list.json"]
-
-
-def test_wrong_tasks(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("emp_llm.evaluate.load_model", None)  # said before any model is loaded
-    model = str(models("llama"))
-    Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
-    refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, suite="a.toml")
-    Path("tasks").mkdir()
-    Path("tasks/lost.yaml").write_text(
-        TASK.format(name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE)
-    )
-    Path("b.toml").write_text('[[tasks]]\nnames = ["lost"]\nfolder = "tasks"\n')
-    Path("tasks/gone.yaml").write_text(Path("tasks/lost.yaml").read_text().replace("lost", "gone"))
-    Path("c.toml").write_text('[[tasks]]\nnames = ["gone", "lost"]\nfolder = "tasks"\n')
-    says = r"task gone: its data set json, task lost: its data set json cannot be loaded \(.*gone.jsonl"
-    refused(says, model=model, suite="c.toml")
-    refused(r"task lost: its data set json cannot be loaded \(.*lost.jsonl", model=model, suite="b.toml")
-    assert not list(tmp_path.glob("*.json"))
-
-
-def test_a_tokenizer_without_a_beginning(suite: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    says = r"model: the tokenizer has neither a bos_token nor an eos_token"
-    refused(says, model=str(model), suite=suite, device_map="cpu", output=tmp_path / "a.json")
-
-
-def test_baseline_of_another_suite(models: Models, suite: str, tmp_path: Path) -> None:
-    model = str(models("llama"))
-    short = Path(suite).with_name("short.toml")
-    short.write_text('[perplexity]\nfile = "text.txt"\nseqlen = 64\n')
-    common: dict[str, Any] = {"model": model, "device_map": "cpu", "suite": str(short)}
-    evaluate(**common, output=tmp_path / "a.json")
-    refused(r"--baseline .*another suite or limit \(limit", **common, baseline=str(tmp_path / "a.json"), limit=2)
-    refused(
-        r"--baseline .*another suite .*seqlen", **common | {"suite": f"{short},seqlen=32"}, baseline=str(tmp_path / "a.json")
-    )
-    stopped = json.loads((tmp_path / "a.json").read_text()) | {"complete": False}
-    (tmp_path / "a.json").write_text(json.dumps(stopped))
-    refused(r"--beside .*has not finished", **common, beside=[tmp_path / "a.json"], output=tmp_path / "b.json")
-
-
-def test_without_lm_eval(models: Models, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lm_eval", "lm_eval.tasks"):
-        monkeypatch.setitem(sys.modules, name, None)
-    output = tmp_path / "results.json"
-    refused(r"pip install 'emp-llm\[eval\]'", model=str(models("llama")), suite=suite, output=output)
-    short = Path(suite).with_name("alone.toml")
-    short.write_text('[perplexity]\nfile = "text.txt"\nseqlen = 64\n')
-    assert evaluate(str(models("llama")), str(short), output=output, device_map="cpu")["complete"]
+def test_infinite_perplexities_do_not_end_an_evaluation(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
+    """That of the text and that of lm-eval: null in JSON, a word in the table, and the same after a resumption."""
+    folder = Path(shutil.copytree(evaluable("llama"), tmp_path / "ruined"))
+    for shard in folder.glob("*.safetensors"):
+        tensors = {name: tensor * (3e4 if "lm_head" in name else 1) for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+    options: dict[str, Any] = {"model": folder, "suite": task_suite, "output": tmp_path / "results.json", "device_map": "cpu"}
+    first = table(**options, baseline=evaluable("llama"))
+    for row in ("perplexity, blocks of 64", "sums_text word_perplexity"):
+        (line,) = (line for line in first.splitlines() if line.startswith(row))
+        assert line.split()[-3:] == ["infinite", "+inf", "%"], line
+    record = json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record["complete"]
+    assert record["perplexity"]["perplexity"] is None
+    assert record["perplexity"]["loss"] > 709
+    assert record["tasks"]["sums_text"]["results"]["sums_text"]["word_perplexity,none"] is None
+    assert table(**options, baseline=evaluable("llama")) == first
+    assert torch.isfinite(torch.tensor(record["tasks"]["sums"]["results"]["sums"]["acc,none"]))

@@ -1,4 +1,4 @@
-"""Mixtures of experts of many structures: which matrices are found, where they lie, what they are shown; and if nothing."""
+"""Mixtures of experts of many structures: their matrices are found where they are stored, and their inputs are observed."""
 
 import logging
 from collections.abc import Callable
@@ -14,18 +14,22 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from emp_llm.architecture import experts
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.model_layers import weight_of
 from emp_llm.calibrate import calibrate
-from emp_llm.models import journal, pruning, targets
-from emp_llm.models.activations import Activations
-from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.checkpoint import Checkpoint, Matrix
-from emp_llm.models.direct import Source
-from emp_llm.models.errors import UserError
-from emp_llm.models.layers import weight_of
-from emp_llm.models.loading import load_model
-from emp_llm.models.propagation import calibrate_blocks, calibrate_model
-from emp_llm.models.targets import Architecture
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.block_pass import calibrate_blocks
+from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrix import Matrix, as_tensor
+from emp_llm.common.errors import UserError
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
+from emp_llm.pruning import pruner as pruning
+from emp_llm.storage.direct_io import FileReader, FileWriter
+from emp_llm.storage.output import journal
 from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
@@ -83,7 +87,7 @@ def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
     """Read from the file by our offsets, each is what transformers has in memory at our place."""
     folder = make(family)
     model = load_model(folder, "cpu")
-    architecture = Architecture(Checkpoint(folder), model)
+    architecture = Architecture.of_model(Checkpoint(folder), model)
     chosen = architecture.select("all-linear")
     coverage = architecture.coverage(chosen)
     assert coverage.unreachable == ()
@@ -94,19 +98,19 @@ def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
     assert sum(target.matrix.numel for target in experts) == sum(stack.numel() for stack in stacks)
     seen: set[tuple[Path, int]] = set()
     for target in chosen:
-        with Source(target.matrix.stored.shard) as file:
-            read = target.matrix.read(file, 0, target.matrix.rows)
+        with FileReader(target.matrix.stored.shard) as file:
+            read = as_tensor(target.matrix.read(file, 0, target.matrix.rows), target.matrix.stored.dtype)
         assert torch.equal(read, weight_of(model, target.layer)), target.name
         seen.add((target.matrix.stored.shard, target.matrix.start))
     assert len(seen) == len(chosen)
 
 
 @pytest.mark.parametrize("family", STRUCTURES)
-def test_what_experts_are_shown(make: Make, family: str) -> None:
-    """Watched at the door of the module: the tokens routed to each, and what its own gate makes of them."""
+def test_inputs_of_experts(make: Make, family: str) -> None:
+    """Their norms are those of the tokens routed to each expert, and of its own gate's output, recomputed at the module."""
     folder = make(family)
     model = mixtures.load(folder)
-    layers = [target.layer for target in Architecture(Checkpoint(folder), model).select("all-linear")]
+    layers = [target.layer for target in Architecture.of_model(Checkpoint(folder), model).select("all-linear")]
     sums: dict[tuple[str, int, bool], Tensor] = {}
 
     def watch(module: Any, given: tuple[Tensor, ...]) -> None:
@@ -149,8 +153,10 @@ def test_what_experts_are_shown(make: Make, family: str) -> None:
         assert norm is not None
         np.testing.assert_allclose(norm.numpy(), wanted.numpy(), rtol=1e-5, err_msg=layer.name)
     for module in names.values():
-        shown = {x.expert.expert: norms.tokens_of(x.name) or 0 for x in experts if x.expert and x.name.startswith(f"{module}.")}
-        assert sum(shown.values()) == 2 * tokens().numel()  # each token goes to two
+        tokens_of = {
+            x.expert.expert: norms.tokens_of(x.name) or 0 for x in experts if x.expert and x.name.startswith(f"{module}.")
+        }
+        assert sum(tokens_of.values()) == 2 * tokens().numel()  # each token goes to two
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "gpt_oss", "llama4_text", "nemotron_h"])
@@ -160,7 +166,7 @@ def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path,
     for where in ("cpu", "disk"):
         out = tmp_path / where
         prune(
-            str(make(family)), out, targets="all-linear", calibration=str(text), samples=4, seqlen=64, device_map=where,
+            model=make(family), output=out, targets="all-linear", calibration=str(text), samples=4, seqlen=64, device_map=where,
             propagate=propagate,
         )  # fmt: skip
         runs.append(out)
@@ -168,9 +174,9 @@ def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path,
         assert shard.read_bytes() == (runs[1] / shard.name).read_bytes()
         assert oracle.header(shard) == oracle.header(make(family) / shard.name)
     model = mixtures.load(runs[0])
-    for target in Architecture(Checkpoint(runs[0]), model).select("all-linear"):
+    for target in Architecture.of_model(Checkpoint(runs[0]), model).select("all-linear"):
         assert 0.02 < float((weight_of(model, target.layer) == 0).double().mean()) < 0.98, target.name
-    assert verify(runs[0], source=str(make(family)))["differences"] == []
+    assert verify(runs[0], source=str(make(family))).differences == []
 
 
 def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +187,7 @@ def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monke
     prune(output=tmp_path / "whole", **options)
     write, written, stop = Matrix.write, [], True
 
-    def watched(self: Matrix, file: int, first: int, rows: Tensor) -> None:
+    def watched(self: Matrix, file: FileWriter, first: int, rows: Any) -> None:
         write(self, file, first, rows)
         written.append((self.stored.name, self.expert))
         if stop and self.expert == 2 and first:
@@ -198,26 +204,22 @@ def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monke
     assert not done & set(written)
     for name in ("model.safetensors", "emp_manifest.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert verify(tmp_path / "out", source=options["model"])["differences"] == []
-
-
-def shown_nothing(models: Callable[[str], Path], text: Path, out: Path, **options: Any) -> dict[str, Any]:
-    """One token to a block, so that two of four experts of each get none."""
-    common = {"calibration": str(text), "samples": 1, "seqlen": 1, "device_map": "cpu"} | options
-    return prune(str(models("mixtral")), out, "emp-wanda", **common)  # type: ignore[arg-type]
+    assert verify(tmp_path / "out", source=options["model"]).differences == []
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
 def test_experts_without_tokens_are_scored_by_magnitude(
-    models: Callable[[str], Path], text: Path, tmp_path: Path, propagate: str, caplog: pytest.LogCaptureFixture
+    models: Make, text: Path, tmp_path: Path, propagate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = shown_nothing(models, text, tmp_path / "out", min_expert_tokens=1, propagate=propagate)
+    one_token: dict[str, Any] = {"calibration": str(text), "samples": 1, "seqlen": 1}  # so that two of four experts get none
+    report = prune(
+        models("mixtral"), output=tmp_path / "out", min_expert_tokens=1, propagate=propagate, device_map="cpu", **one_token
+    )
     by_magnitude = report["targets"]["scored_by_magnitude"]
     assert set(by_magnitude.values()) == {0}
     assert len(by_magnitude) == 2 * 2 * 3
     assert any(
-        message.startswith("warning: 12 of 24 matrices are of experts that were shown fewer than 1")
-        for message in caplog.messages
+        message.startswith("warning: 12 of 24 matrices belong to experts that saw fewer than 1 ") for message in caplog.messages
     )
     norms = oracle.load_norms(tmp_path / "out" / "emp_llm" / "activations.safetensors")
     for layer, entry in report["matrices"].items():
@@ -226,57 +228,57 @@ def test_experts_without_tokens_are_scored_by_magnitude(
         kept = oracle.weight(tmp_path / "out", entry["tensor"]) != 0
         np.testing.assert_array_equal(kept, oracle.row_masks(scores, True) & (matrix != 0), err_msg=layer)
         assert (not norms[layer].any()) == (layer in by_magnitude)
-    assert verify(tmp_path / "out", source=str(models("mixtral")))["differences"] == []
+    assert verify(tmp_path / "out", source=str(models("mixtral"))).differences == []
 
 
-def test_the_least_number_of_tokens(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
-    """A file of norms says how many tokens each expert was shown, so that any later run can draw the line elsewhere."""
+def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) -> None:
+    """An activations file tells how many tokens each expert saw, so that any later run can set another minimum."""
     file = tmp_path / "norms.safetensors"
-    calibrate(str(models("mixtral")), file, str(text), samples=4, seqlen=64, device_map="cpu")
-    shown = Activations.load(file)
-    counts = {name: tokens for name in shown.input_of if ".experts." in name and (tokens := shown.tokens_of(name)) is not None}
+    calibrate(models("mixtral"), output=file, calibration=str(text), samples=4, seqlen=64, device_map="cpu")
+    norms = Activations.load(file)
+    counts = {name: tokens for name in norms.input_of if ".experts." in name and (tokens := norms.tokens_of(name)) is not None}
     assert len(counts) == 24
     line = sorted(counts.values())[9]
-    report = prune(str(models("mixtral")), tmp_path / "out", activations=file, min_expert_tokens=line, device_map="cpu")
+    report = prune(models("mixtral"), output=tmp_path / "out", activations=file, min_expert_tokens=line, device_map="cpu")
     assert report["targets"]["scored_by_magnitude"] == {name: count for name, count in counts.items() if count < line}
     assert report["recipe"]["min_expert_tokens"] == line
-    with pytest.raises(UserError, match=r"group all: .*experts\.\d\.w\d was shown \d+ calibration tokens.*--samples.*--ignore"):
-        prune(str(models("mixtral")), tmp_path / "all", activations=file, min_expert_tokens=line, group="all")
+    with pytest.raises(UserError, match=r"group all: .*experts\.\d\.w\d saw \d+ calibration tokens.*--samples.*--ignore"):
+        prune(models("mixtral"), output=tmp_path / "all", activations=file, min_expert_tokens=line, group="all")
     with pytest.raises(UserError, match=r"^--min-expert-tokens must be 0 or more, got -1"):
-        prune(str(models("mixtral")), tmp_path / "all", min_expert_tokens=-1)
+        prune(models("mixtral"), output=tmp_path / "all", min_expert_tokens=-1)
 
 
-def test_what_cannot_be_reached(
-    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_experts_that_cannot_be_pruned(
+    models: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(targets, "find_stacks", lambda model, blocks: {})
+    monkeypatch.setattr(experts, "find_stacks", lambda model, blocks: {})
     source, out = str(models("mixtral")), tmp_path / "out"
-    with pytest.raises(UserError, match=r"^91 % of the weights in decoder blocks are of no layer .*experts.*--allow-partial"):
-        prune(source, out, "magnitude", targets="all-linear")
+    with pytest.raises(UserError, match=r"^91 % of the weights in decoder blocks cannot be pruned .*experts.*--allow-partial"):
+        prune(source, output=out, method="magnitude", targets="all-linear")
     with pytest.raises(UserError, match=r"91 % of the weights"):
-        calibrate(source, tmp_path / "norms.safetensors")
-    with pytest.raises(UserError, match=r"match nothing.*no layers: model\.layers\.0\.mlp\.experts"):
-        prune(source, out, "magnitude", targets="mlp")
+        calibrate(source, output=tmp_path / "norms.safetensors")
+    with pytest.raises(UserError, match=r"match nothing.*no layer: model\.layers\.0\.mlp\.experts"):
+        prune(source, output=out, method="magnitude", targets="mlp")
     assert not out.exists()
-    report = prune(source, out, "magnitude", targets="all-linear", allow_partial=True)
+    report = prune(source, output=out, method="magnitude", targets="all-linear", allow_partial=True)
     assert any("% of the weights in decoder blocks" in message and "stay dense" in message for message in caplog.messages)
     assert {name.rpartition(".")[2] for name in report["matrices"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert report["targets"]["unreachable_share_of_blocks"] > 0.8
     assert len(report["targets"]["unreachable"]) == 4
     caplog.set_level(logging.WARNING)
     caplog.clear()
-    prune(source, tmp_path / "attention", "magnitude", targets="attention")  # asked for: nothing is left out
+    prune(source, output=tmp_path / "attention", method="magnitude", targets="attention")  # nothing that was named is left out
     assert caplog.messages == []
 
 
 def test_an_unknown_use_of_experts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are copied before they are multiplied cannot be told from others: that is said, not passed over."""
+    """Weights that are copied before they are multiplied cannot be told from others; this is an error."""
     model = load_model(make("mixtral"), "cpu")
-    layers = [target.layer for target in Architecture(Checkpoint(make("mixtral")), model).select("mlp")]
+    layers = [target.layer for target in Architecture.of_model(Checkpoint(make("mixtral")), model).select("mlp")]
     linear = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda inputs, weight, bias=None: linear(inputs, weight.clone(), bias))
-    with pytest.raises(UserError, match=r"experts\.gate_up_proj: it was not seen how its experts use it.*--ignore"):
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj: no product of its experts was recognised.*--ignore"):
         calibrate_model(model, layers, tokens(), 2)
-    with pytest.raises(UserError, match="not seen how"):
+    with pytest.raises(UserError, match="no product of its experts"):
         calibrate_blocks(BlockwiseModel(model), layers, tokens(), 2)
     assert model.config._experts_implementation != "eager", "as it was before"

@@ -1,87 +1,227 @@
-"""Models by their Hub id, through the unmodified client, from a loopback server and from the cache."""
+"""Models by their Hub id, through the unmodified client, from a loopback server and from the cache; retries and errors."""
 
+import errno
 import json
-import os
-import shutil
+import logging
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from hub_server import COMMIT, TOKEN, hub_server
+import pytest
+from hub_client import Client, environment
+from hub_server import COMMIT, TOKEN, Hub
+from huggingface_hub.errors import HfHubHTTPError
+
+from emp_llm.common.errors import UserError
+from emp_llm.hub import retries
+from emp_llm.hub.explained_errors import hub_errors_explained
+from emp_llm.hub.retries import HUB_ERRORS, with_retries
 
 
-def command(name: str, endpoint: str, home: Path, *arguments: object, **more: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", f"emp_llm.{name}", *map(str, arguments)]
-    environment = (
-        os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"} | more
-    )
-    environment.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in more else None
-    done = subprocess.run(line, cwd=home.parent, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert TOKEN not in done.stdout + done.stderr
-    return done
+@pytest.fixture(scope="module")
+def offline(hub_home: Path) -> Iterator[Client]:
+    """A client of the same cache without a network."""
+    one = Client("http://127.0.0.1:9", hub_home, TOKEN, HF_HUB_OFFLINE="1")
+    yield one
+    one.close()
 
 
-def prune(endpoint: str, home: Path, *arguments: object, **more: str) -> "subprocess.CompletedProcess[str]":
-    return command("prune", endpoint, home, "--method", "magnitude", *arguments, **more)
-
-
-def test_download_prune_and_prune_again_offline(models: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(models("llama"), tmp_path / "repository")
-    (folder / "original").mkdir()
-    (folder / "original" / "consolidated.00.pth").write_bytes(b"pickle")
-    (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    home = tmp_path / "home"
-    with hub_server({"someone/tiny": folder}) as hub:
-        done = prune(hub.endpoint, home, "--model", "someone/tiny")
-        assert done.returncode == 0, done.stderr
-        wrong = prune(hub.endpoint, home, "--model", "someone/tiny", "--revision", "v9", "--output", "b")
-        assert (wrong.returncode, "no revision 'v9'" in wrong.stderr) == (2, True), wrong.stderr
+def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offline: Client, tmp_path: Path) -> None:
+    line = ["prune", "--method", "magnitude", "--model", "someone/tiny"]
+    code, _, err = client.command(tmp_path, *line)
+    assert code == 0, err
+    code, _, err = client.command(tmp_path, *line, "--revision", "v9", "--output", "b")
+    assert (code, "no revision 'v9'" in err) == (2, True), err
     assert not any(path.endswith((".bin", ".pth")) for path in hub.asked)
     output = tmp_path / "tiny-magnitude"  # named after the repository, in the current folder
     report = (output / "emp_report.json").read_text()
     assert COMMIT in report
     assert TOKEN not in report
-    again = prune("http://127.0.0.1:9", home, "--model", "someone/tiny", "--output", "again", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0, again.stderr
+    code, _, err = offline.command(tmp_path, *line, "--output", "again")
+    assert code == 0, err
     for shard in output.glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
 
 
-REFUSALS = """
-import sys
-from emp_llm.models.errors import UserError
-from emp_llm.services.hub import find_model
-for name in sys.argv[1:]:
-    try:
-        find_model(name)
-    except UserError as error:
-        print(error)
+def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_path: Path) -> None:
+    def refusal(name: str, asked: Client = client, **more: str) -> str:
+        return str(asked.call("find_model", name=name, **more)["error"])
+
+    missing = refusal("someone/nothing")
+    assert missing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+    assert refusal("someone/gated").startswith("someone/gated: you have no access to it yet.")
+    pickled = refusal("someone/pickles")
+    assert "pickles are not loaded here" in pickled
+    assert "convert it once" in pickled
+    assert "not a Hub id" in refusal("no such name")
+    assert "is for Hub ids" in refusal(str(tmp_path), revision="main")
+    assert "no such model folder" in refusal(str(tmp_path / "none"))
+    unknown = refusal("someone/other", offline)
+    assert "not (or not all of it) in the Hub cache, and the Hub cannot be reached" in unknown
+
+
+def test_transient_errors_of_a_download_are_retried(hub: Hub, client: Client) -> None:
+    for times, found in ((2, True), (9, False)):
+        hub.faults.clear()
+        hub.fail("GET", "/api/models/someone/tiny", 503, headers={"Retry-After": "0"}, times=times)
+        done = client.call("find_model", name="someone/tiny")
+        assert ("result" in done) == found, done
+        assert done["log"].splitlines() == ["the Hub answered 503; next try in 0 s."] * 2
+    assert "the Hub answered 503; try again later" in done["error"]
+    hub.faults.clear()
+
+
+FIND = """
+import sys, time
+from emp_llm import cli
+from emp_llm.hub.local_model import find_model
+cli._set_up_logging("", 0)
+start = time.monotonic()
+try:
+    find_model("someone/other")
+except ValueError as error:
+    print(error, file=sys.stderr)
+print(time.monotonic() - start)
 """
 
 
-def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path: Path) -> None:
-    pickles = tmp_path / "pickles"
-    pickles.mkdir()
-    (pickles / "config.json").write_text("{}")
-    (pickles / "pytorch_model.bin").write_bytes(b"pickle")
+def test_a_machine_without_a_network_says_so_soon(tmp_path: Path) -> None:
+    process = environment("http://no-such-host.invalid", tmp_path, TOKEN)
+    done = subprocess.run([sys.executable, "-c", FIND], env=process, capture_output=True, text=True, timeout=100, check=True)
+    first, second, error = done.stderr.splitlines()
+    assert first == "the Hub did not answer; next try in 1 s."
+    assert second.startswith("someone/other: the Hub at http://no-such-host.invalid cannot be reached (")
+    assert second.endswith("Looking in the cache.")
+    assert error.startswith("someone/other: no such folder here")
+    assert float(done.stdout) < 8  # 1.1 s on an idle machine
 
-    def refusals(endpoint: str, *names: str) -> list[str]:
-        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-        environment.pop("HF_HUB_OFFLINE", None)
-        line = [sys.executable, "-c", REFUSALS, *names]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=True)
-        assert TOKEN not in done.stdout + done.stderr
-        return done.stdout.splitlines()
 
-    with hub_server({"someone/pickles": pickles}, gated=("someone/gated",)) as hub:
-        nothing, gated, pickled = refusals(hub.endpoint, "someone/nothing", "someone/gated", "someone/pickles")
-    assert nothing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
-    assert gated.startswith("someone/gated: access to it must be granted first.")
-    assert "pickles are not loaded here" in pickled
-    assert "convert it once" in pickled
-    (unreachable,) = refusals("http://127.0.0.1:9", "someone/other")
-    assert "not in the Hub cache, and the Hub cannot be reached" in unreachable
+class Calls:
+    """A call that fails with some errors in turn, and then returns."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def no_answer(cause: Exception | None = None) -> Exception:
+    error = HUB_ERRORS[0]("connection failed")
+    error.__cause__ = cause
+    return error
+
+
+def answer(status: int, **headers: str) -> Exception:
+    response: Any = SimpleNamespace(status_code=status, headers=headers, request=None)
+    return HfHubHTTPError(f"answer {status}", response=response)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that retries would have waited; and the Hub has not answered yet."""
+    found: list[float] = []
+    monkeypatch.setattr(retries.time, "sleep", found.append)
+    monkeypatch.setattr(retries._Contact, "made", False)
+    return found
+
+
+NO_NETWORK = [socket.gaierror(-2, "Name or service not known"), OSError(errno.ENETUNREACH, "Network is unreachable")]
+
+
+@pytest.mark.parametrize("cause", NO_NETWORK, ids=["no name resolution", "no route"])
+def test_without_a_network_there_is_one_retry(waits: list[float], cause: OSError, caplog: pytest.LogCaptureFixture) -> None:
+    call = Calls(*(no_answer(cause) for _ in range(9)))
+    with caplog.at_level(logging.INFO), pytest.raises(HUB_ERRORS[0]):
+        with_retries(call)
+    assert (call.count, waits) == (2, [1])
+    assert caplog.messages == ["the Hub did not answer; next try in 1 s."]
+
+
+def test_a_network_that_was_there_is_waited_for(waits: list[float]) -> None:
+    assert with_retries(Calls()) == "done"
+    call = Calls(*(no_answer(NO_NETWORK[0]) for _ in range(5)))
+    assert with_retries(call) == "done"
+    assert waits == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        no_answer(ConnectionRefusedError("refused")),
+        no_answer(TimeoutError()),
+        answer(503),
+        json.JSONDecodeError("no JSON", "<", 0),
+    ],
+    ids=["refused", "timeout", "503", "a proxy's page"],
+)
+def test_transient_errors_are_retried_five_times(
+    waits: list[float], error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = Calls(*[error] * 9)
+    with pytest.raises(type(error)):
+        with_retries(call)
+    assert (call.count, waits) == (6, [1, 2, 4, 8, 16])
+    assert len(caplog.messages) == 5
+
+
+def test_the_hub_says_how_long_to_wait(waits: list[float]) -> None:
+    assert with_retries(Calls(answer(429, **{"Retry-After": "7"}), answer(429, **{"Retry-After": "99999"}))) == "done"
+    assert waits == [7, 600]
+
+
+@pytest.mark.parametrize("error", [answer(404), answer(403), ValueError("ours"), OSError("disk")], ids=str)
+def test_other_errors_are_not_retried(waits: list[float], error: Exception) -> None:
+    call = Calls(error)
+    with pytest.raises(type(error)):
+        with_retries(call)
+    assert (call.count, waits) == (1, [])
+
+
+class XetAuthenticationError(PermissionError):
+    """As hf_xet raises it."""
+
+    __module__ = "hf_xet"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("Data processing error: CAS service error : Reqwest Error: timed out"), "cannot be reached"),
+        (ValueError("LFS batch API returned errors:\nEncountered error: `Storage is full`"), "Storage is full"),
+        (XetAuthenticationError("Authentication error"), "does not accept your token"),
+        (ConnectionError("Network error: https://x/y?signature=secret"), "https://x/y)"),
+    ],
+)
+def test_errors_that_the_user_can_mend_are_sentences(error: Exception, words: str) -> None:
+    with pytest.raises(UserError, match=r"^user/name: ") as caught, hub_errors_explained("user/name"):
+        raise error
+    assert words in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA is broken"),
+        ValueError("a defect of the client"),
+        KeyError("key"),
+        FileNotFoundError(2, "no such file"),
+    ],
+    ids=str,
+)
+def test_defects_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, hub_errors_explained("user/name"):
+        raise error
+    assert caught.value is error
 
 
 QUESTIONS = """
@@ -108,25 +248,20 @@ folder = "tasks"
 """
 
 
-def test_a_suite_prepared_with_a_network_runs_without(tmp_path: Path) -> None:
+def test_a_suite_prepared_with_a_network_runs_without(client: Client, offline: Client, tmp_path: Path) -> None:
     model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
-    home, data = tmp_path / "home", tmp_path / "data"
-    data.mkdir()
-    rows = [{"question": f"{i} and {i} is", "options": ["a", "b"], "answer": i % 2} for i in range(8)]
-    (data / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "questions.yaml").write_text(QUESTIONS)
     (tmp_path / "mine.toml").write_text(SUITE)
-    nowhere = "http://127.0.0.1:9"
-    lost = command("evaluate", nowhere, home, "--suite", "mine.toml", "--model", model, HF_HUB_OFFLINE="1")
-    assert lost.returncode == 2
-    assert "task questions: its data set someone/questions cannot be loaded" in lost.stderr
-    assert "fetch them on a node with a network, with --prepare" in lost.stderr
-    with hub_server({"someone/questions": data, "someone/text": data}) as hub:
-        ready = command("evaluate", hub.endpoint, home, "--suite", "mine.toml", "--prepare")
-    assert ready.returncode == 0, ready.stderr
-    assert ready.stdout == "in the cache:\n  text someone/text/train: 8 rows\n  task questions: 8 examples\n"
-    assert ready.stderr == ""
-    done = command("evaluate", nowhere, home, "--suite", "mine.toml", "--model", model, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    assert "8 examples by lm-eval" in done.stdout
+    line = ["evaluate", "--suite", "mine.toml"]
+    code, _, err = offline.command(tmp_path, *line, "--model", model)
+    assert code == 2
+    assert "task questions: its data set someone/questions cannot be loaded" in err
+    assert "--prepare" in err
+    code, out, err = client.command(tmp_path, *line, "--prepare")
+    assert code == 0, err
+    assert out == "in the cache:\n  text someone/text/train: 8 rows\n  task questions: 8 examples\n"
+    assert err == ""
+    code, out, err = offline.command(tmp_path, *line, "--model", model)
+    assert code == 0, err
+    assert "8 examples by lm-eval" in out

@@ -1,27 +1,28 @@
-"""Selection and budgets: exact counts, ties, and the same result however the work is cut up."""
+"""Cuts, masks and budgets: exact counts, ties, and the same result for any blocks and threads."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, row_thresholds
+from emp_llm.selection.arithmetic.sums import sum_rows, sum_vector
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import magnitude, wanda
-from emp_llm.selection.hill import Moments
-from emp_llm.selection.masks import largest_mask
-from emp_llm.selection.rows import Selection, select_rows
-from emp_llm.selection.scheme import GroupSelector, Scheme
+from emp_llm.selection.group_selection import GroupSelector
+from emp_llm.selection.row_selection import Selection, select_rows
+from emp_llm.selection.scheme import Scheme
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def hostile_weights(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random weights with everything that can go wrong: ties, zero rows, equal rows, subnormals, outliers, signed zeros."""
+    """Random weights with ties, rows of zeros, rows of equal weights, subnormal numbers, outliers and negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(rows, columns, generator=generator).mul_(0.02).to(dtype)
     weights[0::11] = 0
@@ -34,8 +35,8 @@ def hostile_weights(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) 
     return weights
 
 
-def decide(selector: GroupSelector, blocks: tuple[Tensor, ...]) -> list[Selection]:
-    """Blocks of rows, fed in all rounds."""
+def select(selector: GroupSelector, blocks: tuple[Tensor, ...]) -> list[Selection]:
+    """Feed blocks of rows to a selector in all rounds."""
     for block in blocks:
         selector.add(block)
     while selector.searching():
@@ -45,14 +46,14 @@ def decide(selector: GroupSelector, blocks: tuple[Tensor, ...]) -> list[Selectio
 
 
 def oracle(scores: np.ndarray, count: int) -> np.ndarray:
-    """A stable sort from the largest down: equal scores in the order of their index."""
+    """The mask from a stable sort in descending order, which keeps equal scores in the order of their index."""
     mask = np.zeros(scores.shape, dtype=bool)
     mask[np.argsort(-scores, kind="stable")[:count]] = True
     return mask
 
 
 def oracle_counts(scores: np.ndarray) -> np.ndarray:
-    """clip(floor(N_eff), 1, N) of rows from float64 sums by numpy; N for rows of zeros."""
+    """clip(floor(N_eff), 1, N) of each row, from float64 sums by numpy; N for a row of zeros."""
     total, squares = scores.sum(1), np.square(scores).sum(1)
     with np.errstate(invalid="ignore"):
         counts = np.clip(np.floor(total * total / squares), 1, scores.shape[1])
@@ -68,6 +69,47 @@ def test_exactly_the_largest_lowest_index_first(dtype: torch.dtype, columns: int
     values = scores.abs().double().numpy()
     for row in range(44):
         assert (mask[row] == oracle(values[row], int(counts[row]))).all()
+
+
+@given(st.data(), st.sampled_from(DTYPES), st.integers(1, 150), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_thresholds_of_any_rows_and_counts(data: st.DataObject, dtype: torch.dtype, columns: int, rows: int) -> None:
+    """The key of the k-th largest score, and how many scores equal to it are kept, from a sorted list of Python floats."""
+    raw = np.frombuffer(data.draw(st.binary(min_size=rows * columns, max_size=rows * columns)), dtype=np.int8)
+    scores = torch.from_numpy(raw.reshape(rows, columns) // data.draw(st.sampled_from([1, 16, 64]))).to(dtype)
+    counts = data.draw(st.lists(st.integers(0, columns), min_size=rows, max_size=rows))
+    some, none, all_of_them = row_thresholds(
+        order_keys(scores), *(torch.tensor(k) for k in (counts, [0] * rows, [columns] * rows))
+    )
+    for row, values in enumerate(scores.double().abs().tolist()):
+        descending = sorted(values, reverse=True)
+        for threshold, count in ((some, counts[row]), (none, 0), (all_of_them, columns)):
+            cut = descending[max(count, 1) - 1]
+            assert float(threshold.key.view(dtype)[row]) == cut
+            assert int(threshold.ties[row]) == count - sum(value > cut for value in values)
+
+
+@given(st.integers(1, 400), st.integers(1, 5), st.sampled_from(DTYPES), st.integers(0, 1 << 30))
+@settings(max_examples=50, deadline=None)
+def test_sums_add_to_64_lanes_in_order(columns: int, rows: int, dtype: torch.dtype, seed: int) -> None:
+    values = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    assert sum_rows(values, torch.abs)[0].tolist() == [sum_in_order(row) for row in values.abs().double().tolist()]
+
+
+def test_a_long_sum_has_the_same_order() -> None:
+    values = torch.rand(100_003, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert float(sum_vector(values)) == sum_in_order(values.tolist())
+
+
+def sum_in_order(values: list[float]) -> float:
+    """The sum as defined: element i goes to lane i mod 64, then the lanes are folded in halves."""
+    lanes = [0.0] * 64
+    for i, value in enumerate(values):
+        lanes[i % 64] += value
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [low + high for low, high in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]
 
 
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
@@ -93,21 +135,19 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
 
 
 def test_threads_do_not_change_a_bit() -> None:
-    program = (
-        "import sys, hashlib, torch; torch.set_num_threads(int(sys.argv[1]))\n"
-        "from emp_llm.selection.rows import select_rows; from emp_llm.selection.budgets import EffectiveBudget\n"
-        "w = torch.randn(300, 3001, generator=torch.Generator().manual_seed(0)).bfloat16()\n"
-        "s = select_rows(w.float() * torch.rand(3001, generator=torch.Generator().manual_seed(1)), EffectiveBudget())\n"
-        "raw = b''.join(t.numpy().tobytes() for t in (s.mask, s.n_eff, s.s_eff, s.kept_mass))\n"
-        "print(hashlib.sha256(raw).hexdigest())"
-    )
-    results = {
-        subprocess.run(
-            [sys.executable, "-c", program, threads], capture_output=True, text=True, check=True, env=os.environ
-        ).stdout
-        for threads in ("1", "2")
-    }
-    assert len(results) == 1
+    weights = torch.randn(300, 3001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scores = wanda(weights, torch.rand(3001, generator=torch.Generator().manual_seed(1)))
+    before, found = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            part = select_rows(scores, EffectiveBudget())
+            assert part.n_eff is not None
+            assert part.s_eff is not None
+            found.add(b"".join(t.numpy().tobytes() for t in (part.mask, part.n_eff, part.s_eff, part.kept_mass)))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,12 +155,12 @@ def test_threads_do_not_change_a_bit() -> None:
     "budget",
     [EffectiveBudget(), EffectiveBudget(beta=0.7), EffectiveBudget(order=1.0), RatioBudget(0.3), TotalBudget(1234, 6000)],
 )
-def test_a_group_of_blocks_is_one_long_row(dtype: torch.dtype, budget: Budget) -> None:
+def test_a_group_in_blocks_equals_one_long_row(dtype: torch.dtype, budget: Budget) -> None:
     scores = hostile_weights(40, 150, dtype, seed=5).abs()
     one_row = select_rows(scores.reshape(1, -1), budget)
     for block in (1, 7, 40):
         selector = GroupSelector(budget)
-        selections = decide(selector, scores.split(block))
+        selections = select(selector, scores.split(block))
         mask = torch.cat([selection.mask for selection in selections])
         assert torch.equal(mask.reshape(1, -1), one_row.mask)
         assert selector.effective_mass(dtype) == pytest.approx(float(one_row.s_eff), rel=1e-12)
@@ -129,14 +169,14 @@ def test_a_group_of_blocks_is_one_long_row(dtype: torch.dtype, budget: Budget) -
 
 
 @pytest.mark.parametrize("rows", [700, 70_000])  # torch shares a sum of 70,000 numbers among threads
-def test_a_group_has_the_same_numbers_in_any_blocks_and_threads(rows: int) -> None:
+def test_figures_of_a_group_do_not_depend_on_blocks_and_threads(rows: int) -> None:
     scores = torch.rand(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     before, found = torch.get_num_threads(), set()
     try:
-        for block, threads in ((rows, 1), (rows, 2), (rows // 2, 1), (rows // 700, 1)):
+        for block, threads in ((rows, 1), (rows, 2), (rows // 2, 1), (rows // 100, 1)):
             torch.set_num_threads(threads)
             selector = GroupSelector(EffectiveBudget())
-            decide(selector, scores.split(block))
+            select(selector, scores.split(block))
             found.add((float(selector.moments.number()), selector.effective_mass(torch.float64)))
     finally:
         torch.set_num_threads(before)
@@ -145,10 +185,10 @@ def test_a_group_has_the_same_numbers_in_any_blocks_and_threads(rows: int) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
-    """A small matrix, where nearly all of a total is removed: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of its 2 weights."""
+    """Two weights of a total that loses 18 of 20: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of them are removed."""
     budget = TotalBudget(18, 20)
     scores = torch.tensor([[0.5, torch.finfo(dtype).max]], dtype=dtype)
-    for part in (select_rows(scores, budget, 2), decide(GroupSelector(budget, 2), (scores,))[0]):
+    for part in (select_rows(scores, budget, 2), select(GroupSelector(budget, 2), (scores,))[0]):
         assert part.mask.tolist() == [[False, False]]
         assert (part.kept.tolist(), part.kept_mass.tolist()) == ([0], [0.0])
 
@@ -156,7 +196,7 @@ def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_of_zeros_is_kept_whole(dtype: torch.dtype) -> None:
     selector = GroupSelector(EffectiveBudget(0.5))
-    assert all(bool(part.mask.all()) for part in decide(selector, torch.zeros(4, 3, dtype=dtype).split(3)))
+    assert all(bool(part.mask.all()) for part in select(selector, torch.zeros(4, 3, dtype=dtype).split(3)))
     assert (float(selector.moments.number()), selector.effective_mass(dtype)) == (12.0, 1.0)
 
 
@@ -164,12 +204,12 @@ def test_ratio_removes_the_floor_of_every_row() -> None:
     scores = hostile_weights(22, 101, torch.float32).abs()
     for sparsity in (0.0, 0.1, 0.5, 0.999):
         assert set(select_rows(scores, RatioBudget(sparsity)).kept.tolist()) == {101 - math.floor(sparsity * 101)}
-    # 0.3 * 10 is 3 though 0.3 is a little less in binary, and 0.7 * 10 is 7 though the product is a little more.
+    # In binary, 0.3 is a little less than 3 / 10; still, 3 of 10 are removed.
     ten = Moments.of_rows(torch.rand(1, 10))
     assert [int(RatioBudget(sparsity).counts(ten)) for sparsity in (0.3, 0.7, 0.29)] == [7, 3, 8]
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 5)])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 5), (1, 2), (40, 63), (7, 64), (40, 90)])
 def test_pattern_keeps_n_of_every_m(n: int, m: int) -> None:
     scores = hostile_weights(33, 4 * m, torch.bfloat16).abs()
     mask = select_rows(scores, PatternBudget(n, m)).mask
@@ -179,7 +219,7 @@ def test_pattern_keeps_n_of_every_m(n: int, m: int) -> None:
         select_rows(torch.rand(2, 4 * m + 1), PatternBudget(n, m))
 
 
-def test_total_is_exact_and_spread_evenly() -> None:
+def test_a_total_is_exact_and_spread_evenly() -> None:
     sizes = [(30, 64), (7, 101), (1, 5)]
     total = sum(rows * columns for rows, columns in sizes)
     for removed in (0, 1, 777, total // 2, total - 1):
@@ -193,8 +233,8 @@ def test_total_is_exact_and_spread_evenly() -> None:
         assert total - kept == removed
 
 
-def test_parts_lose_what_is_said_of_each() -> None:
-    """Row by row as a total of its own, however the rows of a part are cut into blocks."""
+def test_each_part_is_a_total_of_its_own() -> None:
+    """Row by row, for any blocks of rows."""
     sizes, removed = [(30, 64), (7, 101), (3, 20), (1, 5)], (1000, 0, 16, 4)
     budget = PartsBudget(removed, tuple(rows * columns for rows, columns in sizes))
     offset = 0
@@ -214,8 +254,51 @@ def test_parts_lose_what_is_said_of_each() -> None:
         Scheme("magnitude", budget, "all")
 
 
-def test_bfloat16_arithmetic_is_the_papers() -> None:
-    """omega, its squares and their sum in bfloat16, as torch computes them on a row; a handful of counts remain."""
+@given(st.data(), st.integers(1, 6), st.integers(1, 40), st.integers(0, 1 << 40), st.integers(0, 1 << 30))
+@settings(max_examples=100, deadline=None)
+def test_the_rule_for_kernels_keeps_as_many_as_the_budget(
+    data: st.DataObject, rows: int, columns: int, offset: int, seed: int
+) -> None:
+    size, sparsity, order = rows * columns, st.floats(0, 0.99), st.sampled_from([0.5, 1.0, 2.0])
+    total = data.draw(st.integers(2, 1 << 41))
+    budgets = st.one_of(
+        st.builds(EffectiveBudget, st.floats(0.1, 3), order),
+        st.just(EffectiveBudget(dtype="bfloat16")),
+        st.builds(RatioBudget, sparsity, order),
+        st.builds(PatternBudget, st.integers(1, 3), st.integers(4, 5), order),
+        st.builds(TotalBudget, st.integers(0, total - 1), st.just(total), order),
+        st.builds(PartsBudget, st.tuples(st.integers(0, offset), st.integers(0, size - 1)), st.just((offset + 1, size)), order),
+    )
+    budget = data.draw(budgets)
+    if isinstance(budget, PatternBudget):
+        columns *= budget.m
+    if isinstance(budget, PartsBudget):
+        offset += 1  # the second part
+    scores = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).abs()
+    counts = budget.counts(Moments.of_rows(scores, budget.order), offset, scores)
+    assert budget.has_kernel == (budget.order == 2.0 and getattr(budget, "dtype", "float64") == "float64")
+    if not budget.has_kernel:
+        return
+    rule = budget.keep_rule((rows, columns), offset)
+    assert sum(part is not None for part in rule) == 1
+    if rule.beta is not None:
+        kept = [count_of(row, rule.beta) for row in scores.double().tolist()]
+    elif rule.pattern is not None:
+        kept = [columns // rule.pattern[1] * rule.pattern[0]] * rows
+    else:
+        assert rule.counts is not None
+        kept = [rule.counts] * rows if isinstance(rule.counts, int) else list(rule.counts)
+    assert counts.tolist() == kept
+
+
+def count_of(row: list[float], beta: float) -> int:
+    """clip(floor(beta * N_eff), 1, N) of a row that is not all zeros."""
+    n_eff = math.fsum(row) ** 2 / math.fsum(value * value for value in row)
+    return min(max(math.floor(beta * n_eff * (1 + 1e-12)), 1), len(row))
+
+
+def test_counts_in_bfloat16() -> None:
+    """omega, its squares and their sum in bfloat16, as torch computes them for a row: only a handful of counts remain."""
     weights = torch.randn(400, 4096, generator=torch.Generator().manual_seed(6)).mul(0.02).bfloat16().abs()
     counts = select_rows(weights, EffectiveBudget(dtype="bfloat16")).kept
     omega = weights / weights.float().sum(1, keepdim=True).bfloat16()
@@ -230,7 +313,7 @@ def test_bfloat16_arithmetic_is_the_papers() -> None:
     assert counts.double().mean() < exact.double().mean()
 
 
-def test_wanda_is_one_rounding_of_the_product() -> None:
+def test_wanda_rounds_the_product_once() -> None:
     weight, norms = torch.tensor([[-3.0, 0.1]], dtype=torch.bfloat16), torch.tensor([2.0, 1 / 3])
     assert wanda(weight, norms).dtype == torch.float32
     assert wanda(weight, norms).tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
@@ -241,10 +324,10 @@ def test_wanda_is_one_rounding_of_the_product() -> None:
             wanda(weight, wrong)
 
 
-def test_schemes_that_make_no_sense_are_refused() -> None:
+def test_contradictory_schemes_are_refused() -> None:
     with pytest.raises(ValueError, match="N:M is a budget within rows"):
         Scheme("magnitude", PatternBudget(2, 4), "matrix")
-    with pytest.raises(ValueError, match="goes with group row"):
+    with pytest.raises(ValueError, match="needs group row"):
         Scheme("magnitude", EffectiveBudget(dtype="bfloat16"), "all")
     with pytest.raises(ValueError, match="1 <= N < M"):
         PatternBudget(3, 2)

@@ -1,20 +1,22 @@
-"""Measures: the effective numbers of a model's rows, those that prune finds, and no weights written."""
+"""Measures: the effective numbers of a model's rows are those of prune and of the oracle, and no weights are written."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import oracle
 import pytest
 from conftest import Run
 
+from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
-from emp_llm.models.checkpoint import Matrix
-from emp_llm.models.errors import UserError
 from emp_llm.prune import prune
-from emp_llm.services.overview import measure_table
+from emp_llm.records.measure import Measure
+from emp_llm.reporting.sweep_tables import measure_table
 
 Models = Callable[[str], Path]
 Record = dict[str, Any]
@@ -22,31 +24,32 @@ Record = dict[str, Any]
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_measures_are_what_prune_reports(models: Models, norms: Callable[[str], Path], tmp_path: Path, family: str) -> None:
-    """For every criterion and order, bit for bit, experts that are scored by magnitude among them."""
+    """Bit for bit for every criterion and order, also for experts that are scored by magnitude."""
     source, before = models(family), oracle.digest(models(family))
     common: Record = {"targets": "all-linear", "activations": norms(family)}
-    record = measure(str(source), tmp_path / "m.json", orders="1,2", **common)
-    assert json.loads((tmp_path / "m.json").read_text()) == record
+    record = measure(source, output=tmp_path / "m.json", orders="1,2", **common)
+    assert json.loads((tmp_path / "m.json").read_text()) == record.as_dict()
     assert oracle.digest(source) == before
     assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
     found = {(entry["criterion"], entry["order"]): entry for entry in record["measures"]}
     assert list(found) == [(criterion, order) for criterion in ("magnitude", "wanda") for order in (1.0, 2.0)]
     for (criterion, order), entry in found.items():
-        report = prune(str(source), tmp_path / "out", f"emp-{criterion}", order=order, overwrite=True, **common)  # type: ignore[arg-type]
+        method = f"emp-{criterion}"
+        report = prune(source, output=tmp_path / "out", method=method, order=order, overwrite=True, **common)  # type: ignore[arg-type]
         for key in ("targets", "matrices", "warnings"):
             assert entry[key] == report[key], (criterion, order, key)
 
 
-def test_figures_are_the_oracles(models: Models, norms: Callable[[str], Path], tmp_path: Path) -> None:
+def test_numbers_are_the_oracles(models: Models, norms: Callable[[str], Path], tmp_path: Path) -> None:
     source = models("llama")
-    record = measure(str(source), tmp_path / "m.json", orders="1,2", activations=norms("llama"))
+    record = measure(source, output=tmp_path / "m.json", orders="1,2", activations=norms("llama"))
     held = oracle.load_norms(norms("llama"))
     for entry in record["measures"]:
         for layer, matrix in entry["matrices"].items():
             weights = oracle.weight(source, matrix["tensor"])
             scores = oracle.scores(weights, held[layer] if entry["criterion"] == "wanda" else None)
             numbers = [oracle.effective(row, entry["order"]) for row in scores]
-            assert list(matrix["n_eff"].values()) == pytest.approx(list(np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1])))
+            assert list(matrix["n_eff"].values) == pytest.approx(list(np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1])))
             assert matrix["n_eff_mean"] == pytest.approx(np.mean(numbers))
             if entry["order"] == 2:
                 assert matrix["s_eff_mean"] == pytest.approx(np.mean([oracle.mass(row) for row in scores]))
@@ -66,29 +69,31 @@ def test_each_matrix_is_read_once(
         return read(self, file, first, last, *rest)
 
     monkeypatch.setattr(Matrix, "read", counted)
-    record = measure(str(models("llama")), tmp_path / "m.json", orders="0.5,1,2", activations=norms("llama"))
+    record = measure(models("llama"), output=tmp_path / "m.json", orders="0.5,1,2", activations=norms("llama"))
     assert rows == {entry["tensor"]: entry["rows"] for entry in record["measures"][0]["matrices"].values()}
 
 
 def test_magnitude_needs_no_text(models: Models, tmp_path: Path) -> None:
-    record = measure(str(models("llama")), tmp_path / "m.json", criteria="magnitude", calibration="no such text")
+    record = measure(models("llama"), output=tmp_path / "m.json", criteria="magnitude", calibration="no such text")
     assert record["calibration"] is None
     assert [entry["criterion"] for entry in record["measures"]] == ["magnitude"]
 
 
 def test_deep_models_fit_the_table() -> None:
-    """Thirty blocks in eight columns, each the mean of its blocks' rows."""
+    """Thirty blocks in eight columns; each is the mean over the rows of its blocks."""
     spread = {"min": 10.0, "q1": 20.0, "median": 25.0, "q3": 30.0, "max": 40.0}
     matrices = {
         f"{block}.{role}": {
-            **{"role": role, "block": block, "rows": 4, "group_size": 100, "n_eff": spread, "n_eff_mean": float(block)},
-            **{"s_eff_mean": 0.8, "s_eff_bound": None},
+            **{"role": role, "block": block, "rows": 4, "columns": 100, "kept": 200, "kept_fraction": spread},
+            **{"group_size": 100, "n_eff": spread, "n_eff_mean": float(block), "s_eff_mean": 0.8},
         }
         for block in range(30)
         for role in ("up", "down")
     }
     targets = {"sparsity_of_targets": 0.5, "weights": 1000}
-    table = measure_table({"measures": [{"criterion": "wanda", "order": 1.0, "matrices": matrices, "targets": targets}]})
+    entry = {"criterion": "wanda", "order": 1.0, "matrices": matrices, "targets": targets}
+    record = msgspec.convert({"source": {"model": "m", "revision": None}, "measures": [entry]}, Measure)
+    table = measure_table(record)
     head, _, up, down, last = table.splitlines()
     assert head.split()[-16:-8] == ["0-3", "4-7", "8-10", "11-14", "15-18", "19-21", "22-25", "26-29"]
     shares = ["1.50", "5.50", "9.00", "12.50", "16.50", "20.00", "23.50", "27.50"]
@@ -110,18 +115,21 @@ def test_deep_models_fit_the_table() -> None:
 )
 def test_wrong_options(models: Models, tmp_path: Path, changes: Record, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        measure(str(models("llama")), tmp_path / "m.json", **changes)
+        measure(models("llama"), output=tmp_path / "m.json", **changes)
     assert not list(tmp_path.iterdir())
 
 
-def test_from_the_shell(models: Models, text: Path, run: Run, tmp_path: Path) -> None:
+def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_path: Path) -> None:
     line = ["--model", models("llama"), "--calibration", text, "--samples", 4, "--seqlen", 64]
-    done = run("measure", *line, "--output", "m.json")
+    done = command("measure", *line, "--output", "m.json")
     assert done.returncode == 0, done.stderr
     assert "wanda, order 2" in done.stdout
     assert "mlp.down_proj x 2" in done.stdout
     record = json.loads((tmp_path / "m.json").read_text())
-    assert record["format"] == "emp-llm measure 1"
+    assert record["format"] == "emp-llm measure 2"
     assert record["calibration"]["tokens"] == 256
-    with pytest.raises(UserError, match="it exists; name another file, or add --overwrite"):
-        measure(str(models("llama")), tmp_path / "m.json")
+    before = (tmp_path / "m.json").read_bytes()
+    again = command("measure", *line, "--output", "m.json")
+    assert again.returncode == 2
+    assert "it exists; name another file, or add --overwrite" in again.stderr
+    assert (tmp_path / "m.json").read_bytes() == before

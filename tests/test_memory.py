@@ -1,4 +1,4 @@
-"""Memory: what there is left, and the sentences where it is not enough."""
+"""Memory: the amount left on a machine, and the messages when it runs out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from emp_llm.models import residency
-from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.errors import UserError
-from emp_llm.models.loading import load_model
-from emp_llm.models.memory import OutOfMemory, available_memory
-from emp_llm.services.perplexity import _logits
+from emp_llm.common.errors import UserError
+from emp_llm.common.memory import OutOfMemory, available_memory
+from emp_llm.evaluation.perplexity import _logits
+from emp_llm.execution import offload
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import load_model
 
 Models = Callable[[str], Path]
 MACHINE = 1 << 34
@@ -37,7 +37,7 @@ def system(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_the_machine_has_left(system: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_memory_left_on_the_machine(system: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert available_memory(system) == MACHINE
     (system / "proc/self/cgroup").write_text("not a list of groups\n")
     assert available_memory(system) == MACHINE
@@ -46,7 +46,7 @@ def test_what_the_machine_has_left(system: Path, tmp_path_factory: pytest.TempPa
     assert here is None or 0 <= here < 1 << 50
 
 
-def test_what_the_control_groups_leave(system: Path) -> None:
+def test_memory_left_by_control_groups(system: Path) -> None:
     root = system / "sys/fs/cgroup"
     (system / "proc/self/cgroup").write_text("0::/slurm/job_7/step_0\n")
     group(root / "slurm/job_7/step_0", "max", 7000)
@@ -72,17 +72,17 @@ def test_no_room_for_the_weights_of_a_block(models: Models, monkeypatch: pytest.
     model = load_model(models("llama"), "disk")
     runner, ids = BlockwiseModel(model), torch.arange(80).view(2, 40)
     with runner.walk([ids]) as walk:
-        monkeypatch.setattr(residency, "_place", fail)
+        monkeypatch.setattr(offload, "_install", fail)
         with pytest.raises(OutOfMemory, match=r"^model\.layers\.0: out of memory on cpu.*weights.*--device-map disk"):
             next(walk.steps())
 
 
-def test_no_room_behind_the_last_block(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_after_the_last_block(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(models("llama"), "cpu")
     runner, ids = BlockwiseModel(model), torch.arange(80).view(2, 40)
     runner.prepare(ids)
     monkeypatch.setattr(model.lm_head, "forward", fail)
-    with pytest.raises(OutOfMemory, match=r"^LlamaForCausalLM behind its last block: out of memory on cpu with 2 sequences"):
+    with pytest.raises(OutOfMemory, match=r"^LlamaForCausalLM after its last block: out of memory on cpu with 2 sequences"):
         list(runner.forward([ids]))
 
 

@@ -1,13 +1,21 @@
-"""By how much two activations files differ."""
+"""Activations files: what they tell of their origin, and the differences between two of them."""
 
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from emp_llm.calibrate import calibrate, show
-from emp_llm.models.activations import Activations
-from emp_llm.models.errors import UserError
+from emp_llm.calibration.activations import Activations
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.records.corpus import Corpus
+from emp_llm.records.source import CalibrationRecord, TextRecord
 
 
 def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,8 +23,8 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ones, input_of = torch.ones(4), {"q": "q", "k": "q", "up": "up", "down": "down", "odd": "odd"}
     a = {"q": ones, "up": torch.tensor([0.0, 2.0]), "down": ones.clone(), "odd": ones.clone()}
     b = {"q": ones, "up": torch.tensor([0.0, 2.5]), "down": ones * 1.01, "odd": torch.ones(3)}
-    Activations(a, input_of, {"dtype": "bfloat16", "batch_size": 4}).save(one)
-    Activations(b, input_of | {"new": "q"}, {"dtype": "float32", "batch_size": 4}).save(two)
+    Activations(a, input_of, CalibrationRecord(dtype="bfloat16", batch_size=4)).save(one)
+    Activations(b, input_of | {"new": "q"}, CalibrationRecord(dtype="float32", batch_size=4)).save(two)
     found = calibrate(compare=(one, two))
     assert list(found.layers) == ["up", "down", "k", "q"], "the worst first"
     assert found.layers["up"] == pytest.approx((0.2, 0.1))
@@ -36,7 +44,47 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one: no such activations file"):
         calibrate(compare=(tmp_path / "one", tmp_path / "two"))
-    with pytest.raises(UserError, match=r"--compare looks at two files .*leave out --model"):
+    with pytest.raises(UserError, match=r"--compare reads two files .*leave out --model"):
         calibrate(model="x", compare=(tmp_path / "one", tmp_path / "two"))
     with pytest.raises(UserError, match=r"--model is missing"):
         calibrate()
+
+
+def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    """A file of norms is passed on; it tells the model's and the text's names, not where they lay on a machine."""
+    dense, matched = tmp_path / "dense", tmp_path / "matched"
+    shutil.copytree(models("llama"), dense)
+    prune(dense, output=matched, method="magnitude", sparsity=0.3)
+    prune(
+        dense, output=tmp_path / "out", method="wanda", match=matched, propagate="pruned", calibration=str(text), samples=2,
+        seqlen=32, device_map="cpu",
+    )  # fmt: skip
+    file = tmp_path / "out" / "emp_llm" / "activations.safetensors"
+    assert str(tmp_path).encode() not in file.read_bytes()
+    assert str(text.parent).encode() not in file.read_bytes()
+    about = Activations.load(file).about
+    assert about.text is not None
+    assert about.pruned_by is not None
+    assert (about.model, about.text.file, about.pruned_by.match) == ("dense", "text.txt", "matched")
+    assert json.loads((tmp_path / "out" / "emp_report.json").read_text())["calibration"] == about.as_dict()
+
+
+def test_older_files_with_folders(
+    norms: Callable[[str], Path], models: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are read as before, and a file of other weights is noticed by its identity, whatever its names."""
+    found = Activations.load(norms("llama"))
+    text = TextRecord(file="/home/someone/text.txt")
+    for identity, warned in ((found.about.identity, False), ("another", True)):
+        caplog.clear()
+        about = msgspec.structs.replace(found.about, model="/home/someone/llama", text=text, identity=identity)
+        replace(found, about=about).save(tmp_path / "old")
+        assert Activations.load(tmp_path / "old").about == about
+        prune(models("llama"), output=tmp_path / f"out-{warned}", activations=tmp_path / "old")
+        assert any("come from other weights" in message for message in caplog.messages) == warned
+
+
+def test_names_of_a_corpus() -> None:
+    assert Corpus(file="/data/prose.txt").record().file == "prose.txt"
+    assert Corpus(dataset="/data/prose").record().dataset == "prose"
+    assert Corpus(dataset="someone/prose").record().dataset == "someone/prose"

@@ -1,22 +1,40 @@
-"""What runs write: the same bytes for the same content, nothing beside it, and an older output replaced whole."""
+"""Outputs: the same bytes for the same content, nothing left beside them, and an older output replaced as a whole or kept."""
 
+import errno
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
 import torch
-from conftest import Run
+import torture
+from runs import report_of
 
-from emp_llm.models.activations import Activations
-from emp_llm.models.plain_output import write_folder
+from emp_llm.calibration.activations import Activations
+from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.records.source import CalibrationRecord
+from emp_llm.storage.output.atomic_folder import write_folder
+from emp_llm.storage.output.lock import FileLock
+from emp_llm.storage.output.output_folder import OutputFolder
+from emp_llm.storage.output.work_folder import WorkFolder
+
+Models = Callable[[str], Path]
 
 
-def test_activations_file_is_a_function_of_its_content(tmp_path: Path) -> None:
-    """The same bytes from every run: what is compared, cached or resumed by hash has to be."""
-    activations = Activations({"a": torch.ones(3)}, {"a": "a", "b": "a"}, {"model": "m"})
+class _Killed(BaseException):
+    pass
+
+
+def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:
+    """Files that are compared by hash must have the same bytes in every run."""
+    activations = Activations({"a": torch.ones(3)}, {"a": "a", "b": "a"}, CalibrationRecord(model="m"))
     written = set()
     for _ in range(12):
         activations.save(tmp_path / "norms.safetensors")
@@ -24,33 +42,41 @@ def test_activations_file_is_a_function_of_its_content(tmp_path: Path) -> None:
     assert len(written) == 1
 
 
-def test_no_temporary_files_are_left(
-    models: Callable[[str], Path], text: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_temporary_files_are_left(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    arguments = ("--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "disk")
-    done = run("prune", "--model", models("llama"), "--output", tmp_path / "out", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert not list(temporary.glob("emp-llm*"))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    created: list[str] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def watched(*arguments: Any, **options: Any) -> str:
+        folder: str = mkdtemp(*arguments, **options)
+        created.append(folder)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", watched)
+    options: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "disk"}
+    prune(model=str(models("llama")), output=tmp_path / "out", **options)
+    gc.collect()
+    assert any("emp-llm-offload" in folder for folder in created), "the offloaded model uses a temporary folder"
+    assert not list(temporary.glob("*emp-llm*"))
 
 
-def test_overwriting_replaces_and_leaves_the_source(models: Callable[[str], Path], tmp_path: Path) -> None:
+def test_overwrite_replaces_the_whole_output(models: Models, tmp_path: Path) -> None:
     source, out = models("llama"), tmp_path / "out"
     before = oracle.digest(source)
     prune(model=str(source), output=out, method="magnitude")
-    (out / "of the older run.txt").touch()
+    (out / "old file.txt").touch()
     half = {name: value for name, (value, _) in oracle.digest(out).items()}
     prune(model=str(source), output=out, method="magnitude", sparsity=0.25, overwrite=True)
     quarter = {name: value for name, (value, _) in oracle.digest(out).items()}
-    assert half.keys() - quarter.keys() == {"of the older run.txt"}
+    assert half.keys() - quarter.keys() == {"old file.txt"}
     assert any(half[name] != quarter[name] for name in quarter if name.endswith(".safetensors"))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing of the old folder is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left beside the output"
     assert oracle.digest(source) == before
 
 
-def test_interrupted_between_the_renames_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_between_the_renames_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     write_folder(out, {"page": b"old"}, False, "page")
     replace = os.replace
@@ -65,3 +91,118 @@ def test_interrupted_between_the_renames_of_a_report(tmp_path: Path, monkeypatch
         write_folder(out, {"page": b"new"}, True, "page")
     assert (out / "page").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_older_output_is_kept_until_it_is_replaced(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is killed between the two renames, or fails at the second: the older output stays or is restored."""
+    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
+    prune(**options, beta=0.5)
+    old, replace = torture.snapshot(tmp_path), os.replace
+    for error in (_Killed, OSError(errno.EIO, "input/output error")):
+
+        def second(source: Any, target: Any, error: Any = error) -> None:
+            if Path(target) == tmp_path / "out" and Path(source).name == "files":
+                raise error
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", second)
+            with pytest.raises((_Killed, UserError)):
+                prune(**options, overwrite=True)
+        if error is _Killed:
+            assert not (tmp_path / "out").exists()
+            with pytest.raises(UserError, match=r"out: it exists"):
+                prune(**options)
+        assert torture.snapshot(tmp_path) == old
+    prune(**options, overwrite=True)
+    assert torture.snapshot(tmp_path) != old
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_output_that_appears_during_the_run(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output of another run is not replaced without --overwrite: neither at the start of this run, nor at its end."""
+    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
+    opened, published = WorkFolder.open, OutputFolder.publish
+
+    def after_another_run(method: Any) -> Any:
+        def call(self: Any) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkFolder, "open", opened)
+                patch.setattr(OutputFolder, "publish", published)
+                prune(**options | {"output": tmp_path / "other"}, beta=0.5)
+            os.replace(tmp_path / "other", tmp_path / "out")
+            method(self)
+
+        return call
+
+    for patched, name, left in ((WorkFolder, "open", {"out"}), (OutputFolder, "publish", {"out", ".out.partial"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, name, after_another_run(getattr(patched, name)))
+            with pytest.raises(UserError, match=r"out: it exists; name another folder, or add --overwrite"):
+                prune(**options)
+        assert report_of(tmp_path / "out")["recipe"]["beta"] == 0.5
+        assert {path.name for path in tmp_path.iterdir()} == left
+        shutil.rmtree(tmp_path / "out")
+    prune(**options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_kill_after_both_renames(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replaced output still exists in the work folder, and does not disturb the next run."""
+    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
+    prune(**options, beta=0.5)
+
+    def end(self: WorkFolder) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "remove", end)
+        with pytest.raises(_Killed):
+            prune(**options, overwrite=True)
+    assert (tmp_path / ".out.partial" / "replaced").is_dir()
+    prune(**options, overwrite=True, beta=2.0)
+    assert report_of(tmp_path / "out")["recipe"]["beta"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work folder holds no finished work, but the older output."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "emp_report.json").write_text("{}")
+    replace = os.replace
+
+    def second(source: Any, target: Any) -> None:
+        if Path(source).name == "files":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", second)
+        with suppress(KeyboardInterrupt), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
+            out.begin({})
+            out.publish()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
+
+
+def test_run_that_starts_while_the_work_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run takes the lock as soon as it is released."""
+    work, other = (WorkFolder(tmp_path / "work", "it") for _ in range(2))
+    work.open()
+    release = FileLock.release
+
+    def released(self: FileLock) -> None:
+        release(self)
+        with monkeypatch.context() as patch:
+            patch.setattr(FileLock, "release", release)
+            other.open()
+            other.begin({}, discard_other=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLock, "release", released)
+        work.remove()
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"lock", "files"}
+    other.remove()
+    assert not list(tmp_path.iterdir())

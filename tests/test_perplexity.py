@@ -1,23 +1,26 @@
-"""Perplexity against twenty lines that take nothing from the package."""
+"""Perplexity against an independent computation, and its limits: little text, broken and offloaded models."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 from tiny import make_tokenizer
 
-from emp_llm.models import residency
-from emp_llm.models.errors import UserError
-from emp_llm.models.loading import load_model
-from emp_llm.services.perplexity import block_length, perplexity, text_tokens
-from emp_llm.services.suites import find_suite
+from emp_llm.common.errors import UserError
+from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
+from emp_llm.evaluation.suites import find_suite
+from emp_llm.execution import offload
+from emp_llm.execution.loading import load_model
+from emp_llm.records.evaluation import PerplexityRecord
 
 
 def independent(model: Any, tokens: torch.Tensor, block: int) -> float:
-    """Blocks one at a time; each block's mean loss by the model's own loss function, weighted by the block's tokens."""
+    """exp of the blocks' mean losses, weighted by their tokens: one block at a time, by the model's own loss function."""
     total, weight = 0.0, 0
     for start in range(0, len(tokens), block):
         ids = tokens[start : start + block][None]
@@ -42,7 +45,7 @@ def test_equals_the_independent_computation(models: Any, length: int, block: int
     assert result.blocks == length // block + (ends > 1)
 
 
-def test_limit_takes_the_first_blocks_and_says_so(models: Any) -> None:
+def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
     model = load_model(models("llama"), "cpu", "float32")
     tokens = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0))
     part = perplexity(model, tokens, 64, limit=3)
@@ -61,7 +64,20 @@ def test_text_of_a_suite(tmp_path: Path, models: Any) -> None:
     assert block_length(corpus, load_model(models("llama"), "cpu").config) == 128  # the model's context
 
 
-def test_too_little_text_and_broken_models_are_named(models: Any) -> None:
+def test_a_loss_too_large_for_exp_is_an_infinite_perplexity(models: Any) -> None:
+    """In JSON it is null, and the loss stands beside it."""
+    model = load_model(models("llama"), "cpu", "float32")
+    model.lm_head.weight.data *= 1e5
+    result = perplexity(model, torch.arange(200), 64)
+    assert math.isinf(result.value)
+    assert result.loss is not None
+    assert 709 < result.loss < math.inf
+    written = json.loads(msgspec.json.encode(result))
+    assert written["perplexity"] is None
+    assert math.isinf(msgspec.convert(written, PerplexityRecord).value)
+
+
+def test_too_little_text_and_broken_models_are_errors(models: Any) -> None:
     model = load_model(models("llama"), "cpu", "float32")
     with pytest.raises(UserError, match="at least 2 tokens, got 1"):
         perplexity(model, torch.tensor([1]), 64)
@@ -71,23 +87,23 @@ def test_too_little_text_and_broken_models_are_named(models: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_a_model_that_does_not_fit_is_read_once(models: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_model_is_read_once(models: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(0, 256, (64 * 5 + 10,), generator=torch.Generator().manual_seed(0))
     here = perplexity(load_model(models(family), "cpu"), tokens, 64, batch_size=2)
     read: list[torch.nn.Module] = []
-    whole = residency._read
+    whole = offload._read
 
     def counting(modules: list[torch.nn.Module]) -> Any:
         held = whole(modules)
         read.extend(entry.module for entry in held)
         return held
 
-    monkeypatch.setattr(residency, "_read", counting)
+    monkeypatch.setattr(offload, "_read", counting)
     model = load_model(models(family), "disk")
     there = perplexity(model, tokens, 64, batch_size=2)
     assert there.perplexity == here.perplexity
-    weights = sum(1 for module in model.modules() if residency._offload_hook(module) is not None)
+    weights = sum(1 for module in model.modules() if offload._offload_hook(module) is not None)
     assert weights > 10
-    # The embedding and what else lies outside the blocks come for the beginning and again for the end.
+    # Modules outside of the blocks, such as the embedding, are read at the beginning and again at the end.
     assert len(read) <= weights + 5
     assert all(parameter.device.type == "meta" for parameter in model.parameters())

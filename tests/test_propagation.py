@@ -10,32 +10,37 @@ import oracle
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
 from test_blockwise import block_map, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.calibrate import calibrate
-from emp_llm.models.activations import Activations
-from emp_llm.models.blockwise import BlockwiseModel, Step
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
-from emp_llm.models.layers import Layer
-from emp_llm.models.loading import load_model
-from emp_llm.models.propagation import Execution, calibrate_blocks, calibrate_model, propagated
-from emp_llm.models.pruning import Pruner
-from emp_llm.models.recipe import Recipe
-from emp_llm.models.targets import Architecture, build_skeleton
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.block_pass import calibrate_blocks, propagated
+from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import load_model
+from emp_llm.options.calibration import Place
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
+from emp_llm.pruning.output.checkpoint_writer import CheckpointWriter
+from emp_llm.pruning.pruner import Pruner
+from emp_llm.pruning.recipe import scheme_of
 
 Models = Callable[[str], Path]
 BATCH = 2
 METHODS = ("emp-wanda", "wanda")
+WHERE = ("cpu", "disk", "mixed")
 
 
 def linears(model: PreTrainedModel, head: bool = False) -> list[Layer]:
     kinds = ("embedding",) if head else ("embedding", "head")
-    architecture = Architecture(Checkpoint(Path(model.name_or_path)), model)
+    architecture = Architecture.of_model(Checkpoint(Path(model.name_or_path)), model)
     return [layer for layer in architecture.layers if layer.kind not in kinds]
 
 
@@ -51,15 +56,16 @@ def assert_same(one: Activations, other: Activations) -> None:
         assert torch.equal(norm, other.norms[name]), name
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_dense_norms_are_those_of_one_pass(models: Models, family: str, where: str) -> None:
+def test_dense_norms_are_those_of_one_pass(models: Models, family: str) -> None:
     """Exactly: the same products in the same order, and the same sums."""
     whole = load_model(models(family), "cpu")
     expected = calibrate_model(whole, linears(whole), tokens(), BATCH)
-    model = load_model(models(family), device_map(models(family), where))
-    for place in ("cpu", "disk"):
-        assert_same(calibrate_blocks(BlockwiseModel(model, None, place), linears(model), tokens(), BATCH), expected)  # type: ignore[arg-type]
+    places: list[Place] = ["cpu", "disk"]
+    for where in WHERE:
+        model = load_model(models(family), device_map(models(family), where))
+        for place in places:
+            assert_same(calibrate_blocks(BlockwiseModel(model, None, place), linears(model), tokens(), BATCH), expected)
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -75,12 +81,19 @@ def test_layers_before_and_after_the_blocks(tmp_path: Path, monkeypatch: pytest.
         assert_same(calibrate_blocks(BlockwiseModel(model), linears(model, head), tokens(), BATCH), expected)
 
 
+def calibrated(mode: str, model: PreTrainedModel, ids: Tensor) -> Activations:
+    """The norms of a model that runs as a whole or block by block."""
+    if mode == "model":
+        return calibrate_model(model, linears(model), ids, BATCH)
+    return calibrate_blocks(BlockwiseModel(model), linears(model), ids, BATCH)
+
+
 def plan(source: Path, method: Any, **options: Any) -> Pruner:
     checkpoint = Checkpoint(source)
-    architecture = Architecture(checkpoint, build_skeleton(source))
+    architecture = Architecture.of_model(checkpoint, build_skeleton(source))
     recipe = Recipe(method=method, targets="all-linear", **options)
     targets = architecture.select(recipe.targets)
-    return Pruner(checkpoint, targets, recipe.scheme({target.name: target.matrix.numel for target in targets}))
+    return Pruner(checkpoint, targets, scheme_of(recipe, {target.name: target.matrix.numel for target in targets}))
 
 
 def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
@@ -107,28 +120,37 @@ def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: boo
     return model
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_pruned_propagation_is_the_slow_references(
-    models: Models, tmp_path: Path, family: str, method: str, where: str
-) -> None:
+def test_pruned_propagation_is_that_of_the_slow_reference(models: Models, tmp_path: Path, family: str, method: str) -> None:
+    """Norms and logits are those of whole models with masked weights, wherever the weights lie."""
     source, batches = models(family), list(tokens().split(BATCH))
-    pruner, model = plan(source, method), load_model(source, device_map(models(family), where))
-    before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
-    with propagated(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner) as (memory, walk):
-        norms = memory.activations(linears(model))
-        in_memory = [walk.tail(number).logits for number in range(len(batches))]
-    for name, parameter in model.named_parameters():
-        assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), "the dense weights are back"
+    found = [propagated_from(source, method, where) for where in WHERE]
+    norms, in_memory = found[0]
+    for other, logits in found[1:]:
+        assert_same(other, norms)
+        assert all(torch.equal(one, two) for one, two in zip(logits, in_memory, strict=True))
+    pruner = plan(source, method)
     reference = check_slowly(source, pruner, norms, method == "emp-wanda", batches)
-    pruner.use(norms)
-    pruner.write(tmp_path)
+    pruner.scores.use(norms)
+    CheckpointWriter(pruner).write(tmp_path)
     reloaded = mixtures.load(tmp_path)
     with torch.no_grad():
         for batch, logits in zip(batches, in_memory, strict=True):
             assert torch.equal(reloaded(batch, use_cache=False).logits, logits)
             assert torch.equal(reference(batch, use_cache=False).logits, logits)
+
+
+def propagated_from(source: Path, method: str, where: str) -> tuple[Activations, list[Tensor]]:
+    """The norms of a pruned propagation and the logits at its end; the model is left as it was."""
+    pruner, model = plan(source, method), load_model(source, device_map(source, where))
+    before = {name: p.clone() for name, p in model.named_parameters() if not p.is_meta}
+    with propagated(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner) as (memory, walk):
+        norms = memory.activations(linears(model))
+        logits = [walk.tail(number).logits for number in range(len(walk.batches))]
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta if name not in before else torch.equal(parameter, before[name]), "the dense weights are back"
+    return norms, logits
 
 
 def test_pruned_norms_differ_from_dense_ones_after_the_first_block(models: Models) -> None:
@@ -147,9 +169,9 @@ def test_larger_groups_and_matched_totals_decide_as_they_write(models: Models, t
         pruner = plan(source, "wanda", **options)
         norms = calibrate_blocks(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner)
         masks = {target.name: pruner.mask(target, norms.norm(target.name)) for target in pruner.targets}
-        pruner.use(norms)
+        pruner.scores.use(norms)
         (tmp_path / str(number)).mkdir()
-        pruner.write(tmp_path / str(number))
+        CheckpointWriter(pruner).write(tmp_path / str(number))
         for target in pruner.targets:
             kept = oracle.weight(tmp_path / str(number), target.matrix.stored.name) != 0
             np.testing.assert_array_equal(kept, masks[target.name].numpy())
@@ -179,74 +201,19 @@ def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -
     ("options", "said"),
     [
         ({"propagate": "pruned", "method": "magnitude"}, "methods that need activations; magnitude needs none"),
-        ({"propagate": "pruned", "group": "all"}, "--group all on all blocks at once; take row or matrix"),
+        ({"propagate": "pruned", "group": "all"}, "--group all prunes all blocks at once; use --group row or matrix"),
         ({"propagate": "pruned", "activations": "norms"}, "leave out --activations"),
         ({"propagate": "pruned", "execution": "model"}, "leave out --execution model"),
         ({"propagate": "both"}, "--propagate 'both' is none of dense, pruned"),
         ({"execution": "graph"}, "--execution 'graph' is none of auto, model, blocks"),
         ({"hidden_states": "ram"}, "--hidden-states 'ram' is none of auto, device, cpu, disk"),
-        ({"blocks": "model.norm"}, r"--blocks 'model.norm' is no list of modules .*are: model\.layers\."),
+        ({"blocks": "model.norm"}, r"--blocks 'model.norm' is not a list of modules .*are: model\.layers\."),
     ],
 )
 def test_wrong_options(models: Models, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         prune(model=str(models("llama")), output=tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
-
-
-class _Killed(BaseException):
-    """What no code of ours catches, as no code can catch a kill."""
-
-
-@pytest.mark.parametrize(("place", "during"), [("cpu", "block"), ("disk", "block"), ("cpu", "notes")])
-@pytest.mark.parametrize("command", ["calibrate", "prune"])
-def test_a_killed_calibration_goes_on_behind_its_last_block(
-    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, place: Any, during: str
-) -> None:
-    ran: list[int] = []
-    pass_all = Step.run
-
-    def note(step: Step, **options: Any) -> None:
-        ran.append(step.index)
-        pass_all(step, **options)
-        if step.index == 1 and stop and during == "block":
-            raise _Killed
-
-    def save(sums: dict[str, Tensor], path: Path) -> None:
-        save_file(sums, path)
-        if path.name == "sums-2.safetensors" and stop:
-            raise _Killed
-
-    monkeypatch.setattr(Step, "run", note)
-    monkeypatch.setattr("emp_llm.models.progress.save_file", save)
-
-    def go(folder: Path, **more: Any) -> bytes:
-        common: dict[str, Any] = {"model": str(models("llama")), "calibration": str(text), "samples": 4, "seqlen": 64}
-        common |= {"device_map": "disk", "hidden_states": place} | more
-        if command == "calibrate":
-            calibrate(output=folder / "out", **common)
-            return (folder / "out").read_bytes()
-        prune(output=folder / "out", propagate="pruned", **common)
-        return (folder / "out" / "emp_llm" / "activations.safetensors").read_bytes()
-
-    stop = False
-    expected = go(tmp_path / "whole")
-    once = [0, 1] if command == "calibrate" else [0, 0, 1, 1]
-    assert ran == once
-    stop = True
-    with pytest.raises(_Killed):
-        go(tmp_path / "killed")
-    assert not (tmp_path / "killed" / "out").exists()
-    stop, ran[:] = False, []
-    assert go(tmp_path / "killed") == expected
-    assert ran == [i for i in once if i == 1]
-    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"], "nothing else is left"
-    stop = True
-    with pytest.raises(_Killed):
-        go(tmp_path / "other")
-    stop, ran[:] = False, []
-    go(tmp_path / "other", batch_size=1)
-    assert ran == once, "another calibration starts anew"
 
 
 @pytest.mark.parametrize("mode", ["model", "blocks"])
@@ -257,9 +224,9 @@ def test_activations_that_are_not_finite(models: Models, mode: Any) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[255] = float("inf")
     with pytest.raises(
-        UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity, first in batch 2: try --dtype"
+        UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity, first in batch 2. Try --dtype"
     ):
-        Execution(mode).calibrate(model, linears(model), ids, BATCH, None)
+        calibrated(mode, model, ids)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
@@ -278,4 +245,4 @@ def test_memory_that_runs_out(
 
     monkeypatch.setattr(model.get_submodule(part), "forward", fail)
     with pytest.raises(UserError, match=rf"^{said}: out of memory on cpu with 2 sequences of 40 .*Lower --batch-size, then"):
-        Execution(mode).calibrate(model, linears(model), tokens(), BATCH, None)
+        calibrated(mode, model, tokens())

@@ -9,25 +9,39 @@ import pytest
 import torch
 
 from emp_llm.calibrate import calibrate
+from emp_llm.calibration.activations import Activations
+from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
-from emp_llm.models.errors import UserError
-from emp_llm.models.loading import Quantization, load_model
+from emp_llm.execution.loading import load_model
+from emp_llm.execution.quantization import Quantization
 from emp_llm.prune import prune
 
-DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "scripts" / "demo" / "model"
 
 
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized") / "pruned"
-    prune(str(DEMO), folder, "emp-magnitude")
+    prune(DEMO, output=folder, method="emp-magnitude")
     return folder
 
 
-def test_pruned_quantized_and_both(pruned: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text that the demo model knows."""
+    path = tmp_path_factory.mktemp("prose") / "text.txt"
+    path.write_text((ROOT / "calibration" / "demo.txt").read_text()[:30_000])
+    return path
+
+
+def test_pruned_quantized_and_both(pruned: Path, prose: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.toml"
+    (tmp_path / "judge.txt").write_text(prose.read_text()[:5000])
+    suite.write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 128\n')
     output = tmp_path / "both.json"
-    record = evaluate(str(pruned), "demo", baseline=str(DEMO), limit=8, load_in_4bit=True, output=output)
-    head = record["table"].splitlines()[0]
+    record = evaluate(pruned, suite=str(suite), baseline=str(DEMO), load_in_4bit=True, output=output)
+    head = record.table.splitlines()[0]
     assert head.split("  ")[-1].strip() == "change"
     assert [word for word in head.split() if word != "change"] == ["model", "pruned", "model", "4bit", "pruned", "4bit"]
     suffixes = ("-baseline", "-unquantised", "-baseline-4bit", "")
@@ -38,8 +52,8 @@ def test_pruned_quantized_and_both(pruned: Path, tmp_path: Path) -> None:
     dense = files[0]["perplexity"]["perplexity"]
     for file in files[1:]:
         assert dense < file["perplexity"]["perplexity"] < 1.1 * dense
-    again = evaluate(str(pruned), "demo", baseline=str(DEMO), limit=8, load_in_4bit=True, output=output)
-    assert again["table"] == record["table"]
+    again = evaluate(pruned, suite=str(suite), baseline=str(DEMO), load_in_4bit=True, output=output)
+    assert again.table == record.table
 
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit"])
@@ -60,42 +74,42 @@ def test_quantizing_keeps_zeros(pruned: Path, bits: Quantization) -> None:
 def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="--device-map disk: a model quantised to 4bit cannot lie on disk"):
-        evaluate(str(DEMO), "demo", load_in_4bit=True, device_map="disk")
+        evaluate(DEMO, suite="demo", load_in_4bit=True, device_map="disk")
     with pytest.raises(UserError, match="exclude each other"):
-        evaluate(str(DEMO), "demo", load_in_8bit=True, load_in_4bit=True)
-    monkeypatch.setattr("emp_llm.models.loading.find_spec", lambda _: None)
+        evaluate(DEMO, suite="demo", load_in_8bit=True, load_in_4bit=True)
+    monkeypatch.setattr("emp_llm.execution.quantization.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"need bitsandbytes. Install it: pip install 'emp-llm\[quantize\]'"):
-        evaluate(str(DEMO), "demo", load_in_8bit=True)
+        evaluate(DEMO, suite="demo", load_in_8bit=True)
 
 
-def test_quantized_calibration_prunes_the_original_weights(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text((Path(__file__).parents[1] / "calibration" / "demo.txt").read_text()[:30_000])
-    norms = calibrate(
-        str(DEMO), tmp_path / "norms.safetensors", str(text), samples=4, seqlen=64, load_in_8bit=True, device_map="cpu"
-    )
-    assert norms.about["quantization"]["bits"] == "8bit"
-    plain = calibrate(str(DEMO), tmp_path / "plain.safetensors", str(text), samples=4, seqlen=64, device_map="cpu")
+def test_quantized_calibration_prunes_the_original_weights(prose: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"calibration": str(prose), "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    report = prune(DEMO, output=tmp_path / "out", load_in_8bit=True, **how)
+    assert report["calibration"]["quantization"]["format"] == "LLM.int8"
+    norms = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
+    plain = calibrate(DEMO, output=tmp_path / "plain.safetensors", **how)
     assert norms.norms.keys() == plain.norms.keys()
     close = [torch.allclose(norm, plain.norms[name], rtol=0.2) for name, norm in norms.norms.items()]
     assert sum(close) > 0.8 * len(close)
     assert not all(torch.equal(norm, plain.norms[name]) for name, norm in norms.norms.items())
-    report = prune(str(DEMO), tmp_path / "out", calibration=str(text), samples=4, seqlen=64, load_in_8bit=True)
-    assert report["calibration"]["quantization"]["format"] == "LLM.int8"
     dense, sparse = load_model(DEMO, "cpu"), load_model(tmp_path / "out", "cpu")
     for name, weight in sparse.named_parameters():
         kept = weight != 0
         assert torch.equal(weight[kept], dense.get_parameter(name)[kept])
-    with pytest.raises(UserError, match="--propagate pruned sets weights to zero in memory"):
-        prune(str(DEMO), tmp_path / "other", load_in_4bit=True, propagate="pruned")
+
+
+def test_pruned_propagation_is_for_plain_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--propagate pruned cannot set quantised weights to zero"):
+        prune(DEMO, output=tmp_path / "other", load_in_4bit=True, propagate="pruned")
 
 
 def test_quantized_calibration_of_experts(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
-    """bitsandbytes leaves parameters of three dimensions as they are; what they are shown comes from quantised layers."""
+    """bitsandbytes leaves parameters of three dimensions as they are; their inputs come from quantised layers."""
     source = str(models("mixtral"))
     how: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
-    plain = calibrate(source, tmp_path / "plain.safetensors", **how)
-    norms = calibrate(source, tmp_path / "norms.safetensors", load_in_8bit=True, **how)
+    plain = calibrate(source, output=tmp_path / "plain.safetensors", **how)
+    norms = calibrate(source, output=tmp_path / "norms.safetensors", load_in_8bit=True, **how)
+    assert norms.about["quantization"]["bits"] == "8bit"
     assert norms.norms.keys() == plain.norms.keys()
     down = [norms.norm(f"model.layers.1.mlp.experts.{expert}.w2") for expert in range(4)]
     assert all(norm is not None and norm.any() for norm in down)

@@ -1,4 +1,4 @@
-"""Sparsity that lasts: masks put on again after merging adapters, and kept through training, however weights are stored."""
+"""Masks that are applied to a model again after merging adapters, and kept through training, however weights are stored."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from emp_llm import SparsityCallback, reapply_mask
-from emp_llm.models.errors import UserError
-from emp_llm.models.reapply import Masks
+from emp_llm.common.errors import UserError
 from emp_llm.pack import pack
+from emp_llm.packing.reapply import Masks
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
@@ -29,7 +29,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def shifted(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A model of which every parameter has moved, as by an optimizer; and what they were."""
+    """A model whose parameters have all changed, as by an optimizer; and their old values."""
     model = load(folder)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_exactly_the_removed_weights_are_zero_again(
     assert reapply_mask(model, folder) == 0
 
 
-def test_targets_may_be_said_and_have_to_be_where_the_folder_does_not(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+def test_targets_may_be_named_and_must_be_without_a_report(pruned: Callable[[str], Path], tmp_path: Path) -> None:
     bare = shutil.copytree(pruned("llama"), tmp_path / "bare")
     (bare / "emp_report.json").unlink()
     model, _ = shifted(bare)
@@ -71,7 +71,7 @@ def test_targets_may_be_said_and_have_to_be_where_the_folder_does_not(pruned: Ca
     assert reapply_mask(model, bare, targets="up_proj") > 0
 
 
-def test_what_cannot_be_masked_is_refused(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
+def test_models_that_cannot_be_masked_are_refused(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
     model = load(pruned("llama"))
     with pytest.raises(UserError, match="no such model folder"):
         reapply_mask(model, tmp_path / "none")
@@ -106,7 +106,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_training_keeps_zeros_and_moves_all_else(pruned: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+def test_training_keeps_zeros_and_changes_everything_else(pruned: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     tokens = torch.arange(64).repeat(8, 1) % 50
     examples = [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -138,18 +138,19 @@ def test_training_keeps_zeros_and_moves_all_else(pruned: Callable[[str], Path], 
     assert masks.broken(kept) == 0
     moved = [(a != b).float().mean() for a, b in zip(kept.parameters(), start.parameters(), strict=True)]
     assert sum(share > 0.5 for share in moved) > len(moved) / 2
-    saved = load(tmp_path / "run" / "checkpoint-3")  # what is saved on the way is sparse as well
+    saved = load(tmp_path / "run" / "checkpoint-3")  # checkpoints of the training are sparse as well
     assert masks.broken(saved) == 0
     loose, _ = train([])
     assert masks.broken(loose) > 0
 
 
-def test_the_example_works_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_script_works_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finetune_sparse.main(["--steps", "6", "--output", str(tmp_path / "tuned")])
     rows = {line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert rows["pruned"][1] == rows["tuned, with the callback"][1] == "0"
     assert rows["tuned, without"][1] != "0"
     assert float(rows["tuned, with the callback"][0]) < float(rows["pruned"][0]) - 0.05
-    prune(str(finetune_sparse.ROOT / "scripts" / "demo" / "model"), tmp_path / "pruned", method="emp-magnitude", beta=0.6)
+    demo = finetune_sparse.ROOT / "scripts" / "demo" / "model"
+    prune(model=demo, output=tmp_path / "pruned", method="emp-magnitude", beta=0.6)
     assert reapply_mask(load(tmp_path / "tuned", torch.bfloat16), tmp_path / "pruned") == 0
     assert {weight.dtype for weight in load_file(tmp_path / "tuned" / "model.safetensors").values()} == {torch.bfloat16}

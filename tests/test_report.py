@@ -1,36 +1,26 @@
-"""The report: its series and tables against numbers worked out by other means."""
+"""Reports: their curves, maps and tables against numbers computed independently."""
 
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from runs import make_runs, make_sweep, report_of, study_of, weights_of
+from runs import make_sweep, report_of, results_of, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
+from emp_llm.evaluation.measured_values import Value
 from emp_llm.prune import prune
-from emp_llm.services.comparison import Value
-from emp_llm.services.records import Point, Spread, by_role_and_block, pooled
-from emp_llm.services.report_tables import verdict_of
-from emp_llm.services.runs import read_points
-from emp_llm.services.series import (
-    Difference,
-    boxes,
-    change_of,
-    curves,
-    differences,
-    grids,
-    masses,
-    paired_stderr,
-)
-from emp_llm.services.studies import studies
+from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
+from emp_llm.reporting.run_tables import pruning_table
+from emp_llm.reporting.studies.curves import Difference, boxes, change_of, curves, differences, grids, masses, paired_stderr
+from emp_llm.reporting.studies.measured_points import MeasuredPoint, Spread, SuiteResult, by_role_and_block, pooled
+from emp_llm.reporting.studies.reading import read_points
+from emp_llm.reporting.studies.study import studies
 
-
-@pytest.fixture(scope="module")
-def runs(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_runs(models, text, tmp_path_factory.mktemp("runs"))
+PERPLEXITY = "perplexity, blocks of 64"
 
 
 def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: Callable[[str], Path]) -> None:
@@ -54,7 +44,7 @@ def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: 
             assert cell.bound < cell.s_eff_mean
 
 
-def test_curves_hold_each_method_and_the_baseline_stands_at_the_beta_of_its_match(runs: Path) -> None:
+def test_a_baseline_has_the_beta_of_the_point_that_it_matches(runs: Path) -> None:
     study = study_of(runs)
     (suite,) = study.suites
     (measure,) = suite.measures
@@ -67,9 +57,9 @@ def test_curves_hold_each_method_and_the_baseline_stands_at_the_beta_of_its_matc
     assert {dot.name: dot.beta for dot in uniform} == {"uniform": 1.0, "half": None, "uniform-0.5": 0.5}
     for curve in found.values():
         for dot in curve.dots:
-            told = report_of(runs / dot.name)
-            assert dot.value == told["evaluation"]["pruned"]["perplexity"]["perplexity"]
-            assert dot.sparsity == told["targets"]["sparsity_of_targets"]
+            report = report_of(runs / dot.name)
+            assert dot.value == report["evaluation"]["pruned"]["perplexity"]["perplexity"]
+            assert dot.sparsity == report["targets"]["sparsity_of_targets"]
     assert suite.dense is not None
     assert suite.dense.values[measure].value == report_of(runs / "emp")["evaluation"]["dense"]["perplexity"]["perplexity"]
 
@@ -103,16 +93,16 @@ def test_paired_error_by_hand() -> None:
 
 
 def test_the_mean_of_tasks_has_the_error_of_their_means(runs: Path, tmp_path: Path) -> None:
-    told = report_of(runs / "emp")
+    report = report_of(runs / "emp")
     counts = {"original": 10, "effective": 10}
     for which in ("dense", "pruned"):
-        told["evaluation"][which]["tasks"] = {
+        report["evaluation"][which]["tasks"] = {
             name: {"results": {name: {"acc,none": 0.5, "acc_stderr,none": error}}, "n-samples": {name: counts}}
             for name, error in (("first", 0.03), ("second", 0.04))
         }
-    (tmp_path / "emp_report.json").write_text(json.dumps(told))
+    (tmp_path / "emp_report.json").write_text(json.dumps(report))
     (study,) = studies(read_points([tmp_path]))
-    assert study.points[0].judgements[0].values["mean acc of 2"] == Value(50.0, pytest.approx(2.5))  # type: ignore[arg-type]
+    assert study.points[0].results[0].values["mean acc of 2"] == Value(50.0, pytest.approx(2.5))  # type: ignore[arg-type]
 
 
 def test_populations_are_pooled() -> None:
@@ -128,7 +118,7 @@ def test_populations_are_pooled() -> None:
 
 
 def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tmp_path: Path) -> None:
-    prune(str(models("mixtral")), tmp_path / "run", "emp-magnitude", device_map="cpu")
+    prune(models("mixtral"), output=tmp_path / "run", method="emp-magnitude")
     entries = report_of(tmp_path / "run")["matrices"].values()
     (study,) = studies(read_points([tmp_path / "run"]))
     ((grid,), (kept,)) = grids(study), boxes(study)
@@ -146,8 +136,8 @@ def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tm
 
 
 def test_models_and_targets_are_never_in_one_curve(runs: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
-    prune(str(models("qwen2")), tmp_path / "other", "emp-magnitude", device_map="cpu")
-    prune(str(models("llama")), tmp_path / "attention", "emp-magnitude", device_map="cpu", targets="attention")
+    prune(models("qwen2"), output=tmp_path / "other", method="emp-magnitude")
+    prune(models("llama"), output=tmp_path / "attention", method="emp-magnitude", targets="attention")
     found = studies(read_points([runs / "emp", tmp_path / "other", tmp_path / "attention", runs / "uniform"]))
     assert [(study.title, [point.name for point in study.points]) for study in found] == [
         ("llama, mlp", ["emp", "uniform"]),
@@ -174,79 +164,141 @@ def test_a_sweep_a_measure_and_results_are_read(runs: Path, tmp_path: Path) -> N
     }
     changes = [sorted(each.change for each in differences(s, s.suites[0])) for s in (study, whole)]
     assert changes[0] == changes[1]
-    told = report_of(runs / "emp")
-    measures = {"format": "emp-llm measure 1", "source": told["source"], "measures": []}
-    measures["measures"] = [{"criterion": "magnitude", "order": 1.0, "matrices": told["matrices"], "targets": told["targets"]}]
+    report = report_of(runs / "emp")
+    measures = {"format": "emp-llm measure 2", "source": report["source"], "measures": []}
+    measures["measures"] = [
+        {"criterion": "magnitude", "order": 1.0, "matrices": report["matrices"], "targets": report["targets"]}
+    ]
     (tmp_path / "measure.json").write_text(json.dumps(measures))
     (study,) = studies(read_points([sweep, tmp_path / "measure.json"]))
     assert [grid.label for grid in grids(study)] == ["Magnitude", "Wanda", "Magnitude, order 1"]
     assert len(study.pruned) == 5
 
 
-def test_results_join_the_run_they_judge(runs: Path, tmp_path: Path) -> None:
-    told = report_of(runs / "emp")
-    pruned = {"of": told["source"]["model"], **told["recipe"], "sparsity_of_targets": told["targets"]["sparsity_of_targets"]}
-    entry = told["evaluation"]["pruned"]["perplexity"] | {"perplexity": 123.0, "block_losses": []}
-    result = {
-        "model": "emp",
-        "revision": None,
-        "pruned": pruned,
-        "suite": "mine",
-        "made_by": {"text": {"file": "x"}, "dtype": "auto"},
-    }
-    dense = result | {"model": told["source"]["model"], "pruned": None, "perplexity": entry | {"perplexity": 100.0}}
-    made_of = {"sha256_of_samples": told["source"]["sha256_of_samples"], "sha256_of_config_and_tokenizer": "0"}
-    dense["made_by"] = result["made_by"] | {"model": made_of}
-    for name, record in (("pruned", result | {"perplexity": entry}), ("dense", dense)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(record | {"complete": True}))
+def test_results_join_the_run_of_their_checkpoint(runs: Path, tmp_path: Path) -> None:
+    report = report_of(runs / "emp")
+    dense = results_of(report, 100.0) | {"model": report["source"]["model"], "pruned": None}
+    dense["made_by"]["model"] = {"identity": report["source"]["identity"], "sha256_of_config_and_tokenizer": "0"}
+    for name, record in (("pruned", results_of(report, 123.0)), ("dense", dense)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
     (study,) = studies(read_points([tmp_path / "dense.json", runs / "emp", tmp_path / "pruned.json"]))
     assert [point.name for point in study.points] == ["emp"]
     (mine,) = (suite for suite in study.suites if suite.name == "mine")
-    judged = study.points[0].judged(mine.key)
-    assert judged is not None
+    result = study.points[0].result_of(mine.key)
+    assert result is not None
     assert mine.dense is not None
-    assert [next(iter(each.values.values())).value for each in (judged, mine.dense)] == [123.0, 100.0]
+    assert [next(iter(each.values.values())).value for each in (result, mine.dense)] == [123.0, 100.0]
     (alone,) = studies(read_points([tmp_path / "pruned.json"]))
     assert [(point.name, point.sparsity, point.matrices) for point in alone.points] == [
-        ("pruned", pruned["sparsity_of_targets"], ())
+        ("pruned", report["targets"]["sparsity_of_targets"], ())
     ]
 
 
 def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Path) -> None:
-    """A recipe does not name the calibration: runs that differ in it alone look the same to the results of one of them."""
-    told = report_of(runs / "wanda")
+    """A recipe does not name the calibration, so results fit all runs that differ in it alone."""
+    report = report_of(runs / "wanda")
     for name in ("one", "same", "other"):
         (tmp_path / name).mkdir()
-        next(iter(told["matrices"].values()))["n_eff_mean"] *= 0.9 if name == "other" else 1
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(told))
-    entry = told["evaluation"]["pruned"]["perplexity"]
-    about = {"revision": None, "suite": "mine", "made_by": {"text": {"file": "x"}, "dtype": "auto"}, "complete": True}
-    pruned = {"of": told["source"]["model"], **told["recipe"], "sparsity_of_targets": told["targets"]["sparsity_of_targets"]}
+        next(iter(report["matrices"].values()))["n_eff_mean"] *= 0.9 if name == "other" else 1
+        (tmp_path / name / "emp_report.json").write_text(json.dumps(report))
     for name, value in (("one", 11.0), ("other", 12.0)):
-        record = about | {"model": name, "pruned": pruned, "perplexity": entry | {"perplexity": value, "block_losses": []}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+        (tmp_path / f"{name}.json").write_text(json.dumps(results_of(report, value)))
     (study,) = studies(read_points([tmp_path / name for name in ("one", "other", "one.json", "other.json")]))
     (mine,) = (suite for suite in study.suites if suite.name == "mine")
-    found = [point.judged(mine.key) for point in study.points]
+    found = [point.result_of(mine.key) for point in study.points]
     assert [each and next(iter(each.values.values())).value for each in found] == [None, None, 11.0, 12.0]
     (study,) = studies(read_points([tmp_path / name for name in ("one", "same", "one.json")]))
     assert len(study.points) == 2
 
 
-def test_what_is_clear_is_more_than_two_standard_errors() -> None:
-    point = Point("a", "a", "m", "m", "emp-wanda")
+def test_a_clear_difference_exceeds_two_standard_errors() -> None:
+    point = MeasuredPoint("a", "a", "m", "m", "emp-wanda")
     for change, stderr, verdict in (
         (5.9, 3.0, "no clear difference"),
         (6.1, 3.0, "EMP"),
         (-6.1, 3.0, "baseline"),
         (0.1, None, "EMP"),
+        (0.0, 3.0, "equal"),
+        (0.0, None, "equal"),
     ):
         assert verdict_of(Difference(point, point, "total", "t acc", 50, 50 - change, change, stderr, change > 0)) == verdict
 
 
-def test_a_baseline_is_of_the_run_that_it_names(tmp_path: Path) -> None:
-    """Where several runs remove as many weights."""
-    emp = [Point(str(tmp_path / name), name, "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5) for name in ("a", "b", "c")]
-    baseline = Point("u", "u", "m", "m", "wanda", sparsity=0.5, matches=str(tmp_path / "b"))
+def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
+    """Also if several runs remove as many weights."""
+    emp = [MeasuredPoint(str(tmp_path / name), name, "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5) for name in ("a", "b", "c")]
+    baseline = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, matches=str(tmp_path / "b"))
     (study,) = studies([*emp, baseline])
     assert study.points[-1].baseline_of == emp[1].id
+
+
+def with_perplexities(point: MeasuredPoint, *values: float) -> MeasuredPoint:
+    """A point with the results of as many suites."""
+    results = [SuiteResult("s", str(number), {PERPLEXITY: Value(value)}) for number, value in enumerate(values)]
+    return replace(point, results=tuple(results))
+
+
+@pytest.mark.parametrize(
+    ("masks", "value", "base", "change", "better"),
+    [
+        (("a", "a"), 3.7, 3.7 * (1 - 2.8e-16), 0.0, False),
+        (("a", "a"), 3.7, 3.6, 0.0, False),  # equal masks are equal models: the rest is noise of the measurement
+        (("a", "b"), 3.7, 3.7 * (1 - 2.8e-16), 0.0, False),
+        (("", ""), 3.7, 3.7 * (1 + 2.8e-16), 0.0, False),
+        (("", ""), 3.7, 3.6, 100 * (3.7 / 3.6 - 1), False),
+        (("", ""), 3.6, 3.7, 100 * (3.6 / 3.7 - 1), True),
+        (("", ""), 3.6, math.inf, -100.0, True),
+        (("", ""), math.inf, 3.6, math.inf, False),
+    ],
+)
+def test_equal_masks_and_rounding_are_no_difference(
+    masks: tuple[str, str], value: float, base: float, change: float, better: bool
+) -> None:
+    emp = MeasuredPoint("e", "e", "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5, masks=masks[0])
+    uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, masks=masks[1], baseline_of="e", match="total")
+    (study,) = studies([with_perplexities(emp, value), with_perplexities(uniform, base)])
+    (found,) = differences(study, study.suites[0])
+    assert found.change == pytest.approx(change)
+    assert found.better == better
+    (sentence,) = verdicts(study, study.suites[0])
+    worse = 1 if change > 0 else 0
+    assert f"better at {int(better)} of 1 point, worse at {worse} of 1 point" in sentence
+    assert ("equal at 1" in sentence) == (change == 0)
+    assert "-0.00" not in sentence
+    assert "-0.00" not in str(difference_rows(study, study.suites[0]))
+
+
+def test_two_infinite_perplexities_are_not_compared() -> None:
+    emp = MeasuredPoint("e", "e", "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5)
+    uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5)
+    (study,) = studies([with_perplexities(emp, math.inf), with_perplexities(uniform, math.inf)])
+    assert study.points[1].baseline_of == "e"
+    assert differences(study, study.suites[0]) == []
+    assert curves(study, study.suites[0], PERPLEXITY) == []
+
+
+def test_masks_of_different_sweeps_are_not_equal(runs: Path, tmp_path: Path) -> None:
+    """The hash of masks does not cover the norms, so it is compared within a sweep only."""
+    for name, masks in (("one/points/a", "x"), ("one/points/b", "x"), ("two/points/a", "x"), ("two/points/b", "all kept")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "emp_report.json").write_text(json.dumps(report_of(runs / "emp") | {"masks": masks}))
+    names = ("one/points/a", "one/points/b", "two/points/a", "two/points/b")
+    found = [point.masks for point in read_points([tmp_path / name for name in names])]
+    assert found[0] == found[1] != found[2]
+    assert found[3] == "all kept"
+
+
+def test_group_all_has_one_effective_number(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """In the table of the run, and in the table of the report."""
+    report = prune(models("llama"), output=tmp_path / "run", method="emp-magnitude", group="all")
+    dense = weights_of(models("llama"))
+    scores = torch.cat([dense[entry.tensor].flatten().double().abs() for entry in report.matrices.values()])
+    n_eff = float(scores.sum() ** 2 / (scores**2).sum())
+    assert report.targets.n_eff == pytest.approx(n_eff)
+    assert f"all targets as one group: N_eff {n_eff:,.0f}, s_eff " in pruning_table(report)
+    (study,) = studies(read_points([tmp_path / "run"]))
+    (row,) = role_rows(study)[1:]
+    top = torch.sort(scores, descending=True).values[: int(n_eff)]
+    assert row[1:3] == ["all targets as one group", f"{100 * n_eff / len(scores):.2f}"]
+    assert row[5] == f"{float(top.sum() / scores.sum()):.3f}"
+    assert float(row[5]) > float(row[6]) > 0

@@ -9,10 +9,10 @@ import transformers
 from conftest import Run
 from test_perplexity import independent
 
-from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.evaluation.perplexity import perplexity, text_tokens
+from emp_llm.evaluation.suites import find_suite
+from emp_llm.execution.loading import load_model, load_tokenizer
 from emp_llm.prune import prune
-from emp_llm.services.perplexity import perplexity, text_tokens
-from emp_llm.services.suites import find_suite
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_four_methods_on_a_model_nobody_here_trained(shared: Path, stories_suite
     common: dict[str, Any] = {"calibration": text, "samples": 32, "seqlen": 256, "evaluate": stories_suite}
     change, sparsity = {}, {}
     for method in ("emp-wanda", "emp-magnitude", "wanda", "magnitude"):
-        report = prune(str(source), tmp_path / method, method, **common)  # type: ignore[arg-type]
+        report = prune(model=source, output=tmp_path / method, method=method, **common)
         evaluation = report["evaluation"]
         dense, pruned = evaluation["dense"]["perplexity"], evaluation["pruned"]["perplexity"]
         assert dense["block_length"] == 512
@@ -38,7 +38,7 @@ def test_four_methods_on_a_model_nobody_here_trained(shared: Path, stories_suite
     assert sparsity["wanda"] == sparsity["magnitude"] == 0.5
     assert 0.3 < sparsity["emp-magnitude"] < sparsity["emp-wanda"] < 0.5
     assert 1 < change["emp-wanda"] < change["wanda"] < change["magnitude"]
-    matched = prune(str(source), tmp_path / "matched", "wanda", match=tmp_path / "emp-wanda", **common)
+    matched = prune(model=source, output=tmp_path / "matched", method="wanda", match=tmp_path / "emp-wanda", **common)
     assert matched["targets"]["kept"] == prune_kept(tmp_path / "emp-wanda")
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
 

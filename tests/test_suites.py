@@ -1,4 +1,4 @@
-"""Suite files: what is in the house's own, what a user may write, and what is refused."""
+"""Suite files: those of the package, those of a user, and wrong ones."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from conftest import SHARED
 
-from emp_llm.models.corpora import data_folder
-from emp_llm.models.errors import UserError
-from emp_llm.services.suites import Task, find_suite
+from emp_llm.common.data_folders import data_folder
+from emp_llm.common.errors import UserError
+from emp_llm.evaluation.suites import Task, find_suite
 
 SEVEN = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 
 
-def test_suites_of_the_house() -> None:
+def test_suites_of_the_package() -> None:
     perplexity, paper, demo = (find_suite(name) for name in ("perplexity", "paper", "demo"))
     assert perplexity.corpus is not None
     assert perplexity.corpus.seqlen == 2048
@@ -29,7 +29,7 @@ def test_suites_of_the_house() -> None:
     assert changed.seqlen == 512
 
 
-def test_a_suite_of_ones_own(tmp_path: Path) -> None:
+def test_a_suite_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "mine.toml").write_text(
         '[[tasks]]\nnames = ["a", "b"]\nnum_fewshot = 5\nlimit = 100\nfolder = "tasks"\n[[tasks]]\nnames = ["c"]\n'
@@ -40,29 +40,30 @@ def test_a_suite_of_ones_own(tmp_path: Path) -> None:
     limited = suite.limited(7)
     assert [task.limit for task in limited.tasks] == [7, 7, 7]
     assert [task.limit for task in suite.limited(200).tasks] == [100, 100, 200]
-    before = json.dumps(suite.record())
-    assert str(tmp_path) not in before.replace(suite.name, "")  # elsewhere it is the same suite
+    before = json.dumps(suite.record().as_dict())
+    assert str(tmp_path) not in before.replace(suite.name, "")  # in another folder it is the same suite
     (folder / "a.yaml").write_text("task: a")
-    assert json.dumps(suite.record()) != before
+    assert json.dumps(suite.record().as_dict()) != before
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "nothing in it"),
-        ("[task]\n", r"unknown table 'task'"),
-        ("perplexity = 3\n", r"perplexity must be a table"),
-        ('tasks = "boolq"\n', r"tasks must be tables"),
-        ('[[tasks]]\nname = "boolq"\n', r"unknown field 'name'"),
-        ('[[tasks]]\nnames = "boolq"\n', r"names must be list"),
-        ("[[tasks]]\nlimit = 3\n", r"needs names"),
-        ('[[tasks]]\nnames = ["a"]\nlimit = 0\n', r"limit must be at least 1"),
-        ('[[tasks]]\nnames = ["a"]\nnum_fewshot = true\n', r"num_fewshot must be int"),
+        ("", "it is empty; a suite has"),
+        ("[task]\n", r"unknown field task"),
+        ("perplexity = 3\n", r"perplexity: expected object, got int"),
+        ('tasks = "boolq"\n', r"tasks: expected array, got str"),
+        ('[[tasks]]\nname = "boolq"\n', r"tasks\[0\]: unknown field name"),
+        ('[[tasks]]\nnames = "boolq"\n', r"tasks\[0\]\.names: expected array, got str"),
+        ("[[tasks]]\nlimit = 3\n", r"tasks\[0\]: missing field names"),
+        ('[[tasks]]\nnames = ["a"]\nlimit = 0\n', r"limit: expected int >= 1"),
+        ('[[tasks]]\nnames = ["a"]\nnum_fewshot = true\n', r"num_fewshot: expected int, got bool"),
+        ("[[tasks]]\nnames = []\n", r"names: expected array of length >= 1"),
         ('[[tasks]]\nnames = ["a"]\nfolder = "none"\n', r"'none'.* is not a folder"),
         ('[[tasks]]\nnames = ["a"]\n[[tasks]]\nnames = ["a"]\nnum_fewshot = 2\n', r"'a' is named twice"),
     ],
 )
-def test_files_that_are_no_suites(tmp_path: Path, text: str, says: str) -> None:
+def test_wrong_suite_files(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as caught:
@@ -70,16 +71,26 @@ def test_files_that_are_no_suites(tmp_path: Path, text: str, says: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_names_that_are_no_suites() -> None:
-    with pytest.raises(UserError, match=r"'papers' is not a suite.*Did you mean paper\?"):
+def test_wrong_suite_names() -> None:
+    with pytest.raises(UserError, match=r"'papers' is neither a suite .*Did you mean paper\?"):
         find_suite("papers")
-    with pytest.raises(UserError, match="no text whose fields"):
+    with pytest.raises(UserError, match=r"the suite has no text.*leave out 'seqlen=5'"):
         find_suite("harness-wikitext,seqlen=5")
+    for wrong in ("demo,limit=0", "demo,limit=many", "demo,limit", "demo,limit=²"):
+        with pytest.raises(UserError, match="limit"):
+            find_suite(wrong)
     with pytest.raises(UserError, match="--limit must be at least 1"):
         find_suite("demo").limited(0)
 
 
-def test_published_values_are_the_papers() -> None:
+def test_a_limit_in_the_name() -> None:
+    assert find_suite("demo,limit=20") == find_suite("demo").limited(20)
+    assert find_suite("demo,seqlen=64,limit=3").limit == 3
+    assert find_suite("demo,seqlen=64,limit=3").corpus == find_suite("demo,seqlen=64").corpus
+    assert find_suite("harness-wikitext,limit=2").tasks[0].limit == 2
+
+
+def test_published_values_are_those_of_the_paper() -> None:
     if not SHARED.is_dir():
         pytest.skip("the folder with the paper is not beside this checkout")
     ours = json.loads((data_folder("eval") / "published" / "llama.json").read_text())

@@ -1,8 +1,9 @@
-"""Sweeps: every point is what prune would have made of the model, measured as from its checkpoint; nothing is done twice."""
+"""Sweeps: every point equals the checkpoint that prune writes, measured alone; finished parts are not repeated."""
 
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,21 +17,25 @@ import oracle
 import pytest
 import torch
 from conftest import Run
+from safetensors.torch import load_file, save_file
 
-from emp_llm import sweep as command
-from emp_llm.models.checkpoint import Checkpoint
-from emp_llm.models.errors import UserError
-from emp_llm.models.in_memory import InMemory
-from emp_llm.models.loading import load_model, load_tokenizer
-from emp_llm.models.plan import Plan
-from emp_llm.models.points import plan_points
-from emp_llm.models.recipe import Recipe
-from emp_llm.models.sweeps import SweepFolder
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.evaluation import evaluator
+from emp_llm.evaluation.suites import find_suite
+from emp_llm.execution import loading
+from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.services import evaluation
-from emp_llm.services.evaluation import Evaluation
-from emp_llm.services.overview import sweep_table
-from emp_llm.services.suites import find_suite
+from emp_llm.pruning.loaded_model import MaskedModel
+from emp_llm.pruning.plan import Plan
+from emp_llm.records.base import record_of
+from emp_llm.records.sweep import Sweep
+from emp_llm.reporting.sweep_tables import sweep_table
+from emp_llm.runs.sweeping import sweep_point_stage
+from emp_llm.runs.sweeping.sweep_folder import SweepFolder
+from emp_llm.runs.sweeping.sweep_points import plan_points
+from emp_llm.runs.sweeping.sweep_run import dry_run_words
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
@@ -49,13 +54,15 @@ def suite(text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def options(text: Path, suite: str) -> Record:
-    """What the sweeps of these tests have in common."""
+    """The options that the sweeps of these tests share."""
     calibration = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "cpu"}
     return {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsities": "0.4", "suite": suite} | calibration
 
 
-def entries(record: Record) -> dict[str, Record]:
-    return {point["name"]: point for point in record["points"]}
+def entries(record: Any) -> dict[str, Any]:
+    """The points of a sweep as JSON, by name."""
+    values = record.as_dict() if isinstance(record, Sweep) else record
+    return {point["name"]: point for point in values["points"]}
 
 
 def report_of(folder: Path, name: str) -> Record:
@@ -64,10 +71,10 @@ def report_of(folder: Path, name: str) -> Record:
 
 
 def perplexity_of(folder: Path, suite: str, dtype: str = "auto") -> float:
-    """Of a checkpoint, loaded anew."""
-    found = Evaluation(find_suite(suite), load_tokenizer(folder), 8).measure(load_model(folder, "cpu", dtype))
-    value: float = found["perplexity"]["perplexity"]
-    return value
+    """The perplexity of a checkpoint that is loaded alone."""
+    found = evaluator.Evaluator(find_suite(suite), load_tokenizer(folder), 8).measure(load_model(folder, "cpu", dtype))
+    assert found.perplexity is not None
+    return found.perplexity.value
 
 
 def test_points_and_their_baselines() -> None:
@@ -84,51 +91,25 @@ def test_points_and_their_baselines() -> None:
     assert len({point.name for point in plan_points("emp-wanda", "1.00000001,1.00000002")}) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"methods": "emp-wanda,sparsegpt"}, "--methods: 'sparsegpt' is none of emp-wanda, "),
-        ({"methods": "emp-wanda,"}, "--methods 'emp-wanda,': expected values"),
-        ({"betas": "1,much"}, "--betas '1,much': expected numbers"),
-        ({"betas": "1,nan"}, "--betas '1,nan': expected numbers"),
-        ({"betas": "0"}, "--beta must be a number above 0"),
-        ({"orders": "-1"}, "--order must be"),
-        ({"sparsities": "1.5"}, "--sparsity must be"),
-        ({"methods": "emp-wanda", "betas": None}, "--sparsities is for wanda or magnitude"),
-        ({"methods": "wanda"}, "--betas is for emp-wanda or emp-magnitude"),
-        ({"methods": "wanda", "betas": None, "matched_baselines": True}, "--matched-baselines is for emp"),
-        ({"patterns": "2-4"}, "--patterns: pattern must be N:M"),
-        ({"group": "all", "matched_baselines": True}, "--matched-baselines .* not all"),
-        ({"group": "column"}, "--group 'column' is none of"),
-        ({"suite": "perplexty"}, "Did you mean perplexity"),
-        ({"limit": 0}, "--limit must be at least 1"),
-    ],
-)
-def test_wrong_options(models: Models, options: Record, tmp_path: Path, changes: Record, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        sweep(str(models("llama")), tmp_path / "out", **(options | changes))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "phi3"])
 def test_a_point_measures_what_its_checkpoint_does(
     models: Models, options: Record, suite: str, tmp_path: Path, family: str
 ) -> None:
-    """To the last bit, experts, Conv1D and fused projections among them; and the report is that of prune."""
+    """To the last bit, for experts, Conv1D and fused projections too; and the report is that of prune."""
     source, out = models(family), tmp_path / "sweep"
     before = oracle.digest(source)
     few = {"targets": "all-linear", "betas": "0.75", "patterns": "2:4", "matched_baselines": True}
-    record = sweep(str(source), out, **(options | few))
+    record = sweep(source, output=out, **(options | few))
     assert oracle.digest(source) == before
     norms = out / "activations.safetensors"
-    assert record == json.loads((out / "sweep.json").read_text())
+    assert record.as_dict() == json.loads((out / "sweep.json").read_text())
     assert record["dense"]["perplexity"]["perplexity"] == perplexity_of(source, suite)
     assert len(record["points"]) == 5
     for name, entry in entries(record).items():
         match = out / "points" / entry["baseline_of"] if entry["baseline_of"] else None
         own = {key: entry.get(key) for key in ("method", "beta", "order", "sparsity", "pattern")}
         common = {"targets": "all-linear", "activations": norms, "match": match, "match_by": entry["match"]}
-        report = prune(str(source), tmp_path / name, **own, **common)
+        report = prune(source, output=tmp_path / name, **own, **common).as_dict()  # type: ignore[arg-type, union-attr]
         assert entry["evaluation"]["perplexity"]["perplexity"] == perplexity_of(tmp_path / name, suite), name
         written = report_of(out, name)
         for key in ("targets", "matrices", "warnings", "source"):
@@ -136,17 +117,18 @@ def test_a_point_measures_what_its_checkpoint_does(
         assert written["recipe"] == report["recipe"] | {"device_map": "cpu"}
         assert written["point"] == {key: value for key, value in entry.items() if key in written["point"]}
         assert written["evaluation"]["pruned"] == entry["evaluation"]
-        assert written["evaluation"]["dense"] == record["dense"]
+        assert written["evaluation"]["dense"] == record.as_dict()["dense"]
         assert {path.name for path in (out / "points" / name).iterdir()} == {"emp_report.json"}
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"group": "matrix"}, {"group": "all"}])
 def test_other_dtypes_and_groups(models: Models, options: Record, suite: str, tmp_path: Path, changes: Record) -> None:
-    record = sweep(str(models("llama")), tmp_path / "sweep", **(options | changes))
+    record = sweep(models("llama"), output=tmp_path / "sweep", **(options | changes))
     for name, entry in entries(record).items():
         own = {key: entry[key] for key in ("method", "beta", "order", "sparsity")} | {"group": changes.get("group", "row")}
-        report = prune(str(models("llama")), tmp_path / name, activations=tmp_path / "sweep/activations.safetensors", **own)
-        assert report["matrices"] == report_of(tmp_path / "sweep", name)["matrices"]
+        norms = tmp_path / "sweep" / "activations.safetensors"
+        report = prune(models("llama"), output=tmp_path / name, activations=norms, **own)  # type: ignore[arg-type]
+        assert report.as_dict()["matrices"] == report_of(tmp_path / "sweep", name)["matrices"]
         found = perplexity_of(tmp_path / name, suite, changes.get("dtype", "auto"))
         assert entry["evaluation"]["perplexity"]["perplexity"] == found
 
@@ -155,32 +137,32 @@ def test_other_dtypes_and_groups(models: Models, options: Record, suite: str, tm
 def test_weights_come_back_bit_for_bit(models: Models, family: str) -> None:
     model = load_model(models(family), "cpu")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    plan = Plan(models(family), family, Recipe(targets="all-linear"))
-    memory = InMemory(model, plan.pruner_of(Recipe("emp-magnitude")))
-    with pytest.raises(KeyError), memory:  # noqa: PT012
-        for recipe in (Recipe("magnitude", sparsity=0.9), Recipe("emp-magnitude", beta=1.5)):
-            memory.prune(plan.pruner_of(recipe))
+    plan = Plan(models(family), family, Recipe(targets="all-linear"), False, "cpu")
+    masked = MaskedModel(model, plan.pruner_of(Recipe(method="emp-magnitude")))
+    with pytest.raises(KeyError), masked:  # noqa: PT012
+        for recipe in (Recipe(method="magnitude", sparsity=0.9), Recipe(method="emp-magnitude", beta=1.5)):
+            masked.prune(plan.pruner_of(recipe))
             assert any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-            assert not memory.fits()
-        raise KeyError("whatever ends the sweep")
+            assert not masked.fits()
+        raise KeyError("any error ends the sweep")
     for name, weight in model.state_dict().items():
         assert torch.equal(weight.view(torch.int16), before[name].view(torch.int16)), name
-    assert memory.fits()
+    assert masked.fits()
 
 
 def test_a_model_that_is_not_its_checkpoint_does_not_fit(models: Models) -> None:
     model = load_model(models("llama"), "cpu")
-    pruner = Plan(models("llama"), "llama", Recipe()).pruner_of(Recipe("emp-magnitude"))
-    assert InMemory(model, pruner).fits()
-    assert not InMemory(load_model(models("llama"), "disk"), pruner).fits()
+    pruner = Plan(models("llama"), "llama", Recipe(), False, "cpu").pruner_of(Recipe(method="emp-magnitude"))
+    assert MaskedModel(model, pruner).fits()
+    assert not MaskedModel(load_model(models("llama"), "disk"), pruner).fits()
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1  # type: ignore[index, union-attr, operator]
-    assert not InMemory(model, pruner).fits()
+    assert not MaskedModel(model, pruner).fits()
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_offloaded_models_go_through_checkpoints(models: Models, options: Record, tmp_path: Path, keep: bool) -> None:
-    offloaded = sweep(str(models("llama")), tmp_path / "disk", **(options | {"device_map": "disk", "keep": keep}))
-    loaded = entries(sweep(str(models("llama")), tmp_path / "cpu", **options))
+    offloaded = sweep(models("llama"), output=tmp_path / "disk", **(options | {"device_map": "disk", "keep": keep}))
+    loaded = entries(sweep(models("llama"), output=tmp_path / "cpu", **options))
     for name, entry in entries(offloaded).items():
         assert entry["sparsity_of_targets"] == loaded[name]["sparsity_of_targets"]
         found, expected = (e["evaluation"]["perplexity"]["perplexity"] for e in (entry, loaded[name]))
@@ -191,7 +173,7 @@ def test_offloaded_models_go_through_checkpoints(models: Models, options: Record
 
 
 def test_one_model_at_a_time(models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every point is loaded from a checkpoint, the model before it has gone."""
+    """If every point is loaded from a checkpoint, the model before it is freed first."""
     loaded: list[weakref.ref[Any]] = []
 
     def load(*given: Any) -> Any:
@@ -200,26 +182,26 @@ def test_one_model_at_a_time(models: Models, options: Record, tmp_path: Path, mo
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(command, "load_model", load)
-    monkeypatch.setattr(InMemory, "fits", lambda _: False)
-    gc.disable()  # what is freed is freed by the sweep
+    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(MaskedModel, "fits", lambda _: False)
+    gc.disable()  # only the sweep frees models
     try:
-        sweep(str(models("llama")), tmp_path / "sweep", **(options | {"device_map": "disk"}))
+        sweep(models("llama"), output=tmp_path / "sweep", **(options | {"device_map": "disk"}))
     finally:
         gc.enable()
     assert len(loaded) == 4
 
 
 def test_kept_checkpoints(models: Models, options: Record, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole ones, that verify finds sound; also for points that were measured before, and are not measured again."""
-    source, out = str(models("mixtral")), tmp_path / "sweep"
-    first = sweep(source, out, **options)
-    monkeypatch.setattr(evaluation, "perplexity", lambda *_, **__: pytest.fail("measured again"))
-    assert entries(sweep(source, out, keep=True, **options)) == entries(first)
+    """They are complete and pass verify, also for points that were measured before, which are not measured again."""
+    source, out = models("mixtral"), tmp_path / "sweep"
+    first = sweep(source, output=out, **options)
+    monkeypatch.setattr(evaluator, "perplexity", lambda *_, **__: pytest.fail("measured again"))
+    assert entries(sweep(source, output=out, keep=True, **options)) == entries(first)
     monkeypatch.undo()
     for name, entry in entries(first).items():
         folder = out / "points" / name
-        assert verify(folder, source)["differences"] == []
+        assert verify(folder, source=source).differences == []
         assert perplexity_of(folder, suite) == entry["evaluation"]["perplexity"]["perplexity"]
         assert report_of(out, name)["evaluation"]["pruned"] == entry["evaluation"]
 
@@ -227,50 +209,50 @@ def test_kept_checkpoints(models: Models, options: Record, suite: str, tmp_path:
 def test_finished_parts_are_not_done_again(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither calibration, nor the dense model, nor points; more betas add points to what is there."""
-    source, out = str(models("llama")), tmp_path / "sweep"
-    first = sweep(source, out, **options)
-    monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    assert entries(sweep(source, out, **options)) == entries(first)
+    """Neither the calibration, nor the dense model, nor points; more betas add points."""
+    source, out = models("llama"), tmp_path / "sweep"
+    first = sweep(source, output=out, **options)
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert entries(sweep(source, output=out, **options)) == entries(first)
     monkeypatch.undo()
     measured: list[int] = []
-    whole = evaluation.perplexity
-    monkeypatch.setattr(evaluation, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
-    second = sweep(source, out, **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}))
+    whole = evaluator.perplexity
+    monkeypatch.setattr(evaluator, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
+    second = sweep(source, output=out, **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}))
     assert len(measured) == 1
     assert list(entries(second)) == ["emp-wanda-beta-2", "emp-wanda-beta-1", "emp-wanda-beta-0.5", "magnitude-0.4"]
     assert entries(second)["magnitude-0.4"] == entries(first)["magnitude-0.4"]
-    assert second["stages"].keys() == first["stages"].keys() == {"load", "calibrate", "evaluate dense"}
+    assert second.stages.keys() == first.stages.keys() == {"load", "calibrate", "evaluate dense"}
 
 
 KILLED = """
 import os, signal, sys
 from emp_llm.cli import run
-from emp_llm.services import evaluation
+from emp_llm.evaluation import evaluator
 from emp_llm.sweep import show, sweep
-left, whole = int(sys.argv.pop(1)), evaluation.perplexity
+left, whole = int(sys.argv.pop(1)), evaluator.perplexity
 def counted(*given, **named):
     global left
     left -= 1
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(*given, **named)
-evaluation.perplexity = counted
+evaluator.perplexity = counted
 run(sweep, show)
 """
 
 
-def test_killed_sweeps_go_on(models: Models, options: Record, tmp_path: Path) -> None:
-    source, out = str(models("llama")), tmp_path / "killed"
-    expected = sweep(source, tmp_path / "whole", matched_baselines=True, **options)
+def test_a_killed_sweep_resumes(models: Models, options: Record, tmp_path: Path) -> None:
+    source, out = models("llama"), tmp_path / "killed"
+    expected = sweep(source, output=tmp_path / "whole", matched_baselines=True, **options)
     (tmp_path / "killed.py").write_text(KILLED)
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    line = ["--model", source, "--output", str(out), "--matched-baselines", *words]
-    # the dense model, a point, and the midst of the next
+    line = ["--model", str(source), "--output", str(out), "--matched-baselines", *words]
+    # It is killed while it measures the second point.
     done = subprocess.run([sys.executable, str(tmp_path / "killed.py"), "3", *line], env=os.environ, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(json.loads((out / "sweep.json").read_text())["points"]) == 1
-    found = sweep(source, out, matched_baselines=True, **options)
+    found = sweep(source, output=out, matched_baselines=True, **options)
     for name, entry in entries(expected).items():
         same = entries(found)[name]
         assert same["masks"] == entry["masks"]
@@ -279,19 +261,19 @@ def test_killed_sweeps_go_on(models: Models, options: Record, tmp_path: Path) ->
     assert not list((out / "points").glob(".*"))
 
 
-def test_what_was_measured_of_a_point_is_kept(
+def test_measurements_of_an_unfinished_point_are_kept(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = str(models("llama")), tmp_path / "sweep"
+    source, out = models("llama"), tmp_path / "sweep"
     with monkeypatch.context() as patch:
-        patch.setattr(command, "summarise", lambda *_: 1 / 0)
+        patch.setattr(sweep_point_stage, "assemble_report", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            sweep(source, out, **options)
+            sweep(source, output=out, **options)
     noted = json.loads((out / "points" / ".emp-wanda-beta-0.5.measures.json").read_text())
     measured = noted["measures"]["perplexity"]["perplexity"]
-    seconds = noted["measures"]["perplexity"]["seconds"] = 123.0  # so that it is told from another measurement
+    seconds = noted["measures"]["perplexity"]["seconds"] = 123.0  # another measurement would change it
     (out / "points" / ".emp-wanda-beta-0.5.measures.json").write_text(json.dumps(noted))
-    sweep(source, out, **options)
+    sweep(source, output=out, **options)
     found = report_of(out, "emp-wanda-beta-0.5")["evaluation"]["pruned"]["perplexity"]
     assert (found["perplexity"], found["seconds"]) == (measured, seconds)
 
@@ -306,29 +288,29 @@ def test_what_was_measured_of_a_point_is_kept(
     ],
 )
 def test_another_sweep_is_refused(models: Models, options: Record, tmp_path: Path, change: Record, named: str) -> None:
-    source, out = str(models("llama")), tmp_path / "sweep"
-    first = sweep(source, out, **(options | {"methods": "magnitude", "betas": None}))
-    sweep(source, out, **options)  # what needs a calibration may come to what needed none
+    source, out = models("llama"), tmp_path / "sweep"
+    first = sweep(source, output=out, **(options | {"methods": "magnitude", "betas": None}))
+    sweep(source, output=out, **options)  # a sweep without a calibration can be extended by points that need one
     with pytest.raises(UserError, match=named):
-        sweep(source, out, **(options | change))
-    with pytest.raises(UserError, match="sha256_of"):
-        sweep(str(models("mistral")), out, **options)
-    assert entries(json.loads((out / "sweep.json").read_text()))["magnitude-0.4"] == first["points"][0]
-    anew = sweep(source, out, overwrite=True, **(options | change))
-    assert len(anew["points"]) == 3
-    assert entries(anew)["magnitude-0.4"] != first["points"][0]
+        sweep(source, output=out, **(options | change))
+    with pytest.raises(UserError, match=r"model\.identity"):
+        sweep(models("gpt2"), output=out, **options)
+    assert entries(json.loads((out / "sweep.json").read_text()))["magnitude-0.4"] == entries(first)["magnitude-0.4"]
+    anew = sweep(source, output=out, overwrite=True, **(options | change))
+    assert len(anew.points) == 3
+    assert entries(anew)["magnitude-0.4"] != entries(first)["magnitude-0.4"]
 
 
 def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_path: Path) -> None:
     for name, path in (("file", tmp_path / "file"), ("folder", tmp_path / "folder" / "notes.txt")):
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-        with pytest.raises(UserError, match="it exists and holds no sweep"):
-            sweep(str(models("llama")), tmp_path / name, overwrite=True, **options)
+        with pytest.raises(UserError, match="it exists and is not the folder of a sweep"):
+            sweep(models("llama"), output=tmp_path / name, overwrite=True, **options)
         assert path.read_text() == "mine"
     with pytest.raises(UserError, match="it is the input"):
-        sweep(str(models("llama")), models("llama") / "sweep", **options)
-    killed = tmp_path / "killed"  # while its very first file was written
+        sweep(models("llama"), output=models("llama") / "sweep", **options)
+    killed = tmp_path / "killed"  # while it wrote its first file
     killed.mkdir()
     (killed / ".sweep.json.partial").write_text("{")
     (killed / ".lock").touch()
@@ -336,9 +318,9 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
         assert (killed / "points").is_dir()
 
 
-def test_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.show(sweep(str(models("llama")), tmp_path / "out", dry_run=True, keep=True, matched_baselines=True, **options))
-    lines = capsys.readouterr().out.splitlines()
+def test_a_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path) -> None:
+    plan = sweep(models("llama"), output=tmp_path / "out", dry_run=True, keep=True, matched_baselines=True, **options)
+    lines = dry_run_words(plan).splitlines()  # type: ignore[arg-type]
     assert lines[:3] == ["emp-wanda-beta-0.5", "wanda-total-as-emp-wanda-beta-0.5", "wanda-matrix-as-emp-wanda-beta-0.5"]
     assert lines[7] == "7 points to measure, and the dense model"
     assert lines[8] == "targets: 6 of 14 matrices in blocks"
@@ -349,13 +331,13 @@ def test_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path
 def test_equal_masks_are_measured_once(
     models: Models, options: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At order 0 all weights that are not zero stay; and one matrix has the same baseline in all and by matrix."""
+    """At order 0 all weights that are not zero are kept. With one matrix, both kinds of baseline are the same."""
     measured: list[int] = []
-    whole = evaluation.perplexity
-    monkeypatch.setattr(evaluation, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
+    whole = evaluator.perplexity
+    monkeypatch.setattr(evaluator, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
     only = {"methods": "emp-wanda", "betas": "1", "sparsities": None, "orders": "0,2", "matched_baselines": True}
     targets = {"targets": r"model\.layers\.1\.mlp\.down_proj"}
-    record = sweep(str(models("llama")), tmp_path / "sweep", **(options | only | targets))
+    record = sweep(models("llama"), output=tmp_path / "sweep", **(options | only | targets))
     found = {name: entry["evaluation"].get("same_masks_as") for name, entry in entries(record).items()}
     assert found == {
         "emp-wanda-order-0-beta-1": "dense",
@@ -369,9 +351,9 @@ def test_equal_masks_are_measured_once(
 
 
 def test_matched_baselines_are_uniform(models: Models, options: Record, tmp_path: Path) -> None:
-    """Each row of a matrix loses the same share, rounded down or up; the matrix, or all of them, lose what EMP took."""
+    """Each row of a matrix loses the same share, rounded down or up; the matrix, or the total, loses as much as by EMP."""
     source, out = models("mixtral"), tmp_path / "sweep"
-    sweep(str(source), out, keep=True, matched_baselines=True, **(options | {"methods": "emp-wanda", "sparsities": None}))
+    sweep(source, output=out, keep=True, matched_baselines=True, **(options | {"methods": "emp-wanda", "sparsities": None}))
     norms = oracle.load_norms(out / "activations.safetensors")
     adaptive = report_of(out, "emp-wanda-beta-1")
     for by in ("total", "matrix"):
@@ -395,48 +377,44 @@ def test_matched_baselines_are_uniform(models: Models, options: Record, tmp_path
         assert (len(shares) > 1) == (by == "matrix")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"match_by": "matrix", "match": None}, "--match-by matrix says what of a run"),
-        ({"match_by": "rows"}, "--match-by 'rows' is none of total, matrix"),
-        ({"match_by": "matrix", "group": "all"}, "--match-by matrix .* not all"),
-        ({"match_by": "matrix", "targets": "attention"}, "that run had"),
-        ({"method": "emp-magnitude", "match_by": "matrix"}, "--match does not go with method emp-magnitude"),
-    ],
-)
-def test_wrong_matches(models: Models, tmp_path: Path, changes: Record, says: str) -> None:
-    source = str(models("llama"))
-    prune(source, tmp_path / "emp", "emp-magnitude")
-    with pytest.raises(UserError, match=says):
-        prune(source, tmp_path / "out", **({"method": "magnitude", "match": tmp_path / "emp"} | changes))
-
-
-@pytest.mark.parametrize("damage", [{}, {"kept": "many"}, {"rows": 7}])
-def test_damaged_report_of_a_match(models: Models, tmp_path: Path, damage: Record) -> None:
-    source = str(models("llama"))
-    report = prune(source, tmp_path / "emp", "emp-magnitude")
-    name = next(iter(report["matrices"]))
-    report["matrices"][name] = damage and report["matrices"][name] | damage
-    (tmp_path / "emp" / "emp_report.json").write_text(json.dumps(report))
-    with pytest.raises(UserError, match=name):
-        prune(source, tmp_path / "out", "magnitude", match=tmp_path / "emp", match_by="matrix")
-
-
 def test_only_accuracies_change_by_points() -> None:
-    def measured(perplexity: float, accuracy: float) -> Record:
+    """An infinite perplexity of a point is a word."""
+
+    def measured(perplexity: float | None, accuracy: float) -> Record:
         counts = {"original": 10, "effective": 10}
         tasks = {"t": {"word_perplexity,none": perplexity}, "u": {"acc,none": accuracy}}
         return {"tasks": {name: {"results": {name: each}, "n-samples": {name: counts}} for name, each in tasks.items()}}
 
-    point = {"name": "p", "sparsity_of_targets": 0.5, "sparsity_of_all_parameters": 0.25, "evaluation": measured(24, 0.4)}
-    lines = sweep_table({"dense": measured(16, 0.5), "points": [point], "suite": "s"}).splitlines()
+    points = [
+        {"name": name, "sparsity_of_targets": sparsity, "sparsity_of_all_parameters": 0.25, "evaluation": measured(*values)}
+        for name, sparsity, *values in (("p", 0.5, 24, 0.4), ("q", 0.6, None, 0.5), ("r", 0.7, 16 * (1 - 1e-15), 0.5))
+    ]
+    record = {"format": "emp-llm sweep 2", "dense": measured(16, 0.5), "points": points, "suite": "s"}
+    lines = sweep_table(record_of(record, Sweep, "sweep.json")).splitlines()
     assert lines[3].split() == ["p", "50.00", "25.00", "24.000", "+50.00", "%", "40.00", "-10.00"]
+    assert lines[4].split() == ["q", "60.00", "25.00", "infinite", "+inf", "%", "50.00", "0.00"]
+    assert lines[5].split() == ["r", "70.00", "25.00", "16.000", "0.00", "%", "50.00", "0.00"]
 
 
-def test_from_the_shell(models: Models, text: Path, suite: str, run: Run, tmp_path: Path) -> None:
+def test_infinite_perplexities_do_not_end_a_sweep(models: Models, options: Record, tmp_path: Path) -> None:
+    """The ruined model's perplexities are null in JSON and words in the table, and all points are measured."""
+    folder = Path(shutil.copytree(models("llama"), tmp_path / "ruined"))
+    for shard in folder.glob("*.safetensors"):
+        tensors = {name: tensor * (3e4 if "lm_head" in name else 1) for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+    record = sweep(folder, output=tmp_path / "sweep", **(options | {"methods": "emp-magnitude", "sparsities": None}))
+    values = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    found = [values["dense"]["perplexity"], *(point["evaluation"]["perplexity"] for point in values["points"])]
+    assert [each["perplexity"] for each in found] == [None] * 3
+    assert all(each["loss"] > 709 for each in found)
+    assert sweep_table(record).count("infinite") == 3  # type: ignore[arg-type]
+    again = sweep(folder, output=tmp_path / "sweep", **(options | {"methods": "emp-magnitude", "sparsities": None}))
+    assert entries(again) == entries(record)
+
+
+def test_from_the_command_line(models: Models, text: Path, suite: str, command: Run) -> None:
     line = ["--model", models("llama"), "--calibration", text, "--samples", 4, "--seqlen", 64, "--suite", suite]
-    done = run("sweep", *line, "--methods", "emp-wanda,magnitude", "--betas", "0.5,1", "--limit", 5, "--output", "out")
+    done = command("sweep", *line, "--methods", "emp-wanda,magnitude", "--betas", "0.5,1", "--limit", 5, "--output", "out")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[:2] == ["point", "removed"]

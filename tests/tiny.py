@@ -8,27 +8,27 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
-_GLU = _COMMON | {"intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 128}
+GLU = _COMMON | {"intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _GLU),
-    "llama-tied": ("LlamaConfig", _GLU | {"tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", _GLU | {"sliding_window": 16}),
-    "qwen2": ("Qwen2Config", _GLU),
-    "qwen3": ("Qwen3Config", _GLU | {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", _GLU | {"head_dim": 8, "sliding_window": 16}),
+    "llama": ("LlamaConfig", GLU),
+    "llama-tied": ("LlamaConfig", GLU | {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", GLU | {"sliding_window": 16}),
+    "qwen2": ("Qwen2Config", GLU),
+    "qwen3": ("Qwen3Config", GLU | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", GLU | {"head_dim": 8, "sliding_window": 16}),
     "gemma3": (
         "Gemma3TextConfig",
-        _GLU | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        GLU | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "phi3": ("Phi3Config", _GLU | {"pad_token_id": 0}),
+    "phi3": ("Phi3Config", GLU | {"pad_token_id": 0}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 128}),
     "opt": ("OPTConfig", _COMMON | {"ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", _COMMON | {"intermediate_size": 80, "max_position_embeddings": 128}),
-    "mixtral": ("MixtralConfig", _GLU | {"num_local_experts": 4}),
+    "mixtral": ("MixtralConfig", GLU | {"num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        _GLU | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+        GLU | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
     ),
 }
 MIXTURES = ("mixtral", "qwen3_moe")

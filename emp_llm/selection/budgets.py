@@ -1,42 +1,84 @@
-"""Budgets: how many of each group to keep. A new one is one class here.
+"""Budgets: how many scores of each group are kept. A new budget is one class here.
 
-A budget sees the moments of the groups (one row, one matrix or all targets each), never the weights, and where its first
-weight stands among all targets, so that a total can be spread evenly.
+A budget sees the moments of groups (a row, a matrix, or all targets), and, of small groups, their scores. It is also told the
+number of target weights before the first group, so that it can spread a total evenly over all targets.
 """
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from emp_llm.selection.arithmetic.definitions import check_beta, check_order, floor_count
+from emp_llm.selection.kernels.interface import KeepRule
 
-from emp_llm.selection.effective import check_beta, floor, keep_counts
-from emp_llm.selection.hill import Moments, check_order
-from emp_llm.selection.sums import sum_rows
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.selection.arithmetic.hill import Moments
 
 
 class Budget(Protocol):
-    """How many scores of each group stay."""
+    """How many scores of each group are kept."""
 
     @property
     def order(self) -> float:
-        """The Hill order whose moments it wants."""
+        """The Hill order of the moments that it needs."""
 
-    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
-        """How many scores to keep of each group.
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int] | None:
+        """How many scores of each group are kept, if that depends on the sizes of the groups alone; else None.
+
+        Args:
+            sizes: number of scores in each group.
+            offset: number of target weights before the first group.
+        """
+
+    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
+        """How many scores of each group are kept: int64, shape (groups,).
 
         Args:
             moments: of the groups, at the budget's order.
-            offset: how many target weights come before the first group.
-            rows: the scores themselves, shape (groups, size), where a group is a row; None where it is larger.
-
-        Returns:
-            int64, shape (groups,).
+            offset: number of target weights before the first group.
+            rows: the scores, shape (groups, size), if a group is a row; None if it is larger.
         """
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the compiled kernels implement the budget. They compute order 2 in float64."""
+
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        """The budget as a rule for the kernels, for rows that are a group each.
+
+        Args:
+            shape: (rows, columns) of the weights.
+            offset: number of target weights before the first row.
+
+        Raises:
+            ValueError: an N:M pattern whose M does not divide the columns.
+        """
+
+
+class _SizeBudget:
+    """A budget that depends on the sizes of the groups alone."""
+
+    order: float = 2.0
+
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
+        raise NotImplementedError
+
+    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
+        return moments.size.new_tensor(self.fixed_counts(moments.size.tolist(), offset))
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.order == 2.0
+
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        rows, columns = shape
+        return KeepRule(counts=self.fixed_counts([columns] * rows, offset))
 
 
 @dataclass(frozen=True)
@@ -45,8 +87,11 @@ class EffectiveBudget:
 
     Attributes:
         beta: > 0; order: Hill order >= 0.
-        dtype: "float64", or "bfloat16": omega, its squares and their sum rounded to bfloat16, as the published
-            emp-magnitude numbers were made. It leaves only a handful of distinct counts.
+        dtype: "float64"; or "bfloat16", in which omega, its squares and their sum are rounded to bfloat16, as in the published
+            emp-magnitude results. That leaves only a handful of distinct counts.
+
+    Raises:
+        ValueError: a value is out of range, or bfloat16 with another order than 2.
     """
 
     beta: float = 1.0
@@ -59,19 +104,31 @@ class EffectiveBudget:
         if self.dtype not in ("float64", "bfloat16"):
             raise ValueError(f"neff-dtype must be float64 or bfloat16, got {self.dtype}")
         if self.dtype == "bfloat16" and self.order != 2.0:
-            raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for order 2; it has no order {self.order:g}")
+            raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for order 2: it needs order 2, not {self.order:g}")
 
-    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> None:
+        return None
+
+    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
+        from emp_llm.selection.arithmetic.counts import keep_counts
+
         if self.dtype == "float64":
             return keep_counts(moments, self.beta)
         if rows is None:
-            raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for rows; it goes with group row")
+            raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row")
         return _bfloat16_counts(rows, moments, self.beta)
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.order == 2.0 and self.dtype == "float64"
+
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        return KeepRule(beta=self.beta)
 
 
 @dataclass(frozen=True)
-class RatioBudget:
-    """The same share of every group: floor(sparsity * N) are removed, as Wanda does."""
+class RatioBudget(_SizeBudget):
+    """The same share of every group: floor(sparsity * N) scores are removed, as in Wanda."""
 
     sparsity: float
     order: float = 2.0
@@ -80,13 +137,16 @@ class RatioBudget:
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must be at least 0 and below 1, got {self.sparsity:g}")
 
-    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
-        return moments.size - floor(self.sparsity * moments.size.double()).long()
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
+        return [size - floor_count(self.sparsity * size) for size in sizes]
+
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        return KeepRule(counts=self.fixed_counts([shape[1]])[0])
 
 
 @dataclass(frozen=True)
-class PatternBudget:
-    """N:M: the N largest of every M consecutive inputs stay (2:4, 4:8, any 1 <= N < M)."""
+class PatternBudget(_SizeBudget):
+    """N:M: the N largest of every M consecutive inputs are kept (2:4, 4:8, any 1 <= N < M)."""
 
     n: int
     m: int
@@ -96,22 +156,26 @@ class PatternBudget:
         if not 1 <= self.n < self.m:
             raise ValueError(f"pattern N:M keeps N of every M weights, 1 <= N < M, got {self.n}:{self.m}")
 
-    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
-        return torch.full_like(moments.size, self.n)
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
+        return [self.kept_of(size) for size in sizes]
 
     def kept_of(self, columns: int) -> int:
-        """How many of a row stay; raises ValueError where M does not divide it."""
+        """How many weights of a row are kept; raises ValueError if M does not divide the columns."""
         if columns % self.m:
             raise ValueError(f"{columns} inputs are not a multiple of {self.m} (pattern {self.n}:{self.m})")
         return columns // self.m * self.n
 
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        self.kept_of(shape[1])
+        return KeepRule(pattern=(self.n, self.m))
+
 
 @dataclass(frozen=True)
-class TotalBudget:
-    """The same share of every group, and exactly `removed` of `total` weights in all.
+class TotalBudget(_SizeBudget):
+    """The same share of every group, and exactly `removed` of `total` weights together.
 
-    A group that holds the target weights a to b loses floor(b * removed / total) - floor(a * removed / total) of them: the
-    share rounded down or up, so that the roundings add up to nothing.
+    A group that begins after a weights and ends after b loses floor(b * removed / total) - floor(a * removed / total) of them.
+    That is its share, rounded down or up, and the roundings cancel in the sum.
     """
 
     removed: int
@@ -122,23 +186,22 @@ class TotalBudget:
         if not 0 <= self.removed < self.total:
             raise ValueError(f"cannot remove {self.removed} of {self.total} weights")
 
-    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
-        sizes: list[int] = moments.size.tolist()
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
         counts, before = [], offset * self.removed // self.total
         for size in sizes:
             offset += size
             after = offset * self.removed // self.total
             counts.append(size - (after - before))
             before = after
-        return torch.tensor(counts, dtype=torch.int64, device=moments.size.device)
+        return counts
 
 
 @dataclass(frozen=True)
-class PartsBudget:
-    """A `TotalBudget` for each of several parts, one behind the other: `removed[i]` of the `sizes[i]` weights of part i.
+class PartsBudget(_SizeBudget):
+    """A `TotalBudget` for each of several consecutive parts: `removed[i]` of the `sizes[i]` weights of part i.
 
-    The parts are the matrices of a run, so that each loses what another run took from it, and only its rows are made equal.
-    No group lies in two parts.
+    The parts are the matrices of a run. Each loses as many weights as in another run, but with the same share of every row. No
+    group lies in two parts.
     """
 
     removed: tuple[int, ...]
@@ -146,7 +209,7 @@ class PartsBudget:
     order: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("removed", "sizes"):  # lists, where they come from JSON
+        for name in ("removed", "sizes"):  # JSON gives lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for removed, size in zip(self.removed, self.sizes, strict=True):
             TotalBudget(removed, size)
@@ -155,13 +218,17 @@ class PartsBudget:
     def _starts(self) -> list[int]:
         return list(accumulate(self.sizes, initial=0))
 
-    def counts(self, moments: Moments, offset: int = 0, rows: Tensor | None = None) -> Tensor:
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
         part = bisect_right(self._starts, offset) - 1
-        return TotalBudget(self.removed[part], self.sizes[part]).counts(moments, offset - self._starts[part])
+        return TotalBudget(self.removed[part], self.sizes[part]).fixed_counts(sizes, offset - self._starts[part])
 
 
-def _bfloat16_counts(rows: Tensor, moments: Moments, beta: float) -> Tensor:
-    """floor(beta / sum omega^2) with omega, omega^2, the sums and the quotient each rounded to bfloat16."""
+def _bfloat16_counts(rows: "Tensor", moments: "Moments", beta: float) -> "Tensor":
+    """floor(beta / sum omega^2) with omega, omega^2, the sums and the quotient each rounded to bfloat16, at most N."""
+    import torch
+
+    from emp_llm.selection.arithmetic.sums import sum_rows
+
     scores = rows.abs().bfloat16()
     total = sum_rows(scores, lambda s: s)[0].bfloat16()
     squares = (scores / total[:, None]).square()

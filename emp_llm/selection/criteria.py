@@ -1,49 +1,54 @@
-"""Criteria: how important is each weight. A new one is one function here and one line in CRITERIA.
+"""Criteria: the importance of each weight. A new criterion is one function here and one line in CRITERIA.
 
-A criterion takes a block of weight rows, shape (outputs, inputs), and the norms of its inputs, and gives non-negative scores
-of the same shape in the precision that decides: the weight's own for magnitude, at least float32 for wanda.
+A criterion takes a block of weight rows, shape (outputs, inputs), and the norms of their inputs. It returns non-negative scores
+of the same shape. Their dtype decides ties: the dtype of the weights for magnitude, float32 or wider for wanda.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def magnitude(weight: Tensor, norms: Tensor | None = None) -> Tensor:
-    """|W_ij|, in the dtype of the weight; norms are not used."""
+def magnitude(weight: "Tensor", norms: "Tensor | None" = None) -> "Tensor":
+    """|W_ij|, in the dtype of the weight; the norms are not used."""
     return weight.abs()
 
 
-def wanda(weight: Tensor, norms: Tensor | None) -> Tensor:
-    """|W_ij| * ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models").
+def wanda(weight: "Tensor", norms: "Tensor | None") -> "Tensor":
+    """|W_ij| * ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023).
 
     Args:
         weight: shape (outputs, inputs).
-        norms: float32, shape (inputs,), the 2-norm of each input feature over all calibration tokens.
+        norms: float32, shape (inputs,): the 2-norm of each input feature over all calibration tokens.
 
     Returns:
-        float32 (float64 for a float64 weight), shape (outputs, inputs): one rounding, of the product.
+        float32 (float64 for a float64 weight), shape (outputs, inputs). Only the product is rounded.
+
+    Raises:
+        ValueError: no norms, or norms of another shape.
     """
+    import torch
+
     norms = check_norms(norms, weight.shape[-1])
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(dtype).abs() * norms.to(dtype)
+    return weight.to(dtype).abs() * norms.to(weight.device, dtype)
 
 
-def check_norms(norms: Tensor | None, inputs: int) -> Tensor:
-    """The norms; raises ValueError unless they are one for each input, shape (inputs,)."""
+def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
+    """Return the norms; raise ValueError unless their shape is (inputs,)."""
     if norms is None:
         raise ValueError("the wanda criterion needs the norms of the layer's inputs")
-    if norms.shape != (inputs,):
+    if tuple(norms.shape) != (inputs,):
         raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {inputs} inputs need ({inputs},)")
     return norms
 
 
 class Criterion(NamedTuple):
-    """A criterion and whether it needs calibration norms."""
+    """A criterion: its function, and whether it needs the norms of a calibration."""
 
-    score: Callable[[Tensor, Tensor | None], Tensor]
+    score: "Callable[[Tensor, Tensor | None], Tensor]"
     needs_norms: bool
 
 
@@ -53,11 +58,11 @@ CRITERIA = {
 }
 
 
-def shift(scores: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    """s - min s over `dim`: makes signed scores, where negative means removal, non-negative and keeps their order."""
+def shift(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":
+    """s - min s over `dim`: signed scores, where negative means "remove", become non-negative and keep their order."""
     return scores - scores.amin(dim, keepdim=True)
 
 
-def exponential(scores: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    """exp(s - max s) over `dim`: the other map of the paper; omega does not change with the factor exp(-max s)."""
-    return torch.exp(scores - scores.amax(dim, keepdim=True))
+def exponential(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":
+    """exp(s - max s) over `dim`, the paper's other map. The factor exp(-max s) prevents overflow and cancels in omega."""
+    return (scores - scores.amax(dim, keepdim=True)).exp()

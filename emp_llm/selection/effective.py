@@ -1,46 +1,62 @@
-"""Effective Model Pruning: given importance scores, how many to keep (Algorithm 1), and what that guarantees.
+"""Effective Model Pruning (EMP): from importance scores to a mask (Algorithm 1), and the guarantees of that mask.
 
     from emp_llm import effective_mask
-    mask = effective_mask(scores)          # one budget for each row; any tensor, any dim, any device
+    mask = effective_mask(scores)  # each row is a group of its own; any tensor, any dim, any device
 
-Scores s of a group of N components give omega = |s| / sum |s| and N_eff = 1 / sum omega^2, the number of equally important
-components they are worth; the floor(beta * N_eff) largest are kept.
+Algorithm 1, for the scores s of a group of N components:
+
+1. omega = |s| / sum |s|
+2. N_eff = 1 / sum omega^2, the number of equally important components that the scores are worth
+3. k = clip(floor(beta * N_eff), 1, N)
+4. keep the k largest |s|
 """
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.hill import RELATIVE_TOLERANCE, Moments
-from emp_llm.selection.masks import Threshold, key_values, largest_mask, order_keys, row_thresholds
-from emp_llm.selection.sums import sum_rows
+from emp_llm.selection.arithmetic.counts import floor, keep_counts, kept_mass
+from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, row_thresholds
+from emp_llm.selection.arithmetic.sums import sum_rows
+from emp_llm.selection.bounds import mass_bound
+from emp_llm.selection.budgets import EffectiveBudget
+from emp_llm.selection.row_pruning import has_kernel, mask_by_kernel
 
 Dim = int | tuple[int, ...] | None
+_LEAST_FOR_KERNEL = 1 << 20  # scores; fewer do not repay the seconds in which a compiler is loaded
 
 
 def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: float = 2.0) -> Tensor:
     """Algorithm 1: keep the clip(floor(beta * N_eff), 1, N) largest |scores| of every group.
 
     Args:
-        scores: importance scores, any shape, floating or integer dtype, finite. Only magnitudes count: map signed scores
-            whose sign means something first, with `shift` or `exponential`.
-        dim: the dimension or dimensions that make up a group; None: the whole tensor is one group.
-        beta: keep beta times the effective number; 1 is the method, anything else a deployment knob.
-        order: Hill order of the effective number; 2 is the paper's.
+        scores: importance scores, any shape, floating or integer dtype, finite. Only magnitudes count. Scores whose sign has
+            a meaning must first be mapped with `shift` or `exponential`.
+        dim: the dimension or dimensions of a group; None: the whole tensor is one group.
+        beta: multiple of the effective number to keep. The method is beta = 1; other values are a deployment knob.
+        order: Hill order of the effective number. The paper uses 2.
 
     Returns:
-        bool, shape and device of `scores`, true where kept. Equal scores: the lowest index of the group is kept.
+        bool, shape and device of `scores`, true where kept. Among equal scores, those with the lowest index are kept.
         A group of zeros is kept whole.
 
     Raises:
         NonFiniteError: scores hold NaN or infinity.
-        ValueError: beta <= 0, or order < 0.
+        ValueError: scores are empty, beta <= 0, order < 0, or `dim` names a dimension twice.
+        IndexError: `dim` is out of range.
     """
-    rows, shape, order_of_dims = _as_rows(scores, dim)
-    counts = keep_counts(Moments.of_rows(rows, order), beta)
-    mask = largest_mask(rows, counts)
-    return mask.reshape(shape).permute(order_of_dims)
+    rows, shape, permutation = _as_rows(scores, dim)
+    budget = EffectiveBudget(beta, order)
+    if rows.numel() >= _LEAST_FOR_KERNEL and has_kernel(rows, "magnitude", budget):
+        mask = mask_by_kernel(rows, budget)  # the same mask, compiled
+    else:
+        moments = Moments.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
+        counts = keep_counts(moments, beta)  # clip(floor(beta * N_eff), 1, N)
+        mask = largest_mask(rows, counts)
+    return mask.reshape(shape).permute(permutation)
 
 
 def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
@@ -49,19 +65,19 @@ def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Te
     Args and errors as for `effective_mask`.
 
     Returns:
-        float64, the shape of `scores` without `dim`, between 1 and N. Uniform scores give exactly N, zeros N as well.
+        float64, the shape of `scores` without `dim`, between 1 and N. Uniform scores and groups of zeros give exactly N.
     """
     rows, shape, _ = _as_rows(scores, dim)
-    kept_shape = shape[: len(shape) - _group_dims(scores, dim)]
-    return Moments.of_rows(rows, order).number().reshape(kept_shape)
+    return Moments.of_rows(rows, order).number().reshape(shape[: scores.dim() - len(_dims(scores, dim))])
 
 
 def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
     """s_eff: the share of sum |s| that the floor(N_eff) largest scores hold (section 3); float64, shape without `dim`."""
     rows, shape, _ = _as_rows(scores, dim)
-    moments = Moments.of_rows(rows, order)
-    mass = kept_mass(rows, row_thresholds(order_keys(rows), keep_counts(moments)), moments)
-    return mass.reshape(shape[: len(shape) - _group_dims(scores, dim)])
+    moments, keys = Moments.of_rows(rows, order), order_keys(rows)
+    (threshold,) = row_thresholds(keys, keep_counts(moments))
+    mass = kept_mass(keys, rows.dtype, threshold, moments)
+    return mass.reshape(shape[: scores.dim() - len(_dims(scores, dim))])
 
 
 def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
@@ -69,27 +85,24 @@ def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
 
     nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N. Float64, broadcast.
     """
-    nu = floor(torch.as_tensor(n_eff, dtype=torch.float64))
-    n = torch.as_tensor(size, dtype=torch.float64, device=nu.device)
-    inner = (n - nu - 1).clamp(min=0) / ((nu + 1) * (n - 1).clamp(min=1))
-    bound = nu / n + (n - nu) / n * inner.sqrt()
-    bound = torch.where(nu <= 1, 0.5, bound)
-    return torch.where(nu >= n, 1.0, bound)
+    device = next((value.device for value in (n_eff, size) if isinstance(value, Tensor)), torch.device("cpu"))
+    numbers = (value.cpu().numpy() if isinstance(value, Tensor) else value for value in (n_eff, size))
+    return torch.from_numpy(np.asarray(mass_bound(*numbers))).to(device)
 
 
 def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None = None) -> float:
-    """The asymptotic bound on the loss change when magnitude scores decide (equation 5): an upper bound as N grows.
+    """The asymptotic bound on the loss change under magnitude scores (equation 5): an upper bound as N grows.
 
     epsilon <~ |theta|_1^2 * Tr(H) * (1-rho)^4 / (2 rho) * (1 - sqrt((1-rho) / (N rho)))^2, rho = N_eff / N.
 
     Args:
-        weights: theta, all weights that compete, any shape.
+        weights: theta, all weights of the group, any shape.
         hessian_trace: Tr(H) of the loss at theta.
-        n_eff: how many are kept; default: floor(N_eff) of the weights themselves.
+        n_eff: how many weights are kept; None: floor(N_eff) of the weights.
     """
-    theta = weights.detach().reshape(1, -1)
+    theta = _floating(weights.detach()).reshape(1, -1)
     if n_eff is None:
-        n_eff = float(floor(Moments.of_rows(_floating(theta)).number())[0])
+        n_eff = float(floor(Moments.of_rows(theta).number())[0])
     n = theta.shape[1]
     rho = n_eff / n
     l1 = float(sum_rows(theta, lambda s: s.abs())[0][0])
@@ -97,53 +110,32 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     return l1 * l1 * hessian_trace * (1 - rho) ** 4 / (2 * rho) * gap * gap
 
 
-def keep_counts(moments: Moments, beta: float = 1.0) -> Tensor:
-    """clip(floor(beta * N_eff), 1, N) for each group, int64; N for a group of zeros, whose N_eff is N, at any beta.
-
-    Raises:
-        ValueError: beta is not a positive number.
-    """
-    check_beta(beta)
-    counts = floor(beta * moments.number()).clamp(min=1.0)
-    counts = torch.where(moments.total == 0, math.inf, counts)
-    return counts.minimum(moments.size.double()).long()
-
-
-def check_beta(beta: float) -> None:
-    """Raise ValueError unless beta is a positive finite number."""
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be a number above 0 (1 is the method), got {beta:g}")
-
-
-def floor(values: Tensor) -> Tensor:
-    """Floor of float64 values, where a value within rounding error below an integer counts as that integer."""
-    return torch.floor(values * (1 + RELATIVE_TOLERANCE))
-
-
-def kept_mass(rows: Tensor, threshold: Threshold, moments: Moments) -> Tensor:
-    """The share of each row's sum |s| that lies above its threshold, ties counted; float64, shape (rows,)."""
-    cut = key_values(threshold.key, rows.dtype)
-    (above,) = sum_rows(rows, lambda s: torch.where(s.abs() > cut, s.abs(), 0.0))
-    mass = (above + threshold.ties[:, 0] * cut[:, 0]) / moments.mass
-    return torch.where(moments.total == 0, 1.0, mass).clamp(max=1.0)
-
-
 def _floating(scores: Tensor) -> Tensor:
-    return scores if scores.is_floating_point() else scores.double()
+    """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, which holds them exactly."""
+    return scores if scores.is_floating_point() and scores.element_size() > 1 else scores.double()
 
 
-def _group_dims(scores: Tensor, dim: Dim) -> int:
-    return scores.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+def _dims(scores: Tensor, dim: Dim) -> list[int]:
+    """The dimensions of a group, in ascending order."""
+    count = scores.dim()
+    if dim is None or (count == 0 and dim in (-1, 0)):
+        return list(range(count))
+    dims = (dim,) if isinstance(dim, int) else dim
+    if not all(-count <= d < count for d in dims):
+        raise IndexError(f"dim {dim} is out of range: the scores have {count} dimensions")
+    found = sorted(d % count for d in dims)
+    if len(set(found)) < len(found):
+        raise ValueError(f"dim {dim} names a dimension twice")
+    return found
 
 
 def _as_rows(scores: Tensor, dim: Dim) -> tuple[Tensor, list[int], list[int]]:
-    """Groups as rows; the shape to reshape rows back to, and the permutation that then restores the order of dims."""
+    """Groups as contiguous rows; the shape to reshape rows back to; and the permutation that restores the order of the dims."""
     if scores.numel() == 0:
         raise ValueError(f"scores are empty: shape {tuple(scores.shape)}")
-    dims = range(scores.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    last = [d % max(scores.dim(), 1) for d in dims]
-    forward = [d for d in range(scores.dim()) if d not in last] + sorted(last)
+    group = _dims(scores, dim)
+    forward = [d for d in range(scores.dim()) if d not in group] + group
     moved = _floating(scores.detach()).permute(forward)
-    size = math.prod(scores.shape[d] for d in last)
+    size = math.prod(scores.shape[d] for d in group)
     inverse = [forward.index(d) for d in range(scores.dim())]
-    return moved.reshape(-1, size), list(moved.shape), inverse
+    return moved.reshape(-1, size).contiguous(), list(moved.shape), inverse

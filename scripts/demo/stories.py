@@ -129,7 +129,7 @@ def meeting(rng: random.Random, world: World) -> Story:
     body = (
         f"{rng.choice(OPENINGS)} {hero.name} "
         f"{rng.choice(('was walking home', 'went for a walk', 'was on the road'))}. {told}"
-        f"{rng.choice(('Suddenly', 'Behind a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}"
+        f"{rng.choice(('Suddenly', 'BackgroundQueue a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}"
     )
     ends = ["ran away as fast as possible", "walked on without any fear"]
     return Story(body, ends[0 if afraid else 1], [ends[1 if afraid else 0]], rng.choice(MOODS))

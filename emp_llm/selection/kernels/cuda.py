@@ -1,13 +1,13 @@
-"""Rows pruned on a GPU: launches the Triton kernels of `cuda_cut`, in the bits of the plain reference.
+"""The row kernel for NVIDIA GPUs: launches the Triton programs of `cuda_cut`, which give the same bits as the reference.
 
-Triton comes with the CUDA wheels of torch on Linux, so nothing has to be installed for this; without it `rows.prune_rows` takes
-the reference. A weight is loaded from memory once and stored once if the result goes to another tensor. In place it is loaded
-twice, first to see that all scores are finite: what has been written cannot be taken back.
+Triton comes with the CUDA wheels of torch on Linux, so it needs no installation of its own. If the result goes to another
+tensor, each weight is loaded from memory once and stored once. In place, it is loaded twice: the first pass checks that all
+scores are finite, because a write cannot be undone.
 
-A program reads its row several times, but for the first time from the caches. Rows under way at once are as many as fit in the
-level 1 caches, and two on each processor where they are longer: of 65,536 16-bit weights that is 34 MB on 132 processors, which
-a level 2 cache of 40 MB or more holds. Any row is pruned, but of longer ones parts are loaded again. The numbers here were
-chosen by looking at compiled code (registers, instructions for each weight), not by timing.
+A program reads its row several times, but only the first time from memory. As many rows are in progress as fit in the level 1
+caches, or two on each multiprocessor if the rows are longer. Two rows of 65,536 16-bit weights on each of 132 multiprocessors
+take 34 MB, and a level 2 cache of 40 MB or more holds them. Longer rows are pruned as well, but parts of them are loaded from
+memory again. The constants were chosen from compiled code (registers, instructions for each weight), not from timings.
 """
 
 import struct
@@ -18,65 +18,61 @@ import torch
 import triton
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
-from emp_llm.selection.criteria import check_norms
-from emp_llm.selection.hill import Moments, NonFiniteError
+from emp_llm.selection.arithmetic.definitions import LANES, NonFiniteError
 from emp_llm.selection.kernels import cuda_cut
-from emp_llm.selection.sums import LANES
+from emp_llm.selection.kernels.interface import KeepRule, RowFigures
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
-# Rows up to this are held in registers, 64 numbers in each of 64 threads; longer ones are read again from the caches.
+# Rows up to this length are held in registers, 64 numbers in each of 64 threads. Longer rows are reread from the caches.
 _HELD = 4096
 _CHUNK = 1024
-_REGISTERS = 128  # of a thread: for 16 warps on a processor
-# Of a processor's level 1 cache: rows under way at once should fit, or else be two, to have something to do while one waits.
+_REGISTERS = 128  # of a thread, so that 16 warps fit on a multiprocessor
+# Bytes of a multiprocessor's level 1 cache for the rows in progress. If not even two rows fit, two are still in progress, so
+# that one can work while the other waits for memory.
 _CACHE = 160 * 1024
 
 
-def prune_rows(
-    weight: Tensor, norms: Tensor | None, budget: Budget, offset: int = 0, out: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Prune rows by magnitude, or, given norms, by wanda; arguments as for `rows.prune_rows`.
+def prune_rows_on_gpu(weight: Tensor, norms: Tensor | None, rule: KeepRule, out: Tensor | None = None) -> RowFigures:
+    """Prune rows by magnitude, or, with norms, by wanda.
 
     Args:
-        weight: bfloat16, float16 or float32, shape (rows, columns), contiguous, not empty; on a GPU, or anywhere if Triton runs
-            in its interpreter.
-        norms: shape (columns,); None: magnitude.
-        budget: effective, ratio, total, parts or pattern, of order 2 and float64.
-        offset: how many target weights come before this block.
-        out: as `weight`, contiguous, the same tensor or one that does not overlap it; None: in place.
+        weight: bfloat16, float16 or float32, shape (rows, columns), contiguous, not empty; on a GPU, or on any device in
+            Triton's interpreter.
+        norms: shape (columns,), for the criterion wanda; None: magnitude.
+        rule: how many weights of each row to keep.
+        out: receives the result; contiguous, shape, dtype and device of `weight`; the same tensor, or one without overlap.
+            None: in place.
 
     Returns:
-        kept, zeros (int64) and kept_mass, mass, n_eff, s_eff (float64), each of shape (rows,).
+        Tensors on the device of the weights.
 
     Raises:
-        NonFiniteError: scores hold NaN or infinity; `weight` is as it was then, and another `out` is of no use.
-        ValueError: an N:M pattern whose M does not divide the columns; norms or out of another shape.
+        NonFiniteError: scores hold NaN or infinity. Then `weight` is unchanged, and another `out` is useless.
+        ValueError: norms or `out` of another shape.
     """
-    flag, integers, floats = enqueue(weight, norms, budget, offset, out)
+    flag, integers, floats = enqueue(weight, norms, rule, out)
     if int(flag):
         raise NonFiniteError("scores hold NaN or infinity")
-    return (*integers, *floats)
+    return RowFigures(*integers, *floats)
 
 
-def enqueue(
-    weight: Tensor, norms: Tensor | None, budget: Budget, offset: int = 0, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `prune_rows`, without waiting for the GPU.
+def enqueue(weight: Tensor, norms: Tensor | None, rule: KeepRule, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `prune_rows_on_gpu`, without waiting for the GPU.
 
     Returns:
-        flag: int32, shape (1,), not 0 in the end if scores hold NaN or infinity; integers: int64, shape (2, rows): kept, zeros;
+        flag: int32, shape (1,), in the end not 0 if scores hold NaN or infinity.
+        integers: int64, shape (2, rows): kept, zeros.
         floats: float64, shape (4, rows): kept_mass, mass, n_eff, s_eff.
     """
     out = weight if out is None else out
-    _check_arguments(weight, norms, budget, out)
+    _check_arguments(weight, norms, out)
     rows, columns = weight.shape
     device = weight.device
     bits, room = (tensor.detach().view(_INTEGERS[weight.element_size()]) for tensor in (weight, out))
     factors = None if norms is None else norms.detach().to(device, torch.float32).contiguous()
-    pattern = budget if isinstance(budget, PatternBudget) else None
-    counts = _given_counts(budget, rows, columns, offset, device)
+    n, m = rule.pattern or (0, 0)
+    counts = _counts_on_device(rule, rows, device)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     integers = torch.empty(2, rows, dtype=torch.int64, device=device)
     floats = torch.empty(4, rows, dtype=torch.float64, device=device)
@@ -85,25 +81,25 @@ def enqueue(
         "NORMS": norms is not None,
         "TOP": _INFINITY[weight.dtype if norms is None else torch.float32],
     }
-    how = launch(rows, columns, weight.element_size(), pattern.m if pattern else 0, _processors(device))
+    how = launch(rows, columns, weight.element_size(), m, _processors(device))
     apart = room.data_ptr() != bits.data_ptr()
     with _on(device):
         if not apart:
-            cuda_cut.check[(rows,)](bits, factors, flag, columns, **kind, BLOCK=_CHUNK, num_warps=4)
-        cuda_cut.prune[(how.programs,)](
+            cuda_cut.check_kernel[(rows,)](bits, factors, flag, columns, **kind, BLOCK=_CHUNK, num_warps=4)
+        cuda_cut.prune_kernel[(how.programs,)](
             bits,
             room,
             factors,
-            integers if counts is None else counts,  # not read where there are none
+            integers if counts is None else counts,  # not read if there are no counts
             flag,
             integers,
             floats,
             rows,
             columns,
-            _bits_of(budget.beta) if isinstance(budget, EffectiveBudget) else 0,
-            pattern.n if pattern else 0,
-            BUDGET=_code(budget),
-            M=pattern.m if pattern else 0,
+            _bits_of(rule.beta or 0.0),
+            n,
+            BUDGET=_budget_code(rule),
+            M=m,
             **kind,
             BLOCK=how.block,
             WHOLE=how.block >= columns,
@@ -117,7 +113,7 @@ def enqueue(
 
 
 class Launch(NamedTuple):
-    """How the kernel is launched: BLOCK and CHUNK of `cuda_cut.prune`, how many programs, and the warps of each."""
+    """Launch parameters: BLOCK and CHUNK of `cuda_cut.prune_kernel`, the number of programs, and the warps of each program."""
 
     block: int
     chunk: int
@@ -126,13 +122,15 @@ class Launch(NamedTuple):
 
 
 def launch(rows: int, columns: int, item: int, m: int, processors: int) -> Launch:
-    """How to launch the kernel.
+    """The launch parameters for a matrix.
 
-    Two warps, a thread for each of the 64 lanes: what is added up lane by lane would only be done twice by more.
+    A program has two warps, one thread for each of the 64 lanes. More threads would only repeat the sums of the lanes.
 
     Args:
-        rows, columns: of the matrix; item: bytes of a weight; m: of an N:M pattern, or 0.
-        processors: multiprocessors of the GPU.
+        rows, columns: of the matrix.
+        item: bytes of a weight.
+        m: of an N:M pattern, or 0.
+        processors: number of multiprocessors of the GPU.
     """
     block = triton.next_power_of_2(max(columns, LANES))
     if block > _HELD:
@@ -142,41 +140,33 @@ def launch(rows: int, columns: int, item: int, m: int, processors: int) -> Launc
     return Launch(block, chunk, min(rows, processors * at_once), 1 if block <= 1024 and columns <= block else 2)
 
 
-def _check_arguments(weight: Tensor, norms: Tensor | None, budget: Budget, out: Tensor) -> None:
+def _check_arguments(weight: Tensor, norms: Tensor | None, out: Tensor) -> None:
     columns = weight.shape[1]
     if out.shape != weight.shape or out.dtype != weight.dtype or out.device != weight.device or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous and as the weights: {tuple(weight.shape)}, {weight.dtype}, {weight.device}")
-    if norms is not None:
-        check_norms(norms, columns)  # the kernel does not look where it reads
-    if isinstance(budget, PatternBudget):
-        budget.kept_of(columns)  # raises where M does not divide them
+        kind = f"{tuple(weight.shape)}, {weight.dtype}, {weight.device}"
+        raise ValueError(f"out must be contiguous and match the weights: {kind}")
+    if norms is not None and tuple(norms.shape) != (columns,):  # the kernel reads without checking bounds
+        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {columns} inputs need ({columns},)")
 
 
-def _given_counts(budget: Budget, rows: int, columns: int, offset: int, device: torch.device) -> Tensor | None:
-    """The counts of a budget that needs the sizes of the rows and nothing else of them; counted on the CPU."""
-    if not isinstance(budget, RatioBudget | TotalBudget | PartsBudget):
-        return None
-    alike = isinstance(budget, RatioBudget)
-    size = torch.full((1 if alike else rows,), columns, dtype=torch.int64)
-    nothing = torch.zeros(size.shape, dtype=torch.float64)
-    counts = budget.counts(Moments(2.0, size, nothing + 1, nothing, nothing), offset)
-    if not alike:
-        return counts.to(device)
-    return torch.full((rows,), int(counts), dtype=torch.int64, device=device)  # the same for all, and nothing to copy
+def _counts_on_device(rule: KeepRule, rows: int, device: torch.device) -> Tensor | None:
+    if isinstance(rule.counts, int):
+        return torch.full((rows,), rule.counts, dtype=torch.int64, device=device)  # nothing to copy
+    return None if rule.counts is None else torch.tensor(rule.counts, dtype=torch.int64).to(device)
 
 
-def _code(budget: Budget) -> int:
-    """Which of the kernel's budgets this is."""
+def _budget_code(rule: KeepRule) -> int:
+    """The BUDGET of `cuda_cut.prune_kernel` that stands for a rule."""
     code = cuda_cut.GIVEN
-    if isinstance(budget, PatternBudget):
+    if rule.pattern is not None:
         code = cuda_cut.PATTERN
-    elif isinstance(budget, EffectiveBudget):
-        code = cuda_cut.EFFECTIVE if budget.beta == 1.0 else cuda_cut.BETA
+    elif rule.beta is not None:
+        code = cuda_cut.EFFECTIVE if rule.beta == 1.0 else cuda_cut.BETA
     return int(code.value)
 
 
 def _bits_of(value: float) -> int:
-    """The bits of a float64: Triton would pass the number itself as a float32."""
+    """The bits of a float64. Triton would pass the number itself as a float32."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value))
     return int(bits)
 
@@ -186,5 +176,5 @@ def _processors(device: torch.device) -> int:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU, which need not be that of the weights."""
+    """A context in which Triton launches on the GPU of the weights, which need not be the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,7 +1,7 @@
-"""The row kernel for CUDA, in Triton: what becomes of a row, and the two kernels themselves; `cuda` launches them.
+"""The row kernel for CUDA, in Triton: how a row is pruned, and `prune_kernel` and `check_kernel`, which `cuda` launches.
 
-A program reads a row three times: for the sums, for the cut, for the masses and the write. Only the first comes from memory,
-the others from the caches, as long as not too many rows are under way at once (`cuda` sees to that).
+A program reads a row three times: for the sums, for the cut, and for the masses and the write. Only the first read comes from
+memory. The others come from the caches, because `cuda` limits the number of rows in progress.
 """
 
 import triton
@@ -22,13 +22,13 @@ from emp_llm.selection.kernels.cuda_scores import (
 )
 from emp_llm.selection.kernels.cuda_search import end_of_ties, guess_key, search
 
-# floor(N_eff) of a row, floor(beta * N_eff), counts that are given, N of every M.
+# Kinds of budget: floor(N_eff) of a row, floor(beta * N_eff), given counts, N of every M.
 EFFECTIVE, BETA, GIVEN, PATTERN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def _pattern(row, norms, at, columns, n, M: tl.constexpr, KIND: tl.constexpr, NORMS: tl.constexpr):
-    """Whether each of some columns is among the n largest of its M, among equal ones the first."""
+    """Whether each of some columns is among the n largest of its M; among equal ones the first counts as larger."""
     key = row_keys(row, norms, at, columns, KIND, NORMS)
     first = at // M * M
     before = at * 0
@@ -54,7 +54,7 @@ def _masses(
     EVEN: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """The sums of the scores that are kept, and of those larger than `nu_key`; writes `out` where it lies apart."""
+    """The sums of the kept scores, and of the scores larger than `nu_key`. APART: also write the kept weights to `out`."""
     lane = tl.arange(0, LANES)
     kept = tl.zeros([LANES], tl.float64)
     more = tl.zeros([LANES], tl.float64)
@@ -91,8 +91,9 @@ def _write(
     NORMS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Set to zero, in place, what is not kept."""
-    length: tl.constexpr = CHUNK // M * M if M > 0 else CHUNK  # whole groups: no chunk reads what another has written
+    """Set to zero, in place, the weights that are not kept."""
+    # Whole groups, so that no chunk reads weights that another has written.
+    length: tl.constexpr = CHUNK // M * M if M > 0 else CHUNK
     for start in range(0, columns, length):
         at = start + tl.arange(0, CHUNK)
         bits = row_bits(row, at, columns)
@@ -110,7 +111,7 @@ def _write(
 
 @triton.jit
 def _kept_zeros(row, norms, columns, end, n, M: tl.constexpr, KIND: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many weights that are zero are kept, where scores of zero are: of these the ones before `end`."""
+    """How many of the kept weights are zero. Used where scores of zero are kept: those before `end`, or those of a pattern."""
     some = tl.zeros([CHUNK], tl.int32)
     for start in range(0, columns, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -121,6 +122,26 @@ def _kept_zeros(row, norms, columns, end, n, M: tl.constexpr, KIND: tl.constexpr
             keep = at < end
         some += (zero & keep).to(tl.int32)
     return tl.sum(some, 0)
+
+
+@triton.jit
+def _count(counts, columns, beta, n, number, nu, total, size, BUDGET: tl.constexpr, M: tl.constexpr):
+    """The number of weights of a row that its budget keeps."""
+    k = nu
+    if BUDGET == BETA:
+        k = kept_count(beta.to(tl.int64).to(tl.float64, bitcast=True) * number, total, size)
+    elif BUDGET == GIVEN:
+        k = tl.load(counts).to(tl.int32)
+    elif BUDGET == PATTERN:
+        k = nu * 0 + columns // M * n
+    return k
+
+
+@triton.jit
+def _effective_share(above_nu, nu, nu_above, nu_key, total, KIND: tl.constexpr, NORMS: tl.constexpr):
+    """s_eff, the share of a row's mass in its nu largest scores; `above_nu` is the mass of those larger than `nu_key`."""
+    share = above_nu + (nu - nu_above).to(tl.float64) * scaled(unscaled(nu_key, KIND, NORMS), KIND, NORMS)
+    return tl.where(total == 0.0, 1.0, tl.minimum(share / tl.where(total == 0.0, 1.0, total), 1.0))
 
 
 @triton.jit
@@ -147,7 +168,7 @@ def _prune_row(
     EVEN: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """One row; `counts`, `integers` and `floats` point to what belongs to it."""
+    """Prune one row. `counts`, `integers` and `floats` point to the entries of this row."""
     total, power, largest = sums(row, norms, columns, KIND, NORMS, EVEN)
     if largest >= TOP:
         tl.store(flag, 1)
@@ -160,16 +181,9 @@ def _prune_row(
             keys = tl.where(at < columns, row_keys(row, norms, at, columns, KIND, NORMS), -1)
         else:
             keys = 0
-        nu_key, nu_above, reach = search(
-            keys, nu, guess_key(total, nu, columns, KIND, NORMS), largest, row, norms, columns, KIND, NORMS, BLOCK, WHOLE
-        )
-        k, cut, above, end = nu, nu_key, nu_above, nu * 0
-        if BUDGET == BETA:
-            k = kept_count(beta.to(tl.int64).to(tl.float64, bitcast=True) * number, total, size)
-        elif BUDGET == GIVEN:
-            k = tl.load(counts).to(tl.int32)
-        elif BUDGET == PATTERN:
-            k = nu * 0 + columns // M * n
+        nu_guess = guess_key(total, nu, columns, KIND, NORMS)
+        nu_key, nu_above, reach = search(keys, nu, nu_guess, largest, row, norms, columns, KIND, NORMS, BLOCK, WHOLE)
+        k, cut, above, end = _count(counts, columns, beta, n, number, nu, total, size, BUDGET, M), nu_key, nu_above, nu * 0
         if BUDGET != PATTERN:
             if BUDGET != EFFECTIVE and k != nu:
                 guess = guess_key(total, k, columns, KIND, NORMS)
@@ -182,20 +196,18 @@ def _prune_row(
             zeros += _kept_zeros(row, norms, columns, end, n, M, KIND, NORMS, CHUNK)
         kept_mass, above_nu = _masses(row, out, norms, columns, cut, end, nu_key, n, M, KIND, NORMS, EVEN, APART)
         if not APART:
-            tl.debug_barrier()  # every thread has read what it needs of the row
+            tl.debug_barrier()  # every thread has finished reading the row
             _write(row, norms, columns, cut, end, n, M, KIND, NORMS, CHUNK)
-        share = above_nu + (nu - nu_above).to(tl.float64) * scaled(unscaled(nu_key, KIND, NORMS), KIND, NORMS)
-        share = tl.where(total == 0.0, 1.0, tl.minimum(share / tl.where(total == 0.0, 1.0, total), 1.0))
         tl.store(integers, k.to(tl.int64))
         tl.store(integers + rows, zeros.to(tl.int64))
         tl.store(floats, kept_mass)
         tl.store(floats + rows, total)
         tl.store(floats + 2 * rows, number)
-        tl.store(floats + 3 * rows, share)
+        tl.store(floats + 3 * rows, _effective_share(above_nu, nu, nu_above, nu_key, total, KIND, NORMS))
 
 
 @triton.jit(do_not_specialize=["rows", "beta", "n"])
-def prune(
+def prune_kernel(
     weights,
     out,
     norms,
@@ -218,52 +230,38 @@ def prune(
     EVEN: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """Prune rows; nothing if `flag` is set, and set it for a row that holds NaN or infinity, which is not written.
+    """Prune rows. Do nothing if `flag` is set. Set it for a row that holds NaN or infinity, and do not write that row.
 
     Args:
-        weights, out: int16 or int32, shape (rows, columns): the bits, and where they go.
-        norms: float32, shape (columns,), where NORMS; counts: int64, shape (rows,), where BUDGET is GIVEN.
+        weights, out: int16 or int32, shape (rows, columns): the bits, and the place of the result.
+        norms: float32, shape (columns,), if NORMS.
+        counts: int64, shape (rows,), if BUDGET is GIVEN.
         flag: int32, shape (1,).
-        integers: int64, shape (2, rows), filled: kept, zeros.
-        floats: float64, shape (4, rows), filled: kept_mass, mass, n_eff, s_eff.
-        beta: the bits of a float64, for BETA; n, M: for PATTERN, else 0.
-        KIND: "bfloat16", "float16" or "float32"; TOP: the key of infinity.
-        BLOCK: a power of two, at least 64; WHOLE: no less than the columns, so that the keys of a row are held.
-        CHUNK: how much is written at a time in place: a power of two, at least 64 and M.
-        EVEN: the columns are a multiple of 64; APART: `out` does not overlap `weights`, else it is the same.
+        integers: int64, shape (2, rows), an output: kept, zeros.
+        floats: float64, shape (4, rows), an output: kept_mass, mass, n_eff, s_eff.
+        beta: the bits of a float64, if BUDGET is BETA.
+        n, M: of an N:M pattern, else 0.
+        KIND: "bfloat16", "float16" or "float32".
+        TOP: the key of infinity.
+        BLOCK: number of keys read at a time, a power of two, at least 64.
+        WHOLE: BLOCK is not less than the columns, so that all keys of a row stay in registers.
+        CHUNK: number of weights written at a time in place: a power of two, at least 64 and M.
+        EVEN: the columns are a multiple of 64.
+        APART: `out` does not overlap `weights`; otherwise it is the same memory.
     """
     if tl.load(flag) == 0:
         for index in range(tl.program_id(0), rows, tl.num_programs(0)):
-            # From the last row on: of what `check` has read, that is what the cache still has.
+            # From the last row backwards: those are the rows of `check_kernel` that the cache still holds.
             place = (rows - 1 - index).to(tl.int64)
             start = place * columns
             _prune_row(
-                weights + start,
-                out + start,
-                norms,
-                counts + place,
-                flag,
-                integers + place,
-                floats + place,
-                rows,
-                columns,
-                beta,
-                n,
-                BUDGET,
-                M,
-                KIND,
-                NORMS,
-                TOP,
-                BLOCK,
-                WHOLE,
-                CHUNK,
-                EVEN,
-                APART,
-            )
+                weights + start, out + start, norms, counts + place, flag, integers + place, floats + place,
+                rows, columns, beta, n, BUDGET, M, KIND, NORMS, TOP, BLOCK, WHOLE, CHUNK, EVEN, APART,
+            )  # fmt: skip
 
 
 @triton.jit
-def check(
+def check_kernel(
     weights,
     norms,
     flag,
@@ -273,7 +271,7 @@ def check(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set `flag` if the scores of a row hold NaN or infinity; arguments as for `prune`, a program for each row."""
+    """Set `flag` if the scores of a row hold NaN or infinity. One program for each row; arguments as for `prune_kernel`."""
     row = weights + tl.program_id(0).to(tl.int64) * columns
     largest = tl.zeros([BLOCK], tl.int32)
     for start in range(0, columns, BLOCK):

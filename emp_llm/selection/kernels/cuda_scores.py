@@ -1,30 +1,30 @@
-"""The row kernel for CUDA, in Triton: scores, their keys and their sums, and how many of a row are kept.
+"""The row kernel for CUDA, in Triton: scores, their keys, their sums, and the number of weights of a row to keep.
 
-A score becomes an integer key that orders as it does (the bits of a non-negative float). Sums are added up in the order that
-`selection.sums` defines: a vector of 64 lanes goes along the row, then it is folded in halves.
+An integer key stands for each score and has the same order: the bits of a non-negative float. Sums follow the order that
+`arithmetic.sums` defines: a vector of 64 lanes moves along the row, then it is folded in halves.
 
-Why the bits are those of the reference although a compiler may contract a * b + c: every product that something is added to is
-exact in float64: score * score (48 bits), ties * score (24 bits, and as many as the ties need), score * power of two. All other
-operations are single IEEE ones, division included (div.rn.f64), and float32 products keep subnormals (mul.f32, no .ftz).
+The bits equal those of the reference although a compiler may contract a * b + c. Every product that enters a sum is exact in
+float64: score * score (48 bits), ties * score (24 bits and those of the ties), score * power of two. All other operations are
+single IEEE operations, division included (div.rn.f64), and float32 products keep subnormal numbers (mul.f32 without .ftz).
 """
 
 import triton
 import triton.language as tl
 
-from emp_llm.selection import sums as order
-from emp_llm.selection.hill import RELATIVE_TOLERANCE
+from emp_llm.selection.arithmetic import definitions as order
+from emp_llm.selection.arithmetic.definitions import RELATIVE_TOLERANCE
 
 LANES = tl.constexpr(order.LANES)
 _TOLERANCE = tl.constexpr(RELATIVE_TOLERANCE)
 _ABOVE_ONE = tl.constexpr(1 + RELATIVE_TOLERANCE)
-# What is between a float64 and the float32 (or float16) whose bits it holds in its upper part: the exponents' biases.
+# The factor between a float64 and the float32 (or float16) whose bits it holds in its upper part: the biases differ.
 _SCALE32, _UNSCALE32 = tl.constexpr(2.0**896), tl.constexpr(2.0**-896)
 _SCALE16, _UNSCALE16 = tl.constexpr(2.0**1008), tl.constexpr(2.0**-1008)
 
 
 @triton.jit
 def row_bits(row, at, columns, EVEN: tl.constexpr = False):
-    """The bits of the weights at some columns, as int32; 0 behind the end of the row, where EVEN says that none are."""
+    """The bits of the weights at some columns, as int32; 0 beyond the end of the row. EVEN: no column lies beyond it."""
     if EVEN:
         bits = tl.load(row + at)
     else:
@@ -34,7 +34,7 @@ def row_bits(row, at, columns, EVEN: tl.constexpr = False):
 
 @triton.jit
 def magnitude_bits(bits, KIND: tl.constexpr):
-    """All bits of weights but the sign."""
+    """The bits of weights without the sign."""
     if KIND == "float32":
         bits = bits & 0x7FFFFFFF
     else:
@@ -44,7 +44,7 @@ def magnitude_bits(bits, KIND: tl.constexpr):
 
 @triton.jit
 def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
-    """The keys of the scores of some columns' weights: the bits of |w|, or of |w| * norm in float32."""
+    """The keys of the scores at some columns: the bits of |w|, or of |w| * norm in float32."""
     key = magnitude_bits(bits, KIND)
     if NORMS:
         if KIND == "bfloat16":
@@ -63,23 +63,23 @@ def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, E
 
 @triton.jit
 def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
-    """The keys at some columns; 0 behind the end of the row, where EVEN says that none are."""
+    """The keys at some columns; 0 beyond the end of the row. EVEN: no column lies beyond it."""
     return keys_of(row_bits(row, at, columns, EVEN), norms, at, columns, KIND, NORMS, EVEN)
 
 
 @triton.jit
 def is_less(keys, least):
-    """-1 where keys are less, else 0, by arithmetic: comparisons that are added up become bit masks, at twice the cost."""
+    """-1 where keys are less than `least`, else 0. Arithmetic is cheaper here: sums of comparisons cost twice as much."""
     return (keys - least) >> 31
 
 
 @triton.jit
 def unscaled(key, KIND: tl.constexpr, NORMS: tl.constexpr):
-    """The scores as float64, but for a power of two: their bits, moved to where float64 has exponent and fraction.
+    """The scores in float64 times a power of two: their bits, shifted to the exponent and fraction of a float64.
 
-    Subnormal scores come out as subnormal float64 numbers, so nothing is lost. Sums of these are the sums of the scores but
-    for that power: an addition rounds to the same 53 bits, and where float64 is subnormal every score is a multiple of its
-    smallest number, so both are exact.
+    Subnormal scores become subnormal float64 numbers, so nothing is lost. Sums of these numbers are the sums of the scores
+    times that power: an addition rounds to the same 53 bits, and where float64 is subnormal, all numbers are multiples of the
+    smallest one, so both sums are exact.
     """
     wide = key.to(tl.int64)
     if NORMS or KIND == "float32":
@@ -102,7 +102,7 @@ def scaled(value, KIND: tl.constexpr, NORMS: tl.constexpr):
 
 @triton.jit
 def key_near(score, KIND: tl.constexpr, NORMS: tl.constexpr):
-    """The key of a float64 score, rounded down: the inverse of `unscaled` and `scaled`, as int64."""
+    """The key of a float64 score, rounded down, as int64: the inverse of `unscaled` followed by `scaled`."""
     if NORMS or KIND == "float32":
         key = (score * _UNSCALE32).to(tl.int64, bitcast=True) >> 29
     elif KIND == "bfloat16":
@@ -114,7 +114,7 @@ def key_near(score, KIND: tl.constexpr, NORMS: tl.constexpr):
 
 @triton.jit
 def fold(first, second):
-    """The sums of two vectors of 64 lanes, each in halves: a reduction of two numbers is one addition."""
+    """The sums of two vectors of 64 lanes, folded in halves. Each step reduces pairs, and a pair is one addition."""
     both = tl.join(first, second)
     both = tl.sum(tl.reshape(both, [2, 32, 2]), 0)
     both = tl.sum(tl.reshape(both, [2, 16, 2]), 0)
@@ -126,7 +126,7 @@ def fold(first, second):
 
 @triton.jit
 def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr):
-    """sum s, sum s^2 and the largest key of a row; EVEN: the columns are a multiple of 64."""
+    """sum s, sum s^2 and the largest key of a row. EVEN: the columns are a multiple of 64."""
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.float64)
     power = tl.zeros([LANES], tl.float64)
@@ -143,7 +143,7 @@ def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.
 
 @triton.jit
 def number_of(total, power, size):
-    """N_eff, as `Moments.number`; where the rounding there meets a half, both neighbours are too far away to count."""
+    """N_eff, as `Moments.number`. That rounds halves to even, but a number near a half is never near an integer."""
     number = tl.where(total == 0.0, size, total * total / tl.where(total == 0.0, 1.0, power))
     nearest = tl.floor(number + 0.5)
     number = tl.where(tl.abs(number - nearest) <= nearest * _TOLERANCE, nearest, number)

@@ -1,7 +1,7 @@
-"""The row kernel for CUDA, in Triton: where a row is cut.
+"""The row kernel for CUDA, in Triton: the cut of a row.
 
-The k-th largest key is found by counting how many keys reach a probe. Every answer narrows the interval it can be in, so the
-first guess decides how many counts it takes and never what is found.
+To find the k-th largest key, the kernel counts the keys that reach a probe, again and again. Each count narrows the interval of
+the key. So the first guess decides how many counts are needed, and never the result.
 """
 
 import triton
@@ -22,7 +22,7 @@ def _count(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """How many keys of a row are `least` (at least 1) or more; `keys` are all of them where WHOLE, else they are read again."""
+    """The number of keys of a row that are `least` or more; `least` >= 1. WHOLE: `keys` holds the row, else it is reread."""
     if WHOLE:
         count = BLOCK + tl.sum(is_less(keys, least), 0)
     else:
@@ -47,7 +47,7 @@ def _smallest(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The smallest key that is `least` (at least 1) or more, and no more than `otherwise`."""
+    """The smallest key that is `least` or more, or `otherwise` if that is smaller; `least` >= 1."""
     if WHOLE:
         some = tl.where(keys >= least, tl.minimum(keys, otherwise), otherwise)
     else:
@@ -60,7 +60,7 @@ def _smallest(
 
 @triton.jit
 def guess_key(total, k, columns, KIND: tl.constexpr, NORMS: tl.constexpr):
-    """About the key of the k-th largest score, were the weights normally distributed."""
+    """An estimate of the key of the k-th largest score, from a normal distribution of the weights."""
     share = (columns - k).to(tl.float64) / columns
     return key_near(total / columns * share * 1.6, KIND, NORMS)
 
@@ -79,19 +79,19 @@ def search(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The k-th largest key, how many keys are larger, and how many are as large or larger.
+    """The k-th largest key, the number of larger keys, and the number of keys as large or larger.
 
-    Throughout, `reach` keys are `low` or more, `above` are `high` or more, and reach >= k > above (or k = above = 0).
+    At all times `reach` keys are `low` or more, `above` keys are `high` or more, and reach >= k > above (or k = above = 0).
     """
     low, high = largest * 0, largest + 1
     reach, above = low + columns, low
     if NORMS or KIND == "float32":
-        unit = 65536.0  # as far from number to number as two neighbours in bfloat16
+        unit = 65536.0  # the distance between two neighbouring bfloat16 numbers
     elif KIND == "bfloat16":
         unit = 1.0
     else:
         unit = 8.0
-    # How many keys to go for each count that a probe is off, were the weights normally distributed.
+    # The change of the probe for each count that it is off, from a normal distribution of the weights.
     pace = 768.0 * unit / columns + (low * 0).to(tl.float32)
     turn = low
     probe = tl.minimum(tl.maximum(guess, 1), largest.to(tl.int64)).to(tl.int32)
@@ -108,12 +108,12 @@ def search(
         gap = high - low
         if reach == k:
             probe = low + 1
-        elif low == 0 or high > largest:  # longer and longer strides from the guess, until the cut lies between two probes
+        elif low == 0 or high > largest:  # ever longer strides from the guess, until the cut lies between two probes
             stride = tl.minimum(tl.abs(count - k).to(tl.float32) * pace + 2.0 * unit, 268435456.0).to(tl.int32)
             stride = tl.minimum(stride, gap >> 1)
             probe = tl.where(low == 0, high - stride, low + stride)
             pace = pace * 4.0
-        else:  # where a straight line between the two would have it; every third time halfway, should they not be that straight
+        else:  # linear interpolation between the two probes; every third time bisection, in case the counts are not linear
             share = (reach - k).to(tl.float32) / (reach - above).to(tl.float32)
             turn += 1
             line = tl.where(turn % 3 == 0, gap >> 1, (gap.to(tl.float32) * share + 0.5).to(tl.int32))
@@ -123,7 +123,7 @@ def search(
 
 @triton.jit
 def _ties(keys, key):
-    """How many of some keys equal `key`, for every 64 columns."""
+    """The number of keys that equal `key` in each group of 64 columns."""
     tied = (keys == key).to(tl.int32)
     return tl.sum(tl.reshape(tied, [tied.shape[0] // LANES, LANES]), 1)
 
@@ -141,11 +141,10 @@ def end_of_ties(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The column behind the first `ties` keys that equal `key`, where there are more than these."""
-    passed, whole = (
-        ties * 0,
-        ties * 0,
-    )  # ties in the groups of 64 columns that do not reach `ties`, and how many groups these are
+    """The column after the first `ties` keys that equal `key`. More than `ties` keys equal it."""
+    # Ties in the groups of 64 columns that end before `ties` is reached, and the number of these groups.
+    passed = ties * 0
+    whole = ties * 0
     if WHOLE:
         reached = tl.cumsum(_ties(keys, key), 0)
         passed = tl.max(tl.where(reached < ties, reached, 0), 0)

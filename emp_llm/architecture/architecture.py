@@ -1,0 +1,164 @@
+"""The architecture of a checkpoint's model: its layers, their names in the checkpoint, and the choice of targets."""
+
+import logging
+import math
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from emp_llm.architecture.conventional import conventional_structure
+from emp_llm.architecture.layers import Layer, is_router
+from emp_llm.architecture.structure import Structure, structure_of_model, structure_of_names
+from emp_llm.architecture.targets import Coverage, Target, in_scope, is_named
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix
+from emp_llm.common.errors import UserError
+from emp_llm.common.wording import shortened_list
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class Architecture:
+    """The layers of a checkpoint's model, and their weights in the checkpoint.
+
+    Args:
+        checkpoint: the model.
+        structure: of the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, structure: Structure) -> None:
+        self.checkpoint = checkpoint
+        self.layers = structure.layers
+        self._structure = structure
+
+    @classmethod
+    def of_model(cls, checkpoint: Checkpoint, model: "PreTrainedModel", blocks: str | None = None) -> "Architecture":
+        """The architecture of a loaded model and its checkpoint; `blocks` as for `of_checkpoint`."""
+        return cls(checkpoint, structure_of_model(model, checkpoint, blocks))
+
+    @classmethod
+    def of_checkpoint(
+        cls, checkpoint: Checkpoint, blocks: str | None = None, trust_remote_code: bool = False, names_suffice: bool = False
+    ) -> "Architecture":
+        """The architecture of a checkpoint.
+
+        Args:
+            checkpoint: the model.
+            blocks: name of the list of decoder blocks; None: detected.
+            trust_remote_code: run code from the model's folder.
+            names_suffice: for a model without a known class, derive the layers from the names in the checkpoint.
+
+        Raises:
+            UserError: transformers has no class for the model, or the checkpoint lacks some of its weights.
+        """
+        conventional = conventional_structure(checkpoint, blocks)
+        if conventional is not None:
+            return cls(checkpoint, conventional)
+        from emp_llm.architecture.skeleton import NoModelClassError, build_skeleton
+
+        try:
+            return cls.of_model(checkpoint, build_skeleton(checkpoint.folder, trust_remote_code), blocks)
+        except NoModelClassError as error:
+            if not names_suffice:
+                raise
+            logger.warning("%s Its layers are derived from the names of its tensors.", error)
+            return cls(checkpoint, structure_of_names(checkpoint))
+
+    def select(self, targets: str | list[str], ignore: str | list[str] | None = None) -> list[Target]:
+        """The targets that match a specification, in the model's order.
+
+        Args:
+            targets: "mlp", "attention", "all-linear"; name suffixes, as a list or separated by commas; or a regular
+                expression for the whole module name. Heads and embeddings match only if their name is written out.
+            ignore: name suffixes or a regular expression of modules to leave out.
+
+        Raises:
+            UserError: nothing matches, a regular expression is invalid, or a weight is not stored as a 16-, 32- or 64-bit
+                floating-point matrix.
+        """
+        chosen = [layer for layer in self.layers if in_scope(layer, targets)]
+        if ignore:
+            chosen = [layer for layer in chosen if not is_named(layer, ignore)]
+        target_at: dict[tuple[str, int | None], Target] = {}
+        for layer in chosen:
+            matrix = self._matrix(layer)
+            if matrix is None:
+                continue
+            place = matrix.stored.name, matrix.expert
+            if place in target_at:
+                logger.warning("%s shares its weight with %s; pruned once.", layer.name, target_at[place].name)
+                continue
+            if layer.kind == "head" and matrix.stored.name in self._stored_embeddings:
+                logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
+            target_at[place] = Target(layer, matrix)
+        if not target_at:
+            roles = sorted({layer.role for layer in self.layers if layer.block is not None})
+            raise UserError(
+                f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''} match nothing in "
+                f"{self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
+                + (f" These weights belong to no layer: {shortened_list(self._unreachable)}." if self._unreachable else "")
+            )
+        return list(target_at.values())
+
+    def coverage(self, targets: list[Target]) -> Coverage:
+        """The share of the model that some targets cover."""
+        in_blocks = [target for target in targets if target.layer.block is not None]
+        return Coverage(
+            targets=len(targets),
+            targets_outside=len(targets) - len(in_blocks),
+            matrices=sum(number for number, _ in self._in_blocks.values()),
+            target_parameters=sum(target.matrix.numel for target in targets),
+            targets_in_blocks=sum(target.matrix.numel for target in in_blocks),
+            parameters=self.checkpoint.parameters,
+            block_parameters=sum(weights for _, weights in self._in_blocks.values()),
+            unreachable=self._unreachable,
+            unreachable_parameters=sum(self._in_blocks[name][1] for name in self._unreachable),
+        )
+
+    def _matrix(self, layer: Layer) -> Matrix | None:
+        if layer.expert is not None:
+            matrix = self._structure.experts[layer.name]
+        else:
+            stored_name = self._structure.stored_names.get(f"{layer.name}.weight")
+            if stored_name is None:
+                logger.warning("%s: its weight is not a separate tensor in the checkpoint; left dense.", layer.name)
+                return None
+            matrix = Matrix(self.checkpoint.tensors[stored_name], layer.transposed)
+        stored = matrix.stored
+        if stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
+            raise UserError(
+                f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
+                "floating-point matrices can be pruned. Prune the original model and quantise the result."
+            )
+        shape = stored.shape if layer.expert else self._structure.shapes.get(f"{layer.name}.weight", stored.shape)
+        if shape != stored.shape:
+            raise UserError(
+                f"{self.checkpoint.folder}: {layer.name} has the shape {list(shape)} by config.json, and {list(stored.shape)} "
+                "in the checkpoint; they do not belong together. Download the model again."
+            )
+        return matrix
+
+    @cached_property
+    def _stored_embeddings(self) -> set[str | None]:
+        return {self._structure.stored_names.get(f"{layer.name}.weight") for layer in self.layers if layer.kind == "embedding"}
+
+    @cached_property
+    def _in_blocks(self) -> dict[str, tuple[int, int]]:
+        """Name -> numbers of matrices and of weights, for each parameter of the decoder blocks that holds matrices."""
+        layers = Counter(layer.parameter for layer in self.layers if layer.block is not None)
+        tables = {layer.parameter for layer in self.layers if layer.kind == "embedding"}
+        return {
+            name: (layers[name] or math.prod(shape[:-2]), math.prod(shape))
+            for name, shape in self._structure.block_shapes.items()
+            if len(shape) >= 2 and min(shape) > 1 and "bias" not in name.rpartition(".")[2] and name not in tables
+        }
+
+    @cached_property
+    def _unreachable(self) -> tuple[str, ...]:
+        reached = {
+            layer.parameter for layer in self.layers if layer.expert or f"{layer.name}.weight" in self._structure.stored_names
+        }
+        return tuple(name for name in self._in_blocks if name not in reached and not is_router(name))

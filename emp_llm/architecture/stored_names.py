@@ -1,0 +1,184 @@
+"""The names of a model's weights in its checkpoint, if transformers renames, merges or transposes them while loading.
+
+The conversions are read from the tables of transformers. Supported are new names, experts stacked into one parameter (one after
+another, gate before up), and transposed stacks. Tensors with any other conversion are never pruned.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.experts import ExpertStack
+from emp_llm.architecture.layers import ExpertSlice, Layer
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrix import Matrix
+
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """The weights of a model in a checkpoint.
+
+    Attributes:
+        names: parameter -> stored tensor, for parameters stored one to one.
+        experts: the layers of experts' matrices, in the model's order.
+        matrices: name of such a layer -> its stored matrix.
+        missing: parameters without a counterpart in the checkpoint.
+    """
+
+    names: dict[str, str]
+    experts: list[Layer]
+    matrices: dict[str, Matrix]
+    missing: list[str]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stored tensor that becomes a part of a stack.
+
+    Attributes:
+        key: its name.
+        expert: the expert that it belongs to; None: all experts.
+        place: its position among the parts of an expert's matrix.
+        turned: it is transposed while loading.
+    """
+
+    key: str
+    expert: int | None
+    place: int
+    turned: bool
+
+
+def find_names(model: PreTrainedModel, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]) -> StoredNames:
+    """Match a model's parameters with a checkpoint's tensors.
+
+    Args:
+        model: the model, or its skeleton.
+        checkpoint: its weights.
+        stacks: the result of `find_stacks`.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    prefix = getattr(model, "base_model_prefix", "")
+    names: dict[str, str] = {}
+    renamed: list[str] = []
+    for key in checkpoint.tensors:
+        for candidate in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
+            if candidate in own:
+                names[candidate] = key
+                break
+        else:
+            renamed.append(key)
+    converted, pieces = _converted(model, renamed, own)
+    names.update(converted)
+    for name in stacks:
+        if name in names:
+            pieces[name].append(_Piece(names[name], None, 0, False))
+    first_of = {id(own[name]): key for name, key in names.items()}
+    for name, parameter in own.items():  # tied weights have two names and are stored once
+        if name not in names and id(parameter) in first_of:
+            names[name] = first_of[id(parameter)]
+    expert_matrices = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
+    used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
+    # A tensor of unknown use may become an absent parameter by an unsupported conversion.
+    leftover = [key for key in renamed if key not in used and not _is_ignored(model, key, "unexpected")]
+    absent = [name for name in own if name not in names and name not in pieces and not _is_ignored(model, name, "missing")]
+    missing = [] if leftover else absent
+    experts = [layer for layer, _ in expert_matrices]
+    return StoredNames(names, experts, {layer.name: matrix for layer, matrix in expert_matrices}, missing)
+
+
+def _is_ignored(model: PreTrainedModel, name: str, problem: str) -> bool:
+    """Whether transformers ignores that a name is "missing" or "unexpected"."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _converted(
+    model: PreTrainedModel, keys: list[str], own: dict[str, nn.Parameter]
+) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
+    """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's lm_head as embed_out)."""
+    names: dict[str, str] = {}
+    pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+    except ImportError:  # a version of transformers without these tables: converted names are reported as unknown
+        return names, pieces
+    transforms = get_model_conversion_mapping(model)
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    for key in keys:
+        renamed, merged = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if renamed not in own:
+            continue
+        if merged is None:
+            names[renamed] = key
+            continue
+        converter = next(c for c in converters if merged in c.source_patterns)
+        piece = _piece(key, converter.source_patterns.index(merged), converter)
+        if piece is not None:
+            pieces[renamed].append(piece)
+    return names, pieces
+
+
+def _piece(key: str, place: int, converter: Any) -> _Piece | None:
+    """A stored tensor as a part of a stack; None if its conversion is more than stacking or transposing."""
+    if len(converter.target_patterns) != 1:
+        return None
+    steps = [
+        (type(step).__name__, *(getattr(step, name, None) for name in ("dim", "dim0", "dim1"))) for step in converter.operations
+    ]
+    turn = [("Transpose", None, 1, 2)]
+    if steps == turn or steps == []:
+        return _Piece(key, None, 0, steps == turn) if len(converter.source_patterns) == 1 else None
+    stacked = ("MergeModulelist", 0, None, None)
+    if steps == [stacked, ("Concatenate", 1, None, None)] or (steps == [stacked] and len(converter.source_patterns) == 1):
+        numbers = _NUMBER.findall(key)
+        return _Piece(key, int(numbers[-1]), place, False) if numbers else None
+    return None
+
+
+def _matrices(stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
+    """The stored matrices of a stack's experts; empty if the stored tensors do not make up the whole stack."""
+    if stack.transposed is None:
+        return []
+    if len(pieces) == 1 and pieces[0].expert is None:
+        return _slices(stack, pieces[0], checkpoint)
+    matrices = []
+    filled = dict.fromkeys(range(stack.shape[0]), 0)
+    for piece in sorted(pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.place)):
+        matrix = Matrix(checkpoint.tensors[piece.key], stack.transposed)
+        if piece.expert not in filled or len(matrix.stored.shape) != 2 or matrix.columns != stack.inputs:
+            return []
+        first = filled[piece.expert]
+        filled[piece.expert] = last = first + matrix.rows
+        leaf = piece.key.removesuffix(".weight").rpartition(".")[2]
+        matrices.append(
+            (_layer(stack, leaf, ExpertSlice(stack.name, piece.expert, stack.transposed, first, last, stack.inputs)), matrix)
+        )
+    return matrices if set(filled.values()) == {stack.outputs} else []
+
+
+def _slices(stack: ExpertStack, piece: _Piece, checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
+    """The matrices of a stack that is stored as a stack, possibly transposed."""
+    stored, (experts, rows, columns) = checkpoint.tensors[piece.key], stack.shape
+    if stored.shape != ((experts, columns, rows) if piece.turned else stack.shape) or stack.transposed is None:
+        return []
+    leaf = stack.name.rpartition(".")[2]
+    return [
+        (
+            _layer(stack, leaf, ExpertSlice(stack.name, expert, stack.transposed, 0, stack.outputs, stack.inputs)),
+            Matrix(stored, stack.transposed != piece.turned, expert),
+        )
+        for expert in range(experts)
+    ]
+
+
+def _layer(stack: ExpertStack, leaf: str, place: ExpertSlice) -> Layer:
+    name = f"{stack.module}.{place.expert}.{leaf}".removesuffix(".weight")
+    return Layer(name, "attention" if "attention" in stack.module else "mlp", stack.block, place.transposed, place)

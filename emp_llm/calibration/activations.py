@@ -1,0 +1,98 @@
+"""Activations: the 2-norm of every input feature of every linear layer over the calibration tokens, and their file.
+
+Layers with the same input (q, k and v; gate and up) share one norm.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from emp_llm.common.errors import UserError, reason
+from emp_llm.records.activations import ActivationsInfo
+from emp_llm.records.base import record_of
+from emp_llm.records.source import CalibrationRecord
+from emp_llm.storage.atomic import write_bytes
+from emp_llm.storage.buffers import tensor_bytes
+
+METADATA_KEY = "emp_llm"
+_REMEDY = "Make one with: emp-llm calibrate --model MODEL --output FILE"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Input norms of a model's linear layers.
+
+    Attributes:
+        norms: one float32 vector of shape (inputs,) for each distinct input, by the name of the first layer it feeds.
+        input_of: layer name -> key in `norms`.
+        about: their origin: model, text, tokens, dtype, versions.
+        tokens: number of tokens of each norm, by the names of the norms; fewer than all for a mixture's experts. Empty for
+            old files, which do not tell.
+    """
+
+    norms: dict[str, Tensor]
+    input_of: dict[str, str]
+    about: CalibrationRecord = field(default_factory=CalibrationRecord)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def norm(self, layer: str) -> Tensor | None:
+        """||X_j||_2 of the inputs j of a layer, float32, shape (inputs,); None for a layer that was not calibrated."""
+        key = self.input_of.get(layer)
+        return None if key is None else self.norms[key]
+
+    def tokens_of(self, layer: str) -> int | None:
+        """The number of tokens that a layer saw; None if unknown."""
+        return self.tokens.get(self.input_of.get(layer, ""))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the norms and tokens of all layers; the same for every file that holds them."""
+        digest = hashlib.sha256()
+        for layer in sorted(self.input_of):
+            norm = self.norms[self.input_of[layer]]
+            digest.update(f"{layer} {norm.dtype} {tuple(norm.shape)} {self.tokens_of(layer)}\n".encode())
+            digest.update(tensor_bytes(norm.contiguous()))
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically."""
+        info = ActivationsInfo(inputs=self.input_of, about=self.about, tokens=self.tokens)
+        # One metadata key: safetensors writes several in no fixed order, and the same norms must give the same file.
+        metadata = {METADATA_KEY: msgspec.json.encode(info).decode()}
+        write_bytes(path, save({name: norm.contiguous() for name, norm in self.norms.items()}, metadata))
+
+    @classmethod
+    def load(cls, path: Path) -> "Activations":
+        """Read the file.
+
+        Raises:
+            UserError: it is missing, not an activations file, or damaged.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"{path}: no such activations file. {_REMEDY}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                told: Any = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+                if not isinstance(told, dict) or "format" not in told:
+                    raise UserError(f"{path}: not an activations file of emp-llm. {_REMEDY}")
+                info = record_of(told, ActivationsInfo, str(path))
+                norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except UserError:
+            raise
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{path}: not a readable activations file ({reason(error)}). {_REMEDY}") from error
+        for name, norm in norms.items():
+            if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
+                raise UserError(f"{path}: the norms of {name} are negative, NaN or infinite. {_REMEDY}")
+        if not norms.keys() >= set(info.inputs.values()):
+            raise UserError(f"{path}: it lacks norms of layers that it names. {_REMEDY}")
+        return cls(norms, info.inputs, info.about, info.tokens)

@@ -1,0 +1,173 @@
+"""One calibration: from a text and a model to activations and the record of their origin."""
+
+import logging
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.layers import Layer
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.block_pass import Masker, calibrate_blocks
+from emp_llm.calibration.corpora import find_corpus
+from emp_llm.calibration.resume import CalibrationProgress
+from emp_llm.calibration.tokens import token_ids, tokens_signature
+from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.common.provenance import versions
+from emp_llm.common.ranks import ranks
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.offload import is_offloaded
+from emp_llm.execution.quantization import Quantization, quantization_record
+from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.records.corpus import Corpus
+from emp_llm.records.source import CalibrationRecord
+
+logger = logging.getLogger(__name__)
+
+
+def calibration_corpus(options: CalibrationOptions, context: int | None) -> Corpus:
+    """The corpus of a recipe with the user's samples and seqlen.
+
+    Args:
+        context: the model's, in tokens. A recipe's seqlen is shortened to it.
+
+    Raises:
+        UserError: no such recipe, or --seqlen exceeds the model's context.
+    """
+    corpus = find_corpus(options.calibration)
+    length = options.seqlen or corpus.seqlen or 512
+    if context is not None and length > context:
+        if options.seqlen is not None:
+            raise UserError(f"--seqlen {options.seqlen} is longer than the model's context of {context} tokens.")
+        logger.info(
+            "seqlen %d of recipe %s is shortened to the model's context of %d tokens.", length, options.calibration, context
+        )
+        length = context
+    return msgspec.structs.replace(corpus, samples=options.samples or corpus.samples or 128, seqlen=length)
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """The tokens of a calibration.
+
+    Attributes:
+        corpus: their source.
+        tokens: int64, shape (samples, seqlen).
+        seed: of a shuffled corpus; None for others.
+    """
+
+    corpus: Corpus
+    tokens: Tensor
+    seed: int | None
+
+    @classmethod
+    def prepare(cls, options: CalibrationOptions, tokenizer: Any, context: int | None) -> "CalibrationText":
+        """Read and tokenise the text that the options name."""
+        corpus = calibration_corpus(options, context)
+        return cls(corpus, token_ids(corpus, tokenizer, options.seed), options.seed if corpus.shuffle else None)
+
+
+class Calibration:
+    """The forward passes of a calibration.
+
+    Args:
+        text: the calibration text.
+        options: of the forward passes.
+        propagate: each block's inputs: the dense model's, or the pruned model's.
+        quantization: of the loaded model.
+        blocks: name of the list of decoder blocks; None: found by structure.
+    """
+
+    def __init__(
+        self,
+        text: CalibrationText,
+        options: CalibrationOptions,
+        propagate: Propagate = "dense",
+        quantization: Quantization | None = None,
+        blocks: str | None = None,
+    ) -> None:
+        self.text = text
+        self.quantization = quantization
+        self._options = options
+        self._propagate = propagate
+        self._blocks = blocks
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """Everything beside the model that the norms depend on, as JSON; known before the model is loaded."""
+        record = self._record(CalibrationRecord(execution=self._options.execution, propagate=self._propagate))
+        return record.as_dict() | {"ids": tokens_signature(self.text.tokens)}
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        layers: list[Layer],
+        about: CalibrationRecord,
+        masker: Masker | None = None,
+        resume: Path | None = None,
+    ) -> Activations:
+        """Collect the input norms of these layers. Each of several ranks runs its share of the batches.
+
+        Args:
+            model: loaded from the checkpoint.
+            checkpoint: of the model.
+            layers: linear layers, and matrices of experts.
+            about: the origin of the norms as far as the caller knows it (model, revision, identity).
+            masker: decides the masks of a pruned propagation.
+            resume: folder for the state between blocks, from which an interrupted run of the same calibration resumes. It
+                stays until `delete_progress`. Several ranks do not resume.
+
+        Raises:
+            UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
+        """
+        record = msgspec.structs.replace(
+            self._record(about),
+            tokens=self.text.tokens.numel(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            ranks=ranks().count,
+            versions=versions(),
+        )
+        tokens, size = self.text.tokens, self._options.batch_size
+        if not self._by_blocks(model):
+            norms = calibrate_model(model, layers, tokens, size, self._blocks)
+            ran = CalibrationRecord(execution="model", propagate="dense")
+        else:
+            progress = None
+            if resume is not None and ranks().count == 1 and self._options.resumable_calibration:
+                signature = record.as_dict() | {"layers": [layer.name for layer in layers], "files": checkpoint.states}
+                progress = CalibrationProgress(resume, signature | {"ids": tokens_signature(tokens)})
+            runner = BlockwiseModel(model, self._blocks, self._options.hidden_states)
+            pruned = masker if self._propagate == "pruned" else None
+            norms = calibrate_blocks(runner, layers, tokens, size, pruned, progress)
+            ran = norms.about
+        told: dict[str, Any] = {"execution": ran.execution, "propagate": ran.propagate, "hidden_states": ran.hidden_states}
+        if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
+            told["pruned_by"] = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
+        return replace(norms, about=msgspec.structs.replace(record, **told))
+
+    def _record(self, about: CalibrationRecord) -> CalibrationRecord:
+        return msgspec.structs.replace(
+            about,
+            text=self.text.corpus.record(),
+            seed=self.text.seed,
+            quantization=quantization_record(self.quantization),
+            batch_size=self._options.batch_size,
+        )
+
+    def _by_blocks(self, model: PreTrainedModel) -> bool:
+        """Whether the model runs block by block."""
+        mode = self._options.execution
+        return mode == "blocks" or self._propagate == "pruned" or (mode == "auto" and is_offloaded(model))
+
+
+def delete_progress(folder: Path) -> None:
+    """Delete the state between blocks, when the activations are written."""
+    if ranks().main:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""The difference of two activations files: the effect of another device, dtype, batch size or text on the norms."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from emp_llm.calibration.activations import Activations
+from emp_llm.common.tables import table
+from emp_llm.common.wording import count_of
+
+
+@dataclass(frozen=True)
+class NormsDifference:
+    """The differences between the norms of two activations files, layer by layer.
+
+    Attributes:
+        layers: of each layer that both have, the largest and the mean relative difference |a - b| / max(a, b) of its inputs
+            (0 where both are 0), the worst layer first.
+        only: layers that only one of the two has, or has with another number of inputs.
+        about: fields of their origin that differ: the field, its value in the first file, its value in the second.
+    """
+
+    layers: dict[str, tuple[float, float]]
+    only: list[str]
+    about: list[tuple[str, str, str]]
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference."""
+        return max((largest for largest, _ in self.layers.values()), default=0.0)
+
+    @property
+    def mean(self) -> float:
+        """The mean over layers of their mean relative differences."""
+        means = [mean for _, mean in self.layers.values()]
+        return sum(means) / len(means) if means else 0.0
+
+
+def compare_norms(first: Path, second: Path) -> NormsDifference:
+    """Compare two activations files.
+
+    Raises:
+        UserError: one is missing, or is not an activations file.
+    """
+    a, b = Activations.load(first), Activations.load(second)
+    layers: dict[str, tuple[float, float]] = {}
+    only = sorted(a.input_of.keys() ^ b.input_of.keys())
+    for layer in sorted(a.input_of.keys() & b.input_of.keys()):
+        mine, theirs = a.norm(layer), b.norm(layer)
+        assert mine is not None
+        assert theirs is not None
+        if mine.shape != theirs.shape:
+            only.append(layer)
+            continue
+        larger = torch.maximum(mine, theirs).double()
+        relative = torch.where(larger > 0, (mine.double() - theirs.double()).abs() / larger, 0.0)
+        layers[layer] = (float(relative.max()), float(relative.mean()))
+    worst_first = dict(sorted(layers.items(), key=lambda item: -item[1][0]))
+    one, other = a.about.as_dict(), b.about.as_dict()
+    differ = [(field, str(one.get(field)), str(other.get(field))) for field in dict.fromkeys([*one, *other])]
+    return NormsDifference(worst_first, only, [entry for entry in differ if entry[1] != entry[2]])
+
+
+def difference_table(difference: NormsDifference) -> str:
+    """A table of the ten layers that differ most, and a line for all layers."""
+    rows = [["layer", "largest", "mean"]]
+    rows += [[name, f"{largest:.3g}", f"{mean:.3g}"] for name, (largest, mean) in list(difference.layers.items())[:10]]
+    lines = [table(rows)] if difference.layers else []
+    lines.append(
+        f"relative differences of the norms of {count_of(len(difference.layers), 'layer')}: {difference.largest:.3g} at most, "
+        f"{difference.mean:.3g} on average"
+    )
+    if difference.only:
+        names = ", ".join(difference.only[:3])
+        lines.append(f"only in one file, or with another number of inputs: {count_of(len(difference.only), 'layer')} ({names})")
+    lines += [f"{field}: {first[:60]} | {second[:60]}" for field, first, second in difference.about]
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""Text corpora: recipe files define them, and their rows are read here.
+
+A recipe is a TOML file in `calibration/` or elsewhere. It defines the source of the text, how its rows become token sequences,
+and how many sequences of what length. `wikitext2,samples=16` is the recipe `wikitext2` with one field changed; a text file or
+a Hub data set id in place of the name is a recipe with that source.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emp_llm.common.data_folders import data_folder
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.wording import quotable
+from emp_llm.records.base import converted
+from emp_llm.records.corpus import Corpus
+
+_NUMBERS, _SWITCHES = ("samples", "seqlen"), ("stream", "shuffle")
+_FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
+
+
+def find_corpus(name: str) -> Corpus:
+    """The corpus that --calibration names.
+
+    Args:
+        name: a recipe of `calibration/`, the path of a recipe or text file, or a Hub data set id; then ",field=value" for
+            each field to change.
+
+    Raises:
+        UserError: it is none of these, or a field is unknown or wrong.
+    """
+    base, _, changes = name.partition(",")
+    return with_changes(_named_corpus(base), changes)
+
+
+def with_changes(corpus: Corpus, changes: str) -> Corpus:
+    """A corpus with some fields changed.
+
+    Args:
+        changes: "field=value,field=value"; may be empty.
+
+    Raises:
+        UserError: a field is unknown, or its value is wrong.
+    """
+    values: dict[str, Any] = {}
+    for change in filter(None, changes.split(",")):
+        key, equals, text = (part.strip() for part in change.partition("="))
+        if key not in _FIELDS or not equals:
+            raise UserError(f"{change!r} after the comma: expected field=value with a field of {', '.join(_FIELDS)}.")
+        value: Any = text
+        if key in _NUMBERS and text.isascii() and text.isdigit() and len(text) < 19:
+            value = int(text)
+        elif key in _SWITCHES and text in ("true", "false"):
+            value = text == "true"
+        _check_kind(key, value, repr(quotable(change)))
+        values[key] = value
+    return msgspec.structs.replace(corpus, **values).check(changes or "the corpus")
+
+
+def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
+    """A corpus from the fields of a recipe or suite file.
+
+    Args:
+        values: the fields.
+        path: of that file, for errors. A relative `file` lies beside it.
+
+    Raises:
+        UserError: a field is unknown, or its value is wrong.
+    """
+    for key in values.keys() & set(Corpus.__struct_fields__):
+        _check_kind(key, values[key], str(path))
+    corpus = converted(values, Corpus, str(path)).check(str(path))
+    return corpus if corpus.file is None else msgspec.structs.replace(corpus, file=str(path.parent / corpus.file))
+
+
+def _check_kind(key: str, value: Any, where: str) -> None:
+    """Raise UserError, in the words of TOML, for a value of another kind than a field's."""
+    kind, words = (int, "a whole number") if key in _NUMBERS else (bool, "true or false") if key in _SWITCHES else (str, "text")
+    if type(value) is not kind:
+        got = quotable(json.dumps(value, default=str, ensure_ascii=False))
+        raise UserError(f"{where}: {key} must be {words}, got {got}.")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a recipe or suite file; UserError if it cannot be read as TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
+
+
+def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str]:
+    """The rows of a corpus, in order; a .txt file is one row.
+
+    Args:
+        seed: for corpora that are shuffled.
+
+    Raises:
+        UserError: the file, the data set or its column does not exist, or the column does not hold text.
+    """
+    if corpus.file:
+        path = Path(corpus.file)
+        if not path.is_file():
+            raise UserError(f"--calibration or --evaluate text {path}: no such file.")
+        if path.suffix == ".txt":
+            yield path.read_text(encoding="utf-8", errors="replace")
+            return
+    yield from _data_set_rows(corpus, seed)
+
+
+def _named_corpus(name: str) -> Corpus:
+    recipes = {path.stem: path for path in sorted(data_folder("calibration").glob("*.toml"))}
+    path = recipes.get(name, Path(name))
+    if path.suffix == ".toml":
+        return corpus_of(read_toml(path), path)
+    if path.suffix in (".txt", ".jsonl", ".json", ".parquet"):
+        return Corpus(file=name)
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return Corpus(dataset=name)
+    raise UserError(
+        f"--calibration {name!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, or "
+        "a Hub data set id (owner/name)."
+    )
+
+
+def _data_set_rows(corpus: Corpus, seed: int) -> Iterator[str]:
+    import datasets
+
+    where = corpus.source
+    try:
+        if corpus.file:
+            builder = "parquet" if corpus.file.endswith(".parquet") else "json"
+            data = datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
+        else:
+            data = datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
+    except Exception as error:  # the library has a dozen kinds for a missing data set, network or config
+        if isinstance(error, MemoryError):
+            raise
+        raise UserError(f"{where}: the data set cannot be loaded ({reason(error)}).") from error
+    columns = data.column_names or list(next(iter(data), {}))
+    if corpus.column not in columns:
+        raise UserError(f"{where}: no column {corpus.column!r}; it has {', '.join(columns)}. Add ,column=NAME.")
+    if corpus.shuffle:
+        data = data.shuffle(seed=seed, buffer_size=10_000) if corpus.stream else data.shuffle(seed=seed)
+    for row in data:
+        if not isinstance(row[corpus.column], str):
+            raise UserError(f"{where}: column {corpus.column!r} does not hold text.")
+        yield row[corpus.column]

@@ -1,0 +1,154 @@
+"""The state of a calibration block by block, kept in a folder so that an interrupted one resumes after its last kept block.
+
+The folder holds one state (the hidden states between two blocks, then the sums) and a manifest that describes it. The manifest
+is replaced last and in one step, so that it and the state it names belong together at any moment.
+"""
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emp_llm.calibration.input_norms import InputSums
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.wording import format_bytes
+from emp_llm.execution.blockwise import Walk
+from emp_llm.storage.atomic import write_json
+from emp_llm.storage.buffers import tensor_bytes
+from emp_llm.storage.direct_io import read_exactly, write_exactly
+
+logger = logging.getLogger(__name__)
+_FORMAT = "emp-llm calibration state 2"
+_MANIFEST = "manifest.json"
+# A large model's state takes gigabytes. It is saved when losing the work since the last save would hurt, and saving is a small
+# part of that work.
+_SECONDS = 30.0
+_RATIO = 10
+
+
+class CalibrationProgress:
+    """A folder of progress.
+
+    Args:
+        folder: created by the first save.
+        signature: everything that the norms depend on, as JSON. The progress of another calibration is not used.
+    """
+
+    def __init__(self, folder: Path, signature: dict[str, Any]) -> None:
+        self.folder = folder
+        self._signature = json.loads(json.dumps({"format": _FORMAT} | signature))
+        self._saved_at = time.monotonic()
+        self._cost: float | None = None  # seconds of the last save
+        self._full = False
+
+    def restore(self, collected: InputSums, walk: Walk) -> int:
+        """Restore the state that an earlier run of this signature kept; returns the number of its finished blocks.
+
+        Raises:
+            UserError: the state is damaged.
+        """
+        try:
+            manifest = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return 0
+        if manifest.get("signature") != self._signature:
+            logger.info("%s: progress of another calibration; this one begins anew.", self.folder)
+            return 0
+        done = int(manifest["blocks"])
+        try:
+            tensors = self._read(done, [*manifest["hidden"], *([[n], "float64"] for n in manifest["sums"].values())])
+            for number in range(len(walk.batches)):
+                walk.hidden.put(number, next(tensors).to(walk.device))
+            sums = dict(zip(manifest["sums"], tensors, strict=True))
+        except (OSError, UserError) as error:
+            raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
+        collected.restore(sums, manifest["inputs"], manifest["finite"], manifest["tokens"])
+        walk.bar.update(done * sum(batch.numel() for batch in walk.batches))
+        logger.info("resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
+        self._saved_at = time.monotonic()
+        return done
+
+    def save(self, done: int, collected: InputSums, walk: Walk) -> None:
+        """Keep the state after `done` blocks in place of the last one, if enough work was done since for it to be worth it.
+
+        On a full disk the calibration continues, and keeps the state that it has.
+        """
+        began = time.monotonic()
+        if self._full or began - self._saved_at < max(_SECONDS, _RATIO * (self._cost or 0.0)):
+            return
+        try:
+            size = self._write(done, collected, walk)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._full = True
+            with suppress(OSError):
+                (self.folder / f"state-{done}").unlink()
+                self.folder.rmdir()  # unless it holds an earlier state
+            logger.warning("warning: %s: the disk is full; the calibration continues without keeping its state.", self.folder)
+            return
+        if self._cost is None:
+            logger.info(
+                "%s: hidden states are kept there for resuming (%s); --no-resumable-calibration turns this off.",
+                self.folder,
+                format_bytes(size),
+            )
+        self._saved_at = time.monotonic()
+        self._cost = self._saved_at - began
+
+    def _write(self, done: int, collected: InputSums, walk: Walk) -> int:
+        """Write the state and its manifest, and delete the state before; returns the state's bytes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = self.folder / f"state-{done}"
+        sums, finite = collected.state()
+        hidden: list[tuple[list[int], str]] = []
+        size = 0
+        file = os.open(state, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for number in range(len(walk.batches)):
+                tensor = walk.hidden.get(number, torch.device("cpu")).contiguous()
+                write_exactly(file, tensor_bytes(tensor), size)
+                size += tensor.nbytes
+                hidden.append((list(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+            for total in sums.values():
+                write_exactly(file, tensor_bytes(total.contiguous()), size)
+                size += total.nbytes
+            os.fsync(file)
+        finally:
+            os.close(file)
+        manifest = {
+            "signature": self._signature,
+            "blocks": done,
+            "hidden": hidden,
+            "sums": {name: total.numel() for name, total in sums.items()},
+            "inputs": collected.input_of,
+            "finite": finite,
+            "tokens": collected.tokens,
+        }
+        write_json(self.folder / _MANIFEST, manifest)
+        for path in self.folder.iterdir():
+            if path.name not in (_MANIFEST, state.name):
+                path.unlink()
+        return size
+
+    def _read(self, done: int, layout: list[Any]) -> Iterator[Tensor]:
+        """The tensors of a state, on the CPU, by their shapes and dtypes."""
+        path = self.folder / f"state-{done}"
+        file = os.open(path, os.O_RDONLY)
+        try:
+            offset = 0
+            for shape, dtype in layout:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                read_exactly(file, tensor_bytes(tensor), offset, path)
+                offset += tensor.nbytes
+                yield tensor
+        finally:
+            os.close(file)

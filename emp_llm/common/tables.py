@@ -1,0 +1,46 @@
+"""Tables as text: aligned for a terminal, Markdown or CSV. The first row is the heading."""
+
+import csv
+from io import StringIO
+
+Rows = list[list[str]]
+
+
+def table(rows: Rows) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Rows) -> str:
+    """A table in the Markdown of GitHub and the Hub."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
+    return "\n".join(lines)
+
+
+def csv_table(rows: Rows) -> str:
+    """Comma-separated values, quoted where necessary."""
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().rstrip("\n")
+
+
+def percent_cell(fraction: float | None) -> str:
+    """A fraction as a cell, in percent; a dash where there is none."""
+    return "-" if fraction is None else _rounded(100 * fraction, 2)
+
+
+def number_cell(value: float | None) -> str:
+    """A number as a cell; a dash where there is none."""
+    return "-" if value is None else _rounded(value, 3)
+
+
+def _rounded(value: float, digits: int) -> str:
+    """A number with some digits; a rounding error below zero has no sign."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"

@@ -1,0 +1,135 @@
+"""The results of several models as one table: the first is the baseline, and the others have their change from it.
+
+Accuracies are in percent with their standard error, and change by points. Perplexities change by percent. A model of the paper
+has a column with the published values.
+"""
+
+from pathlib import PurePath
+from typing import get_args
+
+from emp_llm.common.errors import UserError
+from emp_llm.common.tables import Rows, csv_table, markdown_table, table
+from emp_llm.common.wording import count_of
+from emp_llm.evaluation.evaluated_model import EvaluatedModel
+from emp_llm.evaluation.measured_values import Value, change_between, change_text, formatted, in_percent, values_of
+from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.options.commands import TableFormat
+
+
+def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[str] | None = None) -> str:
+    """The results of one suite as a table, with footnotes.
+
+    Args:
+        models: the baseline first.
+        form: terminal, markdown or csv. CSV has all digits, and columns in place of marks and footnotes.
+        labels: column headings; default: the models' names without owner or path.
+
+    Raises:
+        UserError: the format is unknown.
+    """
+    check_format(form)
+    labels = labels or _labels(models)
+    measured = [values_of(each.measures) for each in models]
+    published = [published_row(each) for each in models]
+    names = list(dict.fromkeys(name for values in measured for name in values))
+    if form == "csv":
+        return csv_table(_csv_rows(names, labels, measured, published))
+    rows = _rows(names, labels, measured, published)
+    notes = _notes(models, measured, published)
+    if form == "markdown":
+        return "\n\n".join([markdown_table(rows), *notes])
+    return "\n".join([table(rows), *notes])
+
+
+def check_format(form: str) -> None:
+    """Raise UserError for an unknown format."""
+    if form not in get_args(TableFormat):
+        raise UserError(f"--format {form!r} is none of {', '.join(get_args(TableFormat))}.")
+
+
+def shown_change(name: str, base: Value | None, value: Value | None) -> str:
+    """A measure's change from a base as a cell: an accuracy's in points, any other's in percent."""
+    if base is None or value is None:
+        return "-"
+    return change_text(name, change_between(name, base.value, value.value))
+
+
+def _rows(names: list[str], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> Rows:
+    head = ["", labels[0]]
+    for label in labels[1:]:
+        head += [label, "change"]
+    head += [f"{label}, paper" for label, known in zip(labels, published, strict=True) if known]
+    rows = [head]
+    for name in names:
+        base = measured[0].get(name)
+        row = [name, _cell(name, base)]
+        for values in measured[1:]:
+            row += [_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
+        row += [_published_cell(name, known) for known in published if known]
+        rows.append(row)
+    return rows
+
+
+def _published_cell(name: str, published: PublishedRow) -> str:
+    value = published.value(name)
+    if value is None:
+        return "-"
+    return f"{value:.2f} †" if in_percent(name) else f"{value:.3f}"
+
+
+def _csv_rows(
+    names: list[str], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow | None]
+) -> Rows:
+    head = ["measure"]
+    for label in labels:
+        head += [label, f"{label} stderr", f"{label} partial", f"{label} published"]
+    rows = [head]
+    for name in names:
+        row = [name]
+        for values, known in zip(measured, published, strict=True):
+            value, paper = values.get(name), known.value(name) if known else None
+            row += ["", "", ""] if value is None else [repr(value.value), _all_digits(value.stderr), str(value.partial).lower()]
+            row.append(_all_digits(paper))
+        rows.append(row)
+    return rows
+
+
+def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> list[str]:
+    notes = []
+    if any(value.partial for values in measured for value in values.values()):
+        notes.append("* partial: only some of the examples or of the text")
+    first = models[0].measures
+    extent = [count_of(first.perplexity.tokens, "token")] if first.perplexity is not None else []
+    if first.tasks:
+        counts = [count for record in first.tasks.values() for count in record.n_samples.values()]
+        extent.append(f"{count_of(sum(count.effective for count in counts), 'example')} by lm-eval")
+    notes.append(f"suite {models[0].suite}: {', '.join(extent)}")
+    if any(in_percent(name) for values in measured for name in values):
+        notes.append("accuracies in percent ± standard error; their changes in points")
+    for known in published:
+        if known:
+            zeros = f" ({known.sparsity_percent:g} % of the MLP linears removed)" if known.sparsity_percent else ""
+            notes.append(f"paper: {known.name}{zeros}")
+    if any(published) and any(each.measures.tasks for each in models):
+        notes.append("† measured by another protocol than lm-eval's: compare the changes from the dense model, not the values")
+    return notes
+
+
+def _cell(name: str, value: Value | None) -> str:
+    if value is None:
+        return "-"
+    number = formatted(value.value, 2 if in_percent(name) else 3)
+    error = f" ±{value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
+    return f"{number}{error}{' *' if value.partial else ''}"
+
+
+def _all_digits(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+def _labels(models: list[EvaluatedModel]) -> list[str]:
+    """The models' names with their quantisation; short names where these are distinct."""
+    suffixes = [f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models]
+    short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, suffixes, strict=True)]
+    long = [f"{each.model}{suffix}" for each, suffix in zip(models, suffixes, strict=True)]
+    return short if len(set(short)) == len(short) else long

@@ -1,0 +1,218 @@
+"""lm-eval, unmodified: its tasks, and its Hugging Face wrapper around a model that is loaded already.
+
+The numbers equal those of its command line, run for one task at a time (it mixes the questions of several tasks in a batch):
+
+    lm_eval run --model hf --model_args pretrained=DIR --tasks NAME --batch_size N
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from difflib import get_close_matches
+from io import StringIO
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedModel
+
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.ranks import ranks
+from emp_llm.evaluation.suites import Task
+from emp_llm.execution.loading import input_device
+from emp_llm.records.evaluation import TaskRecord
+
+logger = logging.getLogger(__name__)
+
+
+def parse_batch_size(text: str) -> int | str:
+    """A `--batch-size`: a number of at least 1, or "auto", which lets lm-eval choose; UserError for anything else."""
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"--batch-size {text!r}: expected a number of at least 1, or auto.")
+    return int(text)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise UserError for a tokenizer without a token to begin a text with."""
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token, and lm-eval begins every text "
+            "with one of them. Name one in tokenizer_config.json."
+        )
+
+
+class _LoadError(Exception):
+    """A task that cannot be loaded: the part that is missing, and the reason."""
+
+    def __init__(self, missing: str, why: str) -> None:
+        super().__init__(missing, why)
+        self.missing = missing
+        self.why = why
+
+
+class Harness:
+    """The tasks of a suite with their data.
+
+    Raises:
+        UserError: lm-eval is not installed or has no such task, or the data of a task cannot be loaded.
+    """
+
+    def __init__(self, tasks: tuple[Task, ...]) -> None:
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise UserError(
+                f"The tasks of a suite need lm-eval ({reason(error)}). Install it: pip install 'emp-llm[eval]'"
+            ) from error
+        folders = [str(folder) for folder in dict.fromkeys(task.folder for task in tasks) if folder is not None]
+        # Reading lm-eval's 14,000 task files takes seconds. They are read only if a task is not in the user's folders.
+        with _quiet():
+            self._manager = TaskManager(include_path=folders, include_defaults=False)
+            if not all(task.name in self._manager.all_subtasks for task in tasks):
+                self._manager = TaskManager(include_path=folders)
+        self._tasks = {task.name: task for task in tasks}
+        for name in self._tasks:
+            if name not in self._manager.all_tasks:
+                nearest = get_close_matches(name, self._manager.all_tasks, 3)
+                hint = f" The nearest names: {', '.join(nearest)}." if nearest else ""
+                raise UserError(f"there is no task {name!r} in lm-eval{_beside(folders)}.{hint}")
+        self._loaded: dict[str, dict[str, Any]] = {}
+        lost: dict[str, str] = {}  # missing part -> reason
+        for name in self._tasks:
+            try:
+                self._loaded[name] = self._load(name)
+            except _LoadError as error:
+                lost[f"task {name}: {error.missing}"] = error.why
+        if lost:
+            raise UserError(f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{_how_to_prepare()}")
+
+    def _load(self, name: str) -> dict[str, Any]:
+        try:
+            with _quiet():
+                loaded: dict[str, Any] = dict(self._manager.load([name]))
+        except Exception as error:  # data sets, their readers and the network raise dozens of kinds
+            data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
+            raise _LoadError(f"its data set {data}" if data else "it", reason(error)) from error
+        wanted = self._tasks[name].num_fewshot
+        for task in loaded["tasks"].values():
+            if wanted and task.get_config("num_fewshot") == 0:
+                logger.warning("warning: task %s fixes num_fewshot at 0; the suite's %d has no effect.", task.task_name, wanted)
+            if getattr(task, "UNSAFE_CODE", False):
+                raise UserError(
+                    f"task {name}: it runs code that the model writes, and emp-llm has no sandbox. Run it with lm_eval in one."
+                )
+        return loaded
+
+    def examples(self) -> dict[str, int]:
+        """Number of examples by task; a group is listed by its members."""
+        return {name: len(task.eval_docs) for loaded in self._loaded.values() for name, task in loaded["tasks"].items()}
+
+    def model(self, model: PreTrainedModel, tokenizer: Any, batch_size: int | str) -> Any:
+        """lm-eval's wrapper around a loaded model. It takes the batch size: `simple_evaluate` ignores its own argument."""
+        from lm_eval.models.huggingface import HFLM
+
+        with _quiet():
+            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        wrapped._device = input_device(model)  # the `device` of an offloaded model is not that of its inputs
+        if ranks().count > 1:
+            # lm-eval divides the questions over ranks by these three. It sets them only for models that it loads on GPUs.
+            from accelerate import Accelerator
+
+            wrapped.accelerator = Accelerator()
+            wrapped._rank, wrapped._world_size = ranks().index, ranks().count
+        return wrapped
+
+    def run(self, name: str, wrapped: Any) -> TaskRecord:
+        """Run one task of the suite. Under several ranks, each answers a share of the questions.
+
+        Args:
+            name: of the task.
+            wrapped: the model, from `model`.
+
+        Returns:
+            lm-eval's report, with lm-eval's names.
+        """
+        from lm_eval import simple_evaluate
+
+        task, loaded = self._tasks[name], self._loaded[name]
+        chosen = list(loaded.get("groups", {}).values())
+        inside = {child.task_name for group in chosen for child in group.get_all_tasks()}
+        chosen += [single for single in loaded["tasks"].values() if single.task_name not in inside]
+        # Its warnings, such as inputs longer than the model's context, are for the user; remarks about its options are not.
+        with _quiet(logging.WARNING):
+            found = simple_evaluate(
+                model=wrapped,
+                tasks=chosen,
+                num_fewshot=task.num_fewshot,
+                limit=task.limit,
+                log_samples=False,
+                task_manager=self._manager,
+            )
+        report: dict[str, Any] = ranks().share(found and _kept(found))  # only the first rank has a report
+        return msgspec.convert(report, TaskRecord)
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    """The parts of lm-eval's report that a results file keeps."""
+    kept: dict[str, Any] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
+    kept = json.loads(json.dumps(kept | {"groups": sorted(found.get("groups", {}))}, default=str))
+    for metrics in kept["results"].values():
+        for key, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):  # JSON has no such numbers
+                metrics[key] = "N/A" if math.isnan(value) else None
+    return kept
+
+
+class _Overflowing:
+    """`math` with an `exp` that is infinite where it overflows: the perplexity of a ruined model must not end a run."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(math, name)
+
+    @staticmethod
+    def exp(number: float) -> float:
+        try:
+            return math.exp(number)
+        except OverflowError:
+            return math.inf
+
+
+def _how_to_prepare() -> str:
+    from huggingface_hub import constants
+
+    return " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if constants.HF_HUB_OFFLINE else ""
+
+
+def _beside(folders: list[str]) -> str:
+    return f" or {', '.join(folders)}" if folders else ""
+
+
+@contextmanager
+def _quiet(level: int = logging.ERROR) -> Iterator[None]:
+    """lm-eval without the remarks meant for its own command line, and without progress bars if stderr is no terminal.
+
+    Perplexities too large for a float are infinite, in place of an OverflowError."""
+    from lm_eval import evaluator
+    from lm_eval.api import metrics
+
+    loggers = {logging.getLogger("lm_eval"): level, logging.getLogger("lm_eval.evaluator"): logging.ERROR}
+    before = {each: each.level for each in loggers}
+    # After every task it asks git and the machine for facts about its own log. git complains outside of a repository, and the
+    # facts about the machine take most of a second.
+    asked_git, asked_machine = evaluator.get_git_commit_hash, evaluator.add_env_info
+    evaluator.get_git_commit_hash = lambda: None
+    evaluator.add_env_info = lambda results: None
+    metrics.math = _Overflowing()
+    for each, wanted in loggers.items():
+        each.setLevel(wanted)
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+            yield
+    finally:
+        evaluator.get_git_commit_hash, evaluator.add_env_info, metrics.math = asked_git, asked_machine, math
+        for each, wanted in before.items():
+            each.setLevel(wanted)

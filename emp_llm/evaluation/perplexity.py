@@ -1,0 +1,138 @@
+"""Perplexity of a causal language model on a text."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from emp_llm.calibration.tokens import token_ids
+from emp_llm.common.errors import UserError
+from emp_llm.common.memory import OutOfMemory
+from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.ranks import ranks
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.loading import input_device, max_context
+from emp_llm.execution.offload import is_offloaded
+from emp_llm.records.corpus import Corpus
+from emp_llm.records.evaluation import PerplexityRecord
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK = 2048
+_LOGITS_AT_A_TIME = 1 << 28
+
+
+def text_tokens(corpus: Corpus, tokenizer: Any) -> Tensor:
+    """All of a suite's text as token ids: int64, shape (tokens,)."""
+    return token_ids(msgspec.structs.replace(corpus, samples=None, seqlen=None), tokenizer)
+
+
+def block_length(corpus: Corpus, model_config: Any) -> int:
+    """Tokens in a block: `corpus.seqlen` (default 2048), at most the model's context."""
+    wanted = corpus.seqlen or DEFAULT_BLOCK
+    return min(wanted, max_context(model_config) or wanted)
+
+
+def perplexity(
+    model: PreTrainedModel, tokens: Tensor, block_length: int, batch_size: int | None = None, limit: int | None = None
+) -> PerplexityRecord:
+    """Perplexity: exp of the mean next-token loss over consecutive blocks; the last block may be shorter.
+
+    Each block's mean loss is weighted by its number of tokens. Under several ranks each measures a share of the batches; all
+    ranks return the same record, and its numbers equal those of a single rank to the last bit.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokens: int64, shape (tokens,).
+        block_length: tokens in a block; no block sees another.
+        batch_size: blocks per forward pass; None: as many as keep the logits below 2^28 numbers, at most 16.
+        limit: number of blocks to measure, from the first; None: all.
+
+    Returns:
+        The perplexity and its parts: log-softmax in float32, sums in float64. A last block of a single token predicts nothing
+        and is left out. A mean loss above 709, too large for exp, is an infinite perplexity (None in the record).
+
+    Raises:
+        UserError: there are fewer than two tokens, or the loss is not finite.
+    """
+    whole = tokens.numel()
+    tokens = tokens if limit is None else tokens[: limit * block_length]
+    if tokens.numel() < 2:
+        raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()}.")
+    if batch_size is None:
+        vocabulary = max(1, int(getattr(model.config, "vocab_size", 1) or 1))
+        batch_size = max(1, min(16, _LOGITS_AT_A_TIME // (block_length * vocabulary)))
+    full = tokens.numel() // block_length * block_length
+    batches = list(torch.split(tokens[:full].reshape(-1, block_length), batch_size)) if full else []
+    if tokens.numel() - full > 1:
+        batches.append(tokens[full:].reshape(1, -1))
+    start = time.perf_counter()
+    losses = _losses(model, batches)
+    weight = sum(batch.numel() for batch in batches)
+    mean = sum(float(each.sum()) * batch.shape[1] for each, batch in zip(losses, batches, strict=True)) / weight
+    if not math.isfinite(mean):
+        raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
+    try:
+        found: float | None = math.exp(mean)
+    except OverflowError:  # a mean loss above 709: infinite perplexity
+        found = None
+    seconds = round(time.perf_counter() - start, 3)
+    return PerplexityRecord(
+        perplexity=found,
+        loss=mean,
+        tokens=weight,
+        blocks=sum(batch.shape[0] for batch in batches),
+        block_length=block_length,
+        seconds=seconds,
+        partial=tokens.numel() < whole,
+        block_losses=[round(loss, 7) for each in losses for loss in each.tolist()],
+    )
+
+
+def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
+    """The mean loss of each block, batch by batch; each rank computes its share of the batches, and all ranks return all."""
+    losses: dict[int, Tensor] = {}
+    own = ranks().part(range(len(batches)))
+    for number, logits in zip(own, _logits(model, [batches[number] for number in own]), strict=True):
+        losses[number] = _mean_losses(logits, batches[number])
+    for share in ranks().gather(losses):
+        losses |= share
+    return [losses[number] for number in range(len(batches))]
+
+
+def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the logits of each batch. An offloaded model runs block by block over all batches: its weights are read once."""
+    if batches and is_offloaded(model):
+        runner = BlockwiseModel(model)
+        try:
+            runner.prepare(batches[0])
+        except OutOfMemory:
+            raise
+        except UserError as error:
+            logger.info("%s Perplexity reads all weights for every batch.", error)
+        else:
+            yield from runner.forward(batches)
+            return
+    with torch.no_grad(), progress_bar(sum(batch.numel() for batch in batches), "perplexity", "tok") as bar:
+        for batch in batches:
+            yield model(input_ids=batch.to(input_device(model)), use_cache=False).logits
+            bar.update(batch.numel())
+
+
+@torch.no_grad()
+def _mean_losses(logits: Tensor, batch: Tensor, piece: int = 256) -> Tensor:
+    """Mean next-token loss of each sequence: float64, shape (batch,). `piece` positions are converted to float32 at a time."""
+    logits = logits[:, :-1]
+    labels = batch[:, 1:].to(logits.device)
+    sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)
+    for first in range(0, labels.shape[1], piece):
+        log_probabilities = torch.log_softmax(logits[:, first : first + piece].float(), dim=-1)
+        picked = log_probabilities.gather(2, labels[:, first : first + piece, None])
+        sums -= picked.double().sum((1, 2))
+    return (sums / labels.shape[1]).cpu()

@@ -1,0 +1,166 @@
+"""Suites: the text and the tasks that a model is evaluated on, as files in `eval/`.
+
+A suite file has a [perplexity] table (a text, as in a calibration recipe; `seqlen` is the length of a block), [[tasks]] tables
+(names of lm-eval tasks with their settings), or both:
+
+    [[tasks]]
+    names = ["arc_easy", "my_task"]
+    num_fewshot = 0          # default: the task's own
+    limit = 100              # default: all examples
+    folder = "my_tasks"      # your own lm-eval task files; relative to the suite file
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from emp_llm.calibration.corpora import corpus_of, read_toml, with_changes
+from emp_llm.common.data_folders import data_folder
+from emp_llm.common.errors import UserError
+from emp_llm.common.wording import quotable
+from emp_llm.records.base import converted
+from emp_llm.records.corpus import Corpus
+from emp_llm.records.evaluation import SuiteRecord, SuiteTask
+
+
+@dataclass(frozen=True)
+class Task:
+    """One lm-eval task.
+
+    Attributes:
+        name: of a task, tag or group of lm-eval.
+        num_fewshot: examples shown before each question; None: the task's own number.
+        limit: number of examples; None: all.
+        folder: a folder with lm-eval task files, searched before lm-eval's own.
+    """
+
+    name: str
+    num_fewshot: int | None = None
+    limit: int | None = None
+    folder: Path | None = None
+
+    def record(self) -> SuiteTask:
+        """For a results file: a folder is recorded by its name and content, so that a moved suite is the same suite."""
+        folder = None if self.folder is None else self.folder.name
+        digest = None if self.folder is None else _digest(self.folder)
+        return SuiteTask(name=self.name, num_fewshot=self.num_fewshot, limit=self.limit, folder=folder, sha256=digest)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A text for the perplexity, tasks, or both.
+
+    Attributes:
+        name: as the user gave it.
+        corpus: the text of the perplexity; `corpus.seqlen` is the length of a block. None: no perplexity.
+        tasks: in the order in which they run.
+        limit: largest number of examples of a task, and of blocks of the text; None: all.
+    """
+
+    name: str
+    corpus: Corpus | None
+    tasks: tuple[Task, ...]
+    limit: int | None = None
+
+    def limited(self, limit: int | None) -> "Suite":
+        """The same suite with at most `limit` examples of every task and `limit` blocks of its text."""
+        if limit is None:
+            return self
+        if limit < 1:
+            raise UserError(f"--limit must be at least 1, got {limit}.")
+        tasks = tuple(replace(task, limit=min(limit, task.limit or limit)) for task in self.tasks)
+        return replace(self, tasks=tasks, limit=limit)
+
+    def record(self) -> SuiteRecord:
+        """The definition of the suite, for a results file."""
+        text = None if self.corpus is None else self.corpus.record()
+        file = None if self.corpus is None else self.corpus.file
+        if text is not None and file is not None and Path(file).is_file():
+            text.sha256 = _digest(Path(file))
+        return SuiteRecord(suite=self.name, limit=self.limit, text=text, tasks=[task.record() for task in self.tasks])
+
+
+class TaskTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A [[tasks]] table of a suite file."""
+
+    names: Annotated[list[str], Meta(min_length=1)]
+    num_fewshot: Annotated[int, Meta(ge=0)] | None = None
+    limit: Annotated[int, Meta(ge=1)] | None = None
+    folder: str | None = None
+
+
+class SuiteFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A suite file."""
+
+    about: str = ""
+    perplexity: dict[str, Any] | None = None
+    tasks: list[TaskTable] = []
+
+
+def find_suite(name: str) -> Suite:
+    """A suite of `eval/` by name, or the user's own suite file by path.
+
+    Args:
+        name: of the suite; ",field=value" after it changes a field of its text ("perplexity,seqlen=512"), and ",limit=N" is
+            as `limited`.
+
+    Raises:
+        UserError: there is no such suite, or the file is not a suite.
+    """
+    name, limit = _split_limit(name)
+    base, _, changes = name.partition(",")
+    known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
+    path = known.get(base, Path(base))
+    if path.suffix != ".toml":
+        nearest = get_close_matches(base, known, 1)
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        raise UserError(f"{base!r} is neither a suite ({', '.join(known)}) nor a .toml file of your own.{hint}")
+    file = converted(read_toml(path), SuiteFile, str(path))
+    corpus = None
+    if file.perplexity is not None:
+        corpus = with_changes(corpus_of(file.perplexity, path), changes)
+    elif changes:
+        raise UserError(f"{name!r}: the suite has no text, so no field of one can be changed; leave out {changes!r}.")
+    tasks = _tasks_of(file.tasks, path)
+    if corpus is None and not tasks:
+        raise UserError(f"{path}: it is empty; a suite has [perplexity], [[tasks]] or both.")
+    return Suite(name, corpus, tasks).limited(limit)
+
+
+def _split_limit(name: str) -> tuple[str, int | None]:
+    """The name of a suite without its ",limit=N", and N."""
+    base, *changes = name.split(",")
+    limits = [change.partition("=")[2].strip() for change in changes if change.partition("=")[0].strip() == "limit"]
+    for limit in limits:
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 19):
+            raise UserError(f"limit={quotable(limit)} in {quotable(name)}: limit must be a number.")
+    rest = [change for change in changes if change.partition("=")[0].strip() != "limit"]
+    return ",".join([base, *rest]), int(limits[-1]) if limits else None
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, or of the files in a folder."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _tasks_of(tables: list[TaskTable], path: Path) -> tuple[Task, ...]:
+    tasks = []
+    for table in tables:
+        folder = None if table.folder is None else path.parent / table.folder
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
+        tasks += [Task(name, table.num_fewshot, table.limit, folder) for name in table.names]
+    names = [task.name for task in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path}: task {name!r} is named twice; results are kept by name, so name it once.")
+    return tuple(tasks)

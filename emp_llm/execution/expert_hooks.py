@@ -1,0 +1,131 @@
+"""The inputs of each expert of a mixture, observed while a model runs.
+
+While the module of the experts runs, every matrix product is inspected. The memory of one factor shows whether it is an
+expert's matrix, and which; the other factor is the expert's tokens. So no family's routing, gating or scaling has to be known.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from emp_llm.common.errors import UserError
+
+_aten = torch.ops.aten
+# Every product of two dense matrices (linear, matmul, einsum, ...) ends in one of these. The value is the position of the first
+# factor among the arguments.
+_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+
+SeeExpert = Callable[[str, int, Tensor], None]
+
+
+@contextmanager
+def expert_hooks(model: nn.Module, stacks: Mapping[str, bool], see: SeeExpert, paused: Callable[[], bool]) -> Iterator[None]:
+    """Call `see(parameter, expert, inputs)` for the inputs of every expert of these parameters, inside this context.
+
+    The experts run one by one meanwhile, because kernels for all experts at once do not show the tokens of each.
+
+    Args:
+        model: on any devices, offloaded or not.
+        stacks: name of a parameter -> whether its matrices are stored as (inputs, outputs).
+        see: takes inputs of shape (tokens, inputs), without the rows of zeros that stand for tokens of other experts.
+        paused: returns whether to observe nothing at present.
+
+    Raises:
+        UserError: in the forward pass, if a matrix is used in another orientation than its shape suggests.
+    """
+    by_module: dict[str, dict[str, bool]] = {}
+    for name, transposed in stacks.items():
+        by_module.setdefault(name.rpartition(".")[0], {})[name] = transposed
+    handles = []
+    for path, own in by_module.items():
+        module = model.get_submodule(path)
+        running: list[_Watch] = []
+
+        def enter(module: nn.Module, args: Any, own: dict[str, bool] = own, running: list[_Watch] = running) -> None:
+            if not paused():
+                running.append(_Watch(module, own, see))
+                running[-1].__enter__()  # type: ignore[no-untyped-call]
+
+        def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with _one_by_one(model, by_module):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
+    """Inside this context, transformers runs the experts of these modules in a loop."""
+    configs = {id(c): c for path in modules if (c := getattr(model.get_submodule(path), "config", None)) is not None}
+    before = [(config, config._experts_implementation) for config in configs.values() if _has_choice(config)]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
+
+
+def _has_choice(config: Any) -> bool:
+    return hasattr(config, "_experts_implementation")
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inspects the matrix products of one forward pass of a module of experts."""
+
+    def __init__(self, module: nn.Module, stacks: dict[str, bool], see: SeeExpert) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._module = module
+        self._stacks = stacks
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        first = _PRODUCTS.get(func)
+        if first is not None:
+            left, right = args[first], args[first + 1]
+            if not self._note(left, right):
+                self._note(right.transpose(-1, -2), left.transpose(-1, -2))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, inputs: Tensor, matrix: Tensor) -> bool:
+        """Pass the inputs on if `matrix`, of shape (inputs, outputs), is an expert's; returns whether it is."""
+        for name, as_stored in self._stacks.items():
+            stack = self._module.get_parameter(name.rpartition(".")[2])  # an offloaded parameter is loaded by now
+            place = _place(stack, matrix)
+            if place is None:
+                continue
+            first, transposed = place
+            if transposed != as_stored:
+                raise UserError(
+                    f"{name}: its experts are used in another orientation than its shape suggests. Leave them out with "
+                    "--ignore."
+                )
+            if inputs.dim() == 2:
+                self._see(name, first, inputs)
+            else:
+                for expert, tokens in enumerate(inputs, first):
+                    self._see(name, expert, tokens[tokens.any(1)])
+            return True
+        return False
+
+
+def _place(stack: Tensor, matrix: Tensor) -> tuple[int, bool] | None:
+    """(first expert, transposed) if `matrix` lies in the memory of `stack`, else None."""
+    if matrix.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr() or matrix.dtype != stack.dtype:
+        return None
+    offset = matrix.storage_offset() - stack.storage_offset()
+    if not 0 <= offset < stack.numel() or (matrix.dim() == 3 and matrix.stride(0) != stack.stride(0)):
+        return None
+    return offset // stack.stride(0), matrix.stride(-2) == stack.stride(1)

@@ -1,0 +1,126 @@
+"""Loading models and tokenizers with transformers, from safetensors only."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.memory import OutOfMemory, ran_out
+from emp_llm.common.ranks import ranks
+from emp_llm.execution.completeness import check_complete, load_report
+from emp_llm.execution.device_map import parse_device_map
+from emp_llm.execution.quantization import Quantization, quantization_config
+from emp_llm.options.model import DTYPES
+
+
+def load_model(
+    folder: Path,
+    device_map: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, its weights from safetensors only.
+
+    Args:
+        folder: the model folder.
+        device_map: as for `parse_device_map`.
+        dtype: "auto" for the checkpoint's own, or a torch dtype's name.
+        trust_remote_code: run code from the folder.
+        quantization: by bitsandbytes while loading, of all linear layers but the head.
+
+    Raises:
+        UserError: the folder holds no model that transformers can load, its weights are not complete, or memory runs out.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    placement = parse_device_map(device_map)
+    if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
+        raise UserError(f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; it has to fit.")
+    offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
+    with load_report() as report, _quiet_bar():
+        try:
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                device_map=placement,
+                offload_folder=offload.name,
+                use_safetensors=True,
+                quantization_config=quantization_config(quantization),
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # listed in `info`, and refused below
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
+            if ran_out(error) or report.out_of_memory:
+                raise OutOfMemory(
+                    f"{folder}: out of memory while it is loaded with --device-map {device_map}. Keep less of it in memory: "
+                    "--device-map auto, disk, or a JSON map."
+                ) from error
+            report.refuse_conversions(folder, error)
+            if isinstance(error, RuntimeError):
+                raise
+            raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
+    check_complete(folder, model, info)
+    model._emp_llm_offload = offload  # the folder goes when the model goes
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        UserError: there is none that transformers can load.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        mendable = (ValueError, KeyError, OSError, ImportError, AttributeError, RecursionError)
+        if not isinstance(error, mendable) and type(error) is not Exception:  # tokenizers raises a bare Exception
+            raise
+        raise UserError(
+            f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). Copy the model's tokenizer "
+            "files into the folder."
+        ) from error
+
+
+@contextmanager
+def _quiet_bar() -> Iterator[None]:
+    """Switch transformers' progress bars off inside this context, unless this rank writes to a terminal."""
+    watched = sys.stderr.isatty() and ranks().main
+    if watched or not transformers.utils.logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+
+
+def max_context(model_config: Any) -> int | None:
+    """The longest sequence that a model has positions for, by its config; None if the config does not tell."""
+    config = model_config if isinstance(model_config, dict) else model_config.to_dict()
+    text = config.get("text_config") or config
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        if isinstance(text.get(key), int):
+            return int(text[key])
+    return None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device that token ids must be on: that of the input embedding, or, if it is offloaded, the one it runs on."""
+    embedding = model.get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    if device is not None:
+        return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
+    return torch.device(next(embedding.parameters()).device)

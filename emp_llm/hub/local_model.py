@@ -1,0 +1,45 @@
+"""Models by name: a folder of this machine, or a repository of the Hub, which is downloaded into the cache."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from emp_llm.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine.
+
+    Attributes:
+        name: as the user gave it.
+        folder: with its files.
+        revision: its commit on the Hub; None for a folder that the user named.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None
+
+    @property
+    def short_name(self) -> str:
+        """The name without owner or path, for the names of outputs."""
+        return self.folder.name if self.revision is None else self.name.rpartition("/")[2]
+
+
+def find_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> LocalModel:
+    """A local folder, or the snapshot of a Hub repository; the missing part of it is downloaded.
+
+    Raises:
+        UserError: no such folder or repository, no access to it, no network, or no safetensors in it.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if revision is not None:
+            raise UserError(f"--revision {revision} is for Hub ids; {name} is a folder. Leave it out.")
+        if not path.is_dir():
+            raise UserError(f"{path}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
+        return LocalModel(name, path.resolve(), None)
+    from emp_llm.hub.download import snapshot_of
+
+    folder = snapshot_of(name, revision, trust_remote_code)
+    return LocalModel(name, folder, folder.name)

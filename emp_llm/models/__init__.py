@@ -1,1 +1,0 @@
-"""Floor 2: what we know of models: safetensors checkpoints, transformers architectures, calibration text."""

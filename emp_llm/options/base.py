@@ -1,0 +1,81 @@
+"""Declaration of options: fields of frozen dataclasses, each annotated with an `Opt`."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Opt:
+    """An option on the command line: `name: Annotated[type, Opt("Help.")] = default`.
+
+    Attributes:
+        help: a sentence.
+        argument: positional, without a flag.
+        metavar: the name in the usage line.
+        flag: the flag, if it is not the field's name with hyphens.
+        minimum: the smallest number allowed.
+    """
+
+    help: str
+    argument: bool = False
+    metavar: str | None = None
+    flag: str | None = None
+    minimum: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of all options. Paths may be given as text, and text as paths."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, is_path in _text_fields(kind).items():
+            value = getattr(self, name)
+            if is_path and isinstance(value, str):
+                object.__setattr__(self, name, Path(value))
+            elif is_path and isinstance(value, list | tuple):
+                object.__setattr__(self, name, type(value)(Path(each) for each in value))
+            elif not is_path and isinstance(value, Path):
+                object.__setattr__(self, name, str(value))
+
+
+def part(options: Any, kind: type[T]) -> T:
+    """The options of one topic, taken from a command's options."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
+    """Turn a function of one options object into a function of its fields, as typed keyword arguments."""
+
+    def flat(function: Callable[[T], R]) -> Callable[P, R]:
+        @wraps(function)
+        def command(*arguments: P.args, **keywords: P.kwargs) -> R:
+            return function(options(*arguments, **keywords))
+
+        result = inspect.signature(function).return_annotation
+        command.__signature__ = inspect.signature(options).replace(return_annotation=result)  # type: ignore[attr-defined]
+        command.options = options  # type: ignore[attr-defined]
+        return command
+
+    return flat
+
+
+@cache
+def _text_fields(kind: Any) -> dict[str, bool]:
+    """Name -> whether it holds a path, for each field that holds text or a path."""
+    holds_path = {}
+    for name, hint in get_type_hints(kind).items():
+        parts = {hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))}
+        if Path in parts:
+            holds_path[name] = True
+        elif str in parts:
+            holds_path[name] = False
+    return holds_path

@@ -1,0 +1,70 @@
+"""Options of calibration: the text, and the forward passes over it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from emp_llm.common.errors import UserError
+from emp_llm.options.base import Opt, Options
+
+Execution = Literal["auto", "model", "blocks"]
+Propagate = Literal["dense", "pruned"]
+Place = Literal["auto", "device", "cpu", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(Options):
+    """The calibration text and the forward passes over it.
+
+    Attributes:
+        execution: the whole model at once, or block by block; auto: block by block if any part of the model is offloaded.
+        hidden_states: their storage between blocks.
+        resumable_calibration: keep the hidden states of finished blocks on disk, so that an interrupted calibration resumes.
+    """
+
+    calibration: Annotated[str, Opt("Calibration text: recipe, text file or Hub data set id, plus ,field=value.")] = "wikitext2"
+    samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.")] = None
+    seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.")] = None
+    batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4
+    execution: Annotated[Execution, Opt("The whole model at once, or by blocks; auto: by blocks if offloaded.")] = "auto"
+    hidden_states: Annotated[Place, Opt("Where hidden states are kept between blocks.")] = "auto"
+    resumable_calibration: Annotated[
+        bool,
+        Opt(
+            "By blocks, save hidden states to the disk from time to time, so that an interrupted run resumes.",
+            flag="--resumable-calibration/--no-resumable-calibration",
+        ),
+    ] = True
+    seed: Annotated[int, Opt("Random seed of recipes that shuffle.")] = 0
+
+    def check_calibration(self) -> None:
+        """Raise UserError for an invalid value."""
+        for name, choices in (("execution", Execution), ("hidden_states", Place)):
+            if getattr(self, name) not in get_args(choices):
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag} {getattr(self, name)!r} is none of {', '.join(get_args(choices))}.")
+        for name in ("samples", "seqlen", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions(CalibrationOptions):
+    """The source of the input norms: a calibration now, or an activations file."""
+
+    activations: Annotated[Path | None, Opt("Activations file; default: calibrate now.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PropagationOptions(Options):
+    """The inputs of each block during calibration."""
+
+    propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
+
+    def check_propagation(self, execution: str) -> None:
+        """Raise UserError for an invalid value, or a conflicting `execution`."""
+        if self.propagate not in get_args(Propagate):
+            raise UserError(f"--propagate {self.propagate!r} is none of {', '.join(get_args(Propagate))}.")
+        if self.propagate == "pruned" and execution == "model":
+            raise UserError("--propagate pruned works block by block; leave out --execution model.")

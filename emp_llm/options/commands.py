@@ -1,0 +1,199 @@
+"""The options of each command, combined from the topics."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from emp_llm.common.errors import UserError
+from emp_llm.options.base import Opt, Options
+from emp_llm.options.calibration import CalibrationOptions, NormOptions, PropagationOptions
+from emp_llm.options.evaluation import JudgeOptions, SuiteOptions
+from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
+from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
+from emp_llm.options.recipe import Recipe, TargetOptions
+from emp_llm.selection.scheme import Group
+
+BETAS = "0.5,0.75,1,1.25,1.5,2"
+TableFormat = Literal["terminal", "markdown", "csv"]
+PrunedFolder = Annotated[Path, Opt("Output folder of a finished prune.", argument=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(
+    PushOptions,
+    JudgeOptions,
+    QuantizationOptions,
+    LoadingOptions,
+    PropagationOptions,
+    NormOptions,
+    MaskDeviceOptions,
+    Recipe,
+    OutputOptions,
+    ModelOptions,
+):
+    """Options of `prune`."""
+
+    output: Annotated[Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")] = None
+    overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")] = False
+    dry_run: Annotated[bool, Opt("Print the plan of the run, and write nothing.")] = False
+
+    def check(self) -> None:
+        """Raise UserError for invalid or conflicting options."""
+        self.check_recipe()
+        self.check_loading()
+        self.check_calibration()
+        self.check_propagation(self.execution)
+        self.check_mask_device()
+        self.check_judging()
+        self.check_push()
+        if self.propagate == "pruned":
+            self._check_pruned_propagation()
+
+    def _check_pruned_propagation(self) -> None:
+        if self.activations is not None:
+            raise UserError("--propagate pruned collects its norms itself; leave out --activations.")
+        if self.load_in_8bit or self.load_in_4bit:
+            raise UserError(
+                "--propagate pruned cannot set quantised weights to zero; leave out --load-in-8bit and --load-in-4bit."
+            )
+        if not self.needs_activations:
+            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
+        if self.group == "all":
+            raise UserError(
+                "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(QuantizationOptions, LoadingOptions, CalibrationOptions, TargetOptions, OutputOptions, ModelOptions):
+    """Options of `calibrate`."""
+
+    model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
+    output: Annotated[Path, Opt("Activations file to write.")] = Path("activations.safetensors")
+    targets: Annotated[str | list[str], Opt("Layers, as for prune; the default covers any later choice.")] = "all-linear"
+    compare: Annotated[tuple[Path, Path] | None, Opt("Compare two activations files, and run no model.")] = None
+
+    def check(self) -> None:
+        """Raise UserError for invalid or conflicting options."""
+        if self.compare is not None and self.model:
+            raise UserError("--compare reads two files and runs no model; leave out --model.")
+        if self.compare is None and not self.model:
+            raise UserError("--model is missing: the folder or Hub id of the model to run.")
+        self.check_loading()
+        self.check_calibration()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(LoadingOptions, NormOptions, TargetOptions, OutputOptions, ModelOptions):
+    """Options of `measure`."""
+
+    output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
+    criteria: Annotated[str, Opt("Criteria, separated by commas: magnitude, wanda.")] = "magnitude,wanda"
+    orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2"
+    activations: Annotated[Path | None, Opt("Activations file; default: calibrate now, if wanda is measured.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(SuiteOptions, LoadingOptions, NormOptions, MaskDeviceOptions, TargetOptions, OutputOptions, ModelOptions):
+    """Options of `sweep`."""
+
+    output: Annotated[Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")] = None
+    overwrite: Annotated[bool, Opt("Discard a sweep with other options at the output.")] = False
+    methods: Annotated[str, Opt("Methods of prune, separated by commas.")] = "emp-wanda,wanda,emp-magnitude,magnitude"
+    betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
+    orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
+    sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
+    patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
+    matched_baselines: Annotated[
+        bool, Opt("Two uniform baselines for each emp point: the same total, and the same count in every matrix.")
+    ] = False
+    group: Annotated[Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")] = "row"
+    activations: Annotated[Path | None, Opt("Activations file; default: calibrate once.")] = None
+    keep: Annotated[bool, Opt("Also write the checkpoint of every point.")] = False
+    dry_run: Annotated[bool, Opt("Print the plan of the sweep, and write nothing.")] = False
+
+    def check(self) -> None:
+        """Raise UserError for invalid or conflicting options."""
+        if self.group == "all" and self.matched_baselines:
+            raise UserError("--matched-baselines fix the count of every matrix; use --group row or matrix, not all.")
+        self.check_loading()
+        self.check_calibration()
+        self.check_mask_device()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(QuantizationOptions, LoadingOptions, SuiteOptions, OutputOptions, ModelOptions):
+    """Options of `evaluate`."""
+
+    model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
+    output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None
+    overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False
+    baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None
+    beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
+    batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
+    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
+    prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(OutputOptions):
+    """Options of `report`."""
+
+    runs: Annotated[list[Path], Opt("Outputs of prune, sweep and measure, and results files of evaluate.", argument=True)] = (
+        field(kw_only=False)
+    )
+    output: Annotated[Path, Opt("Folder to write.")] = Path("report")
+    overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False
+    title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning"
+    no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(Options):
+    """Options of `pack`."""
+
+    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="DIR")] = field(kw_only=False)
+    output: Annotated[Path, Opt("Folder to write.", argument=True, metavar="OUT")] = field(kw_only=False)
+    zstd: Annotated[bool, Opt("Also compress values and masks (zstandard).")] = False
+    mask_only: Annotated[bool, Opt("Pack the mask without weights, for users who have the dense model.")] = False
+    overwrite: Annotated[bool, Opt("Replace an existing folder at OUT.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackOptions(Options):
+    """Options of `unpack`."""
+
+    packed: Annotated[Path, Opt("Folder written by emp-llm pack.", argument=True, metavar="OUT")] = field(kw_only=False)
+    folder: Annotated[Path, Opt("Model folder to write.", argument=True, metavar="DIR")] = field(kw_only=False)
+    base: Annotated[str | None, Opt("For a mask: folder or Hub id of the dense model.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model from the Hub.")] = None
+    overwrite: Annotated[bool, Opt("Replace an existing model folder at DIR.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushCommandOptions(Options):
+    """Options of `push`."""
+
+    folder: PrunedFolder = field(kw_only=False)
+    repository: Annotated[str, Opt("USER/NAME on the Hub; created if missing.", argument=True)] = field(kw_only=False)
+    private: Annotated[bool, Opt("Create the repository as private.")] = False
+    revision: Annotated[str | None, Opt("Branch to push to; created from main if missing.")] = None
+    results: Annotated[
+        list[Path] | None, Opt("Results file of evaluate for the card: of this checkpoint, or its baseline; repeatable.")
+    ] = None
+    plot: Annotated[list[Path] | None, Opt("PNG for the card, in addition to those in DIR/emp_llm; repeatable.")] = None
+    base_model: Annotated[str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")] = None
+    overwrite: Annotated[bool, Opt("Replace other weights on the branch.")] = False
+    dry_run: Annotated[bool, Opt("Print the files to push, and push nothing.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Options):
+    """Options of `verify`."""
+
+    folder: PrunedFolder = field(kw_only=False)
+    source: Annotated[str | None, Opt("Folder or Hub id of the dense model; also compare bytes and masks.")] = None
+    activations: Annotated[Path | None, Opt("Activations file of the run; default: the one in the folder.")] = None
+    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: the run's.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    trust_remote_code: Annotated[bool, Opt("Run code from the model repository.")] = False

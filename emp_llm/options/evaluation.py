@@ -1,0 +1,32 @@
+"""Options of evaluation."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from emp_llm.common.errors import UserError
+from emp_llm.options.base import Opt, Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteOptions(Options):
+    """The suite, and a limit on its size."""
+
+    suite: Annotated[str, Opt("Evaluation suite: a name from eval/, or your own .toml file.")] = "perplexity"
+    limit: Annotated[int | None, Opt("Use only this many examples per task and blocks of text; results are partial.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeOptions(Options):
+    """An evaluation after pruning."""
+
+    evaluate: Annotated[
+        str | None,
+        Opt("Evaluate dense and pruned by this suite: a name or a file; ,limit=N shortens it."),
+    ] = None
+    baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
+
+    def check_judging(self) -> None:
+        """Raise UserError for a baseline without an evaluation."""
+        if self.baseline is not None and self.evaluate is None:
+            raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")

@@ -1,0 +1,88 @@
+"""The recipe: all options that define the masks of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from emp_llm.common.errors import UserError
+from emp_llm.options.base import Opt, Options
+from emp_llm.selection.criteria import CRITERIA
+from emp_llm.selection.scheme import Group
+
+Method = Literal["emp-wanda", "emp-magnitude", "wanda", "magnitude"]
+MatchBy = Literal["total", "matrix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(Options):
+    """The layers to prune."""
+
+    targets: Annotated[str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp"
+    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")] = None
+    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = None
+    min_expert_tokens: Annotated[int, Opt("Score experts that see fewer tokens by magnitude.", minimum=0)] = 32
+    allow_partial: Annotated[bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(TargetOptions):
+    """All options that define the masks of a run.
+
+    Attributes:
+        method: a criterion. With the prefix "emp-", the effective number sets the number of kept weights; without it, a fixed
+            sparsity does.
+        beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
+        sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
+        match_by: "total": as many weights removed in total; "matrix": in every matrix. None: total.
+        group: the weights that compete with each other: those of a row, of a matrix, or of all targets.
+    """
+
+    method: Annotated[Method, Opt("Criterion; with emp-, the effective number sets the number of kept weights.")] = "emp-wanda"
+    beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
+    order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None
+    neff_dtype: Annotated[str | None, Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic.")] = None
+    sparsity: Annotated[float | None, Opt("Fraction of each group to remove (other methods); default: 0.5.")] = None
+    pattern: Annotated[str | None, Opt("N:M, keep N of every M inputs (other methods).")] = None
+    match: Annotated[Path | None, Opt("Output of an earlier run; remove as many weights as that run (other methods).")] = None
+    match_by: Annotated[MatchBy | None, Opt("Match the total of that run, or every matrix; default: total.")] = None
+    group: Annotated[Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")] = "row"
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the scores determine the number of kept weights."""
+        return self.method.startswith("emp-")
+
+    @property
+    def criterion_name(self) -> str:
+        return self.method.removeprefix("emp-")
+
+    @property
+    def needs_activations(self) -> bool:
+        return CRITERIA[self.criterion_name].needs_norms
+
+    def check_recipe(self) -> None:
+        """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
+        if self.criterion_name not in CRITERIA:
+            names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA)
+            raise UserError(f"--method {self.method!r} is none of {names}.")
+        self._check_method()
+        given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
+        if self.group not in get_args(Group):
+            raise UserError(f"--group {self.group!r} is none of {', '.join(get_args(Group))}.")
+        if self.min_expert_tokens < 0:
+            raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
+        if self.match_by is not None and self.match is None:
+            raise UserError(f"--match-by {self.match_by} needs an earlier run; name it with --match.")
+        if self.match_by is not None and self.match_by not in get_args(MatchBy):
+            raise UserError(f"--match-by {self.match_by!r} is none of {', '.join(get_args(MatchBy))}.")
+
+    def _check_method(self) -> None:
+        """Raise UserError for an option of emp methods with another method, and the reverse."""
+        for name in ("sparsity", "pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype"):
+            if getattr(self, name) is not None:
+                other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
+                flag = name.replace("_", "-")
+                rule = "the effective number sets its sparsity" if self.adaptive else "its sparsity is fixed"
+                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. Use --method {other}.")

@@ -1,0 +1,154 @@
+"""Blocks of words split into masks, values and byte planes, and restored from them.
+
+A word is the bits of a number as an unsigned integer, so that nothing is rounded and no NaN is changed. A word is zero if no
+bit is set; -0.0 is a value like any other. Everything is numpy, except for the two loops of `bit_loops` if numba is installed.
+"""
+
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emp_llm.checkpoint.words import WORD, Words, mask_bytes
+from emp_llm.selection.available_kernels import has_numba
+
+Bytes = NDArray[np.uint8]
+
+_ONES = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
+FREQUENT = 15  # exponents with a code of four bits; the sixteenth code marks all others
+_SAMPLE = 1 << 16  # bytes that decide which are frequent
+
+
+def mask_of(words: Words) -> Bytes:
+    """One bit for each word, 1 if it is not zero; the lowest bit of the first byte is the first. Padded with zeros."""
+    mask = np.zeros(mask_bytes(words.size), dtype=np.uint8)
+    mask[: -(-words.size // 8)] = np.packbits(words != 0, bitorder="little")
+    return mask
+
+
+def nonzero_words(words: Words) -> Words:
+    """The words that are not zero."""
+    loops = _loops()
+    if loops is not None:
+        values = np.empty(words.size + 1, dtype=words.dtype)
+        return values[: loops.compress(words, values)]
+    # By positions, and the positions of booleans: numpy's other ways branch at every word and are five times as slow.
+    return words.take(np.flatnonzero(words != 0))
+
+
+def ones_in(mask: Bytes, count: int) -> int:
+    """The number of bits that are set in the mask of `count` words.
+
+    Raises:
+        ValueError: the mask has another size, or bits are set after that of the last word.
+    """
+    whole, rest = divmod(count, 8)
+    if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
+        raise ValueError("a mask does not fit its numbers")
+    return int(_ONES[mask.view("<u2")].sum(dtype=np.int64))
+
+
+def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:
+    """The mask of `count` words as booleans, shape (count,)."""
+    return np.unpackbits(mask, count=count, bitorder="little").view(np.bool_)
+
+
+def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
+    """The `count` words that have a mask and these values.
+
+    Raises:
+        ValueError: the mask does not fit `count` words, or the number of its set bits is not the number of values.
+    """
+    if (ones := ones_in(mask, count)) != values.size:
+        raise ValueError(f"its mask has {ones:,} bits set for {values.size:,} values")
+    loops = _loops()
+    if loops is None:
+        words = np.zeros(count, dtype=values.dtype)
+        words[np.flatnonzero(booleans(mask, count))] = values
+    else:
+        words = np.empty(count, dtype=values.dtype)
+        loops.expand(mask.view("<u8"), values, words)
+    return words
+
+
+def zero_out(mask: Bytes, words: Words) -> Words:
+    """The words, with zero wherever the mask has a zero bit."""
+    return words * booleans(mask, words.size)
+
+
+def split_planes(values: Words) -> list[Bytes]:
+    """Byte planes, the highest first, of words rotated left by one bit.
+
+    The rotation moves the sign of a floating-point number beside the mantissa, which is equally random. The highest plane of a
+    bfloat16 or float32 is then the exponent alone, which compresses well.
+    """
+    size = values.dtype.itemsize
+    if size == 1:
+        return [values]
+    rotated = (values << 1) | (values >> (8 * size - 1))
+    raw = rotated.view(np.uint8).reshape(-1, size)
+    return [np.ascontiguousarray(raw[:, plane]) for plane in reversed(range(size))]
+
+
+def join_planes(planes: list[Bytes]) -> Words:
+    """The inverse of `split_planes`."""
+    size = len(planes)
+    if size == 1:
+        return planes[0]
+    raw = np.empty((planes[0].size, size), dtype=np.uint8)
+    for plane, values in zip(reversed(range(size)), planes, strict=True):
+        raw[:, plane] = values
+    rotated: Words = raw.reshape(-1).view(WORD[size])
+    joined: Words = (rotated >> 1) | (rotated << (8 * size - 1))
+    return joined
+
+
+def pair_exponents(plane: Bytes) -> Bytes:
+    """Two bytes as one, because few different ones occur: a Huffman coder spends whole bits, and wastes half as much on a pair.
+
+    Returns:
+        The 15 most frequent bytes of a sample; then one byte for each two bytes of the plane: their indexes in that list, the
+        first in the low half, 15 for a byte that is not in the list and for the missing half of a last pair; then the bytes
+        that are not in the list, in order.
+    """
+    sample = plane[:: max(1, plane.size // _SAMPLE)]
+    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:FREQUENT].astype(np.uint8)
+    codes = np.full(256, FREQUENT, dtype=np.uint8)
+    codes[frequent] = np.arange(FREQUENT, dtype=np.uint8)
+    coded = codes.take(plane)
+    others = plane[np.flatnonzero(coded == FREQUENT)]
+    if coded.size % 2:
+        coded = np.append(coded, np.uint8(FREQUENT))
+    return np.concatenate([frequent, coded[0::2] | (coded[1::2] << 4), others])
+
+
+def unpair_exponents(packed: Bytes, count: int) -> Bytes:
+    """The inverse of `pair_exponents` for a plane of `count` bytes.
+
+    Raises:
+        ValueError: it holds another number of bytes.
+    """
+    end = FREQUENT + (count + 1) // 2
+    if packed.size < end:
+        raise ValueError("too few exponents")
+    pairs = packed[FREQUENT:end]
+    coded = np.empty(2 * pairs.size, dtype=np.uint8)
+    coded[0::2], coded[1::2] = pairs & 15, pairs >> 4
+    coded = coded[:count]
+    plane = np.append(packed[:FREQUENT], np.uint8(0)).take(coded)
+    rare = np.flatnonzero(coded == FREQUENT)
+    if rare.size != packed.size - end:
+        raise ValueError("the number of rare exponents is not the announced one")
+    plane[rare] = packed[end:]
+    return plane
+
+
+@cache
+def _loops() -> ModuleType | None:
+    """The compiled loops; None without numba."""
+    if not has_numba():
+        return None
+    from emp_llm.packing import bit_loops
+
+    return bit_loops

@@ -1,0 +1,255 @@
+"""Verification of a pruned checkpoint: files against the manifest, bytes against the source, and masks decided again.
+
+It only reads. The masks are decided by the slow reference in plain torch, not by the kernel that wrote them.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from emp_llm.architecture.targets import Target
+from emp_llm.calibration.activations import Activations
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.matrix import Matrix, as_tensor
+from emp_llm.checkpoint.samples import sha256_of_samples
+from emp_llm.checkpoint.words import Words
+from emp_llm.common.errors import UserError
+from emp_llm.common.file_names import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
+from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.wording import count_of
+from emp_llm.pruning.output.manifest import scheme_of_manifest
+from emp_llm.pruning.pruner import Pruner
+from emp_llm.pruning.row_pruners import naming_block
+from emp_llm.pruning.target_scores import naming_target
+from emp_llm.records.manifest import FileEntry, Manifest
+from emp_llm.selection.group_selection import GroupSelector
+from emp_llm.selection.row_selection import select_rows
+from emp_llm.storage.direct_io import FileReader, read_exactly
+from emp_llm.storage.hashing import file_hash
+
+_BLOCK_WEIGHTS = 1 << 20
+_CHUNK = 1 << 24
+
+
+@dataclass
+class Findings:
+    """Result of a verification so far.
+
+    Attributes:
+        differences: one sentence each.
+        checked: number of checked things, by kind.
+    """
+
+    differences: list[str] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+
+    def count(self, kind: str, number: int = 1) -> None:
+        """Add to the number of checked things of a kind."""
+        self.checked[kind] = self.checked.get(kind, 0) + number
+
+
+def check_files(folder: Path, manifest: Manifest, findings: Findings) -> None:
+    """Check sizes and hashes of all files that a manifest names, and look for weights that it does not name."""
+    total = sum(entry.bytes for entry in manifest.files.values())
+    with progress_bar(total, "hash", "B") as bar:
+        for name, entry in manifest.files.items():
+            findings.count("files")
+            found = _file_difference(folder / name, entry)
+            if found is not None:
+                findings.differences.append(f"{name}: {found}")
+            bar.update(entry.bytes)
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix in OTHER_WEIGHTS and path.is_file() and name not in manifest.files:
+            findings.differences.append(f"{name}: weights that the manifest does not name; move the file away.")
+
+
+def _file_difference(path: Path, entry: FileEntry) -> str | None:
+    """The difference between a file and its entry in the manifest, as a sentence; None if there is none."""
+    if not path.is_file():
+        return "it is missing."
+    if (size := path.stat().st_size) != entry.bytes:
+        return f"it has {size:,} bytes; the manifest says {entry.bytes:,}."
+    for title, kind, wanted in (("BLAKE3", "blake3", entry.blake3), ("SHA-256", "sha256", entry.sha256)):
+        if wanted is not None and (found := file_hash(path, kind)) != wanted:
+            return f"its {title} is {found}; the manifest says {wanted}."
+    return None if entry.blake3 or entry.sha256 else "the manifest holds no hash of it."
+
+
+def check_source(source: Checkpoint, manifest: Manifest) -> None:
+    """Raise UserError if a checkpoint is not the one that was pruned, or the manifest does not identify that one."""
+    identity, samples = manifest.source.identity, manifest.source.sha256_of_samples
+    if identity is None and samples is None:
+        raise UserError(f"--source {source.folder}: {MANIFEST_NAME} does not identify the model that was pruned.")
+    same = identity_of(source) == identity if identity is not None else sha256_of_samples(source) == samples
+    if not same:
+        raise UserError(
+            f"--source {source.folder}: its weights are not those that were pruned. Give the model that {REPORT_NAME} names."
+        )
+
+
+def check_activations(activations: Activations, manifest: Manifest, name: str) -> None:
+    """Raise UserError if norms are not those that decided the masks; `name` names their file."""
+    if manifest.activations is None or activations.digest != manifest.activations.norms:
+        raise UserError(f"{name}: not the norms that decided these masks. Give their file, or leave --activations out.")
+
+
+def check_other_bytes(source: Checkpoint, pruned: Checkpoint, targets: list[Target], findings: Findings) -> bool:
+    """Compare every byte outside of the targets with the source: headers, all other tensors, and side files.
+
+    Returns:
+        Whether the shards have the same names and sizes, so that the targets have the same offsets in both.
+    """
+    names = [shard.name for shard in source.shards]
+    if names != [shard.name for shard in pruned.shards]:
+        findings.differences.append(f"{pruned.folder}: its shards are not those of the source, {', '.join(names)}.")
+        return False
+    alike = True
+    total = sum(shard.stat().st_size for shard in source.shards)
+    with progress_bar(total, "compare", "B") as bar:
+        for ours, theirs in zip(pruned.shards, source.shards, strict=True):
+            size = theirs.stat().st_size
+            if ours.stat().st_size != size:
+                findings.differences.append(f"{ours.name}: {ours.stat().st_size:,} bytes; {size:,} in the source.")
+                alike = False
+                continue
+            for start, end in _gaps([target.matrix for target in targets if target.matrix.stored.shard == theirs], size):
+                at = _first_difference(ours, theirs, start, end)
+                findings.count("other bytes", end - start)
+                bar.update(end - start)
+                if at is not None:
+                    where = next(
+                        (t.name for t in source.tensors.values() if t.shard == theirs and t.start <= at < t.end), "header"
+                    )
+                    findings.differences.append(
+                        f"{ours.name}: byte {at:,} ({where}) differs from the source, outside of the targets."
+                    )
+    for relative in source.side_files():
+        ours, theirs = pruned.folder / relative, source.folder / relative
+        findings.count("side files")
+        if not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
+            findings.differences.append(f"{relative}: differs from the source.")
+    return alike
+
+
+def check_masks(
+    source: Checkpoint,
+    pruned: Checkpoint,
+    targets: list[Target],
+    manifest: Manifest,
+    activations: Activations | None,
+    findings: Findings,
+) -> None:
+    """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
+
+    Raises:
+        UserError: the manifest does not record the scheme, or the norms lack a target.
+    """
+    try:
+        scheme, least_tokens = scheme_of_manifest(manifest), manifest.recipe.min_expert_tokens or 0
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{pruned.folder / MANIFEST_NAME}: it does not record how the masks were decided ({error}).") from error
+    decided = Pruner(source, targets, scheme, least_tokens=least_tokens)
+    norms: dict[str, Tensor | None] = {target.name: None for target in targets}
+    if activations is not None:
+        decided.scores.use(activations)
+        norms = {target.name: activations.norm(target.name) for target in targets}
+    elif scheme.criterion.needs_norms:
+        raise UserError(f"{pruned.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
+    with progress_bar(sum(_bytes(t) for t in targets), "decide", "B") as bar:
+        everything = _selector(decided, targets, norms, 0) if scheme.group == "all" else None
+        offset = 0
+        for target in targets:
+            selector = everything
+            if scheme.group == "matrix":
+                selector = _selector(decided, [target], norms, offset)
+            wrong = _wrong_weights(pruned, decided, target, norms[target.name], selector, offset)
+            findings.count("targets")
+            if wrong:
+                findings.differences.append(f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides.")
+            offset += target.matrix.numel
+            bar.update(_bytes(target))
+
+
+def _wrong_weights(
+    pruned: Checkpoint,
+    decided: Pruner,
+    target: Target,
+    norm: Tensor | None,
+    selector: GroupSelector | None,
+    offset: int,
+) -> int:
+    """The number of weights of a target whose bits differ from those of the reference."""
+    wrong, scheme = 0, decided.scores.scheme_of(target)
+    path = pruned.folder / target.matrix.stored.shard.name
+    with FileReader(path) as file, naming_target(target):
+        for first, words in _blocks(target):
+            scores = scheme.criterion.score(as_tensor(words, target.matrix.stored.dtype), norm).contiguous()
+            with naming_block(first, words):
+                part = (
+                    selector.select(scores)
+                    if selector
+                    else select_rows(scores, scheme.budget, offset + first * target.matrix.columns)
+                )
+            found = target.matrix.read(file, first, first + words.shape[0])
+            wrong += int(np.count_nonzero(np.where(part.mask.numpy(), words, 0) != found))
+    return wrong
+
+
+def _selector(decided: Pruner, targets: list[Target], norms: dict[str, Tensor | None], offset: int) -> GroupSelector:
+    """The selector of a group of one or several matrices, after all passes over their scores."""
+    selector = GroupSelector(decided.scheme.budget, offset)
+    feed = selector.add
+    while True:
+        for target in targets:
+            with naming_target(target):
+                for first, words in _blocks(target):
+                    weights = as_tensor(words, target.matrix.stored.dtype)
+                    with naming_block(first, words):
+                        feed(decided.scores.scheme_of(target).criterion.score(weights, norms[target.name]).contiguous())
+        if not selector.searching():
+            return selector
+        feed = selector.search
+
+
+def _blocks(target: Target) -> Iterator[tuple[int, Words]]:
+    """(index of the first row, bits) of each block of rows of a target, from the source."""
+    with FileReader(target.matrix.stored.shard) as file:
+        for first, last in target.matrix.row_blocks(_BLOCK_WEIGHTS):
+            yield first, target.matrix.read(file, first, last)
+
+
+def _gaps(matrices: list[Matrix], size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of each part of a file of `size` bytes that belongs to no matrix."""
+    position = 0
+    for start, end in sorted((matrix.start, matrix.end) for matrix in matrices):
+        yield position, start
+        position = end
+    yield position, size
+
+
+def _first_difference(ours: Path, theirs: Path, start: int, end: int) -> int | None:
+    """Offset of the first byte of a range in which two files differ; None if they are equal."""
+    files = [os.open(path, os.O_RDONLY) for path in (ours, theirs)]
+    buffers = [memoryview(bytearray(min(_CHUNK, end - start))) for _ in files]
+    try:
+        for first in range(start, end, _CHUNK):
+            pieces = [buffer[: min(_CHUNK, end - first)] for buffer in buffers]
+            for file, piece, path in zip(files, pieces, (ours, theirs), strict=True):
+                read_exactly(file, piece, first, path)
+            if pieces[0] != pieces[1]:
+                a, b = (np.frombuffer(piece, dtype=np.uint8) for piece in pieces)
+                return first + int(np.flatnonzero(a != b)[0])
+    finally:
+        for file in files:
+            os.close(file)
+    return None
+
+
+def _bytes(target: Target) -> int:
+    return target.matrix.end - target.matrix.start

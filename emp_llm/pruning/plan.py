@@ -1,0 +1,61 @@
+"""The plan of a run: the layers of a model chosen by a recipe, and the share of the model that they cover."""
+
+import logging
+from pathlib import Path
+
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.layers import Layer
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.mask_device import row_pruner
+from emp_llm.pruning.pruner import Pruner
+from emp_llm.pruning.recipe import scheme_of
+
+logger = logging.getLogger(__name__)
+
+
+class Plan:
+    """A model's targets. Nothing is written, and the model is not run.
+
+    Args:
+        folder, name: the model folder, and the user's name for it.
+        recipe: chooses the targets. `pruner_of` accepts other recipes for the same targets.
+        trust_remote_code: run code from the model's folder.
+        mask_device: the device that decides masks.
+
+    Attributes:
+        checkpoint, architecture: of the model.
+        chosen: the targets, in the model's order.
+        coverage: the share of the model that they cover.
+
+    Raises:
+        UserError: the model is quantised, no layer matches, or most of the model cannot be pruned.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, recipe: Recipe, trust_remote_code: bool = False, mask_device: str = "auto"
+    ) -> None:
+        self.checkpoint = Checkpoint(folder)
+        if "quantization_config" in self.checkpoint.config:
+            raise UserError(f"{name}: it is already quantised. Prune the original model and quantise the result.")
+        self._mask_device = mask_device
+        names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
+        self.architecture = Architecture.of_checkpoint(self.checkpoint, recipe.blocks, trust_remote_code, names_suffice)
+        self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
+        self.coverage = self.architecture.coverage(self.chosen)
+        self.coverage.check(recipe.targets, recipe.allow_partial)
+        no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
+        if recipe.needs_activations and no_inputs is not None:
+            raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")
+
+    def pruner_of(self, recipe: Recipe) -> Pruner:
+        """The pruner of the targets for a recipe."""
+        scheme = scheme_of(recipe, {target.name: target.matrix.numel for target in self.chosen})
+        rows = row_pruner(self._mask_device, scheme)
+        return Pruner(self.checkpoint, self.chosen, scheme, least_tokens=recipe.min_expert_tokens, rows=rows)
+
+    def layers_to_calibrate(self) -> list[Layer]:
+        """All linear layers, so that the activations can be reused for other targets, and all targets."""
+        everything = self.architecture.select("all-linear") + self.chosen
+        return list(dict.fromkeys(target.layer for target in everything))

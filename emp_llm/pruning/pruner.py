@@ -1,0 +1,268 @@
+"""Pruning the targets of a checkpoint, one block of rows after another.
+
+The path of a weight: `Matrix.read` reads its bytes from the shard, the scheme's criterion scores it, the budget sets the count
+to keep, the mask is applied, and `Matrix.write` (called in `shard_writer`) writes it to the same offset of the new shard.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrix import as_tensor
+from emp_llm.checkpoint.words import Words
+from emp_llm.common.errors import UserError
+from emp_llm.common.progress_bars import progress_bar
+from emp_llm.pruning.outcome import Outcome, RowStatistics
+from emp_llm.pruning.row_pruners import CpuRowPruner, PrunedBlock, RowPruner, RowRule, naming_block, prune_block
+from emp_llm.pruning.target_scores import TargetScores, naming_target
+from emp_llm.selection.budgets import PatternBudget
+from emp_llm.selection.kernels.interface import RowFigures
+from emp_llm.selection.scheme import Scheme
+from emp_llm.storage.background_work import prefetch
+from emp_llm.storage.buffers import Block
+from emp_llm.storage.direct_io import FileReader
+from emp_llm.storage.file_pool import FilePool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.selection.group_selection import GroupSelector
+
+BLOCK_WEIGHTS = 1 << 21
+_SMALL = 1 << 24  # numpy prunes this many weights in the time that loading the compiled kernel takes
+BlockReadCallback = Callable[[FileReader, int, Words], None]
+
+
+class Pruner:
+    """Decides the masks of a checkpoint's targets.
+
+    Args:
+        checkpoint: the source; it is only read.
+        targets: in order. In a group of all targets, ties are kept in this order.
+        scheme: criterion, budget and group.
+        block_weights: weights in memory at a time; the masks do not depend on it. None: BLOCK_WEIGHTS.
+        least_tokens: as for `TargetScores`.
+        rows: prunes blocks of rows; None: on the CPU.
+
+    Attributes:
+        scores: the scores of the targets.
+        first_rows: name of a target -> index of its first row among the rows of all targets.
+        whole: N_eff and s_eff of all targets as one group, after pruning.
+
+    Raises:
+        UserError: M of an N:M pattern does not divide a target's inputs; one group has targets of several dtypes.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        scheme: Scheme,
+        block_weights: int | None = None,
+        least_tokens: int = 0,
+        rows: RowPruner | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.targets = targets
+        self.scheme = scheme
+        self.block_weights = block_weights or BLOCK_WEIGHTS
+        self.scores = TargetScores(targets, scheme, least_tokens)
+        self.rows = rows or CpuRowPruner()
+        self.buffers = self.rows.buffers
+        self.whole: tuple[float, float] | None = None
+        self._offsets: dict[str, int] = {}
+        self.first_rows: dict[str, int] = {}
+        offset = rows_before = 0
+        for target in targets:
+            self._check_pattern(target)
+            self._offsets[target.name], self.first_rows[target.name] = offset, rows_before
+            offset, rows_before = offset + target.matrix.numel, rows_before + target.matrix.rows
+        self._weights = offset
+        if scheme.group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
+            raise UserError("--group all: the targets are stored in different dtypes; use --group row or matrix.")
+
+    def rule_of(self, target: Target) -> RowRule:
+        """The rule for the rows of a target, each row being one group."""
+        criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
+        offset, compiled = self._offsets[target.name], self._weights > _SMALL
+        return RowRule(target.matrix.stored.dtype, criterion, norms, self.scheme.budget, offset, compiled)
+
+    def mask(self, target: Target, norm: "Tensor | None", tokens: int | None = None) -> "Tensor":
+        """The mask of a target, given the norms of its inputs; the same as in a run.
+
+        Args:
+            target: one of the targets.
+            norm: float32, shape (columns,); None for a criterion without norms.
+            tokens: number of tokens behind the norms, if known.
+
+        Returns:
+            bool, shape (rows, columns), one output per row; true for kept weights.
+
+        Raises:
+            UserError: the group is all targets, or the target holds NaN or infinity.
+        """
+        import torch
+
+        from emp_llm.selection.row_selection import select_rows
+
+        if self.scheme.group == "all":
+            raise UserError("--group all cannot prune one matrix before the norms of all targets are known.")
+        if norm is not None:
+            self.scores.take(target, norm, tokens)
+        mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
+        with FilePool(again=True) as files, naming_target(target):
+            selector = self.search([target], files) if self.scheme.group == "matrix" else None
+            for first, words in self.blocks(target, files):
+                scores = self._scored(target, words)
+                offset = self._offsets[target.name] + first * target.matrix.columns
+                with naming_block(first, words):
+                    part = select_rows(scores, self.scheme.budget, offset) if selector is None else selector.select(scores)
+                mask[first : first + part.mask.shape[0]] = part.mask
+        return mask
+
+    def decide(self, see: Callable[[Target, PrunedBlock], None], back: bool = True) -> list[Outcome]:
+        """Prune all targets in memory; nothing is written.
+
+        Args:
+            see: called with a target and each of its pruned blocks, in order. The memory of a block is reused afterwards.
+            back: copy the pruned rows back to the blocks' `words`; if false, only `weights` holds them, if it is not None.
+
+        Returns:
+            One outcome per target, in their order.
+
+        Raises:
+            UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+        """
+        outcomes = []
+        total = sum(target.matrix.numel for target in self.targets)
+        with FilePool(again=True) as files, progress_bar(total, "decide", "W") as bar:
+            global_selector = self.search(self.targets, files) if self.scheme.group == "all" else None
+            for target in self.targets:
+                selector = self.search([target], files) if self.scheme.group == "matrix" else global_selector
+                rows = RowStatistics(target.matrix.rows)
+                for block in self.pruned(target, files, selector, back=back):
+                    rows.put(block.first, block.figures)
+                    see(target, block)
+                    bar.update(block.words.size)
+                    self.buffers.give(block.words)
+                outcomes.append(self.outcome(target, rows, selector))
+            self.store_global_figures(global_selector)
+        self.checkpoint.check_unchanged()
+        return outcomes
+
+    def measured(self, target: Target, first: int, words: Words) -> RowFigures:
+        """The figures of a block of a target's rows, each row being one group; the block is not changed."""
+        rule = self.rule_of(target)
+        with naming_target(target), naming_block(first, words):
+            return prune_block(words.copy(), rule, rule.offset + first * target.matrix.columns)
+
+    def blocks(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
+        """(first row, bits) of each block of a target's rows; the next iteration reuses a block's memory."""
+        for first, words in self.read(target, files):
+            yield first, words
+            self.buffers.give(words)
+
+    def read(
+        self, target: Target, files: FilePool, done: int = 0, see: BlockReadCallback | None = None
+    ) -> Iterator[tuple[int, Words]]:
+        """(first row, bits) of each block of a target's rows, with the next blocks read ahead.
+
+        Args:
+            done: blocks within the first `done` rows are skipped.
+            see: called with the file, the first row and the bits of each block, in the reading thread.
+        """
+        matrix, reader = target.matrix, files.reader(target.matrix.stored.shard)
+
+        def job(first: int, last: int) -> tuple[int, Words]:
+            words = matrix.read(reader, first, last, self.buffers)
+            if see is not None:
+                see(reader, first, words)
+            return first, words
+
+        blocks = matrix.row_blocks(self.block_weights)
+        return prefetch(partial(job, first, last) for first, last in blocks if last > done)
+
+    def pruned(
+        self,
+        target: Target,
+        files: FilePool,
+        selector: "GroupSelector | None",
+        done: int = 0,
+        see: BlockReadCallback | None = None,
+        back: bool = True,
+    ) -> Iterator[PrunedBlock]:
+        """The blocks of a target after pruning. The caller returns their memory to `buffers`.
+
+        Args:
+            selector: decides a group larger than a row; None if each row is one group.
+            done, see: as for `read`; back: as for `decide`.
+        """
+        blocks = self.read(target, files, done, see)
+        with naming_target(target):
+            if selector is None:
+                yield from self.rows.prune(blocks, self.rule_of(target), back)
+                return
+            from emp_llm.selection.row_pruning import apply_selection
+
+            for first, words in blocks:
+                host = as_tensor(words, target.matrix.stored.dtype)
+                weights = host.to(self._device)
+                figures = apply_selection(weights, selector.select(self.scores.of(target, weights)))
+                if back and weights is not host:
+                    host.copy_(weights)
+                arrays = RowFigures(*(None if values is None else values.cpu().numpy() for values in figures))
+                yield PrunedBlock(first, words, arrays, weights)
+
+    def search(self, targets: list[Target], files: FilePool) -> "GroupSelector":
+        """Find the cut of one group of matrices: one pass over the weights for the sums, then passes for the cut's bits."""
+        from emp_llm.selection.group_selection import GroupSelector
+
+        selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])
+        feed = selector.add
+        while True:
+            for target in targets:
+                with naming_target(target):
+                    for first, words in self.blocks(target, files):
+                        with naming_block(first, words):
+                            feed(self._scored(target, words))
+            if not selector.searching():
+                return selector
+            feed = selector.search
+
+    def outcome(self, target: Target, rows: RowStatistics, selector: "GroupSelector | None") -> Outcome:
+        """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row."""
+        columns = rows.columns
+        n_eff: Block | None = columns["n_eff"]
+        s_eff: Block | None = columns["s_eff"]
+        if self.scheme.group == "matrix":
+            if selector is not None:
+                columns["n_eff"][0] = float(selector.moments.number())
+                columns["s_eff"][0] = selector.effective_mass(self.scores.dtype(target))
+            n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
+        elif selector is not None:
+            n_eff = s_eff = None
+        return rows.outcome(target, n_eff, s_eff)
+
+    def store_global_figures(self, global_selector: "GroupSelector | None") -> None:
+        """Store N_eff and s_eff of all targets as one group."""
+        if global_selector is not None:
+            mass = global_selector.effective_mass(self.scores.dtype(self.targets[0]))
+            self.whole = (float(global_selector.moments.number()), mass)
+
+    def _scored(self, target: Target, words: Words) -> "Tensor":
+        """The scores of a block of a target's rows, on the device that decides the masks."""
+        return self.scores.of(target, as_tensor(words, target.matrix.stored.dtype).to(self._device))
+
+    def _check_pattern(self, target: Target) -> None:
+        budget = self.scheme.budget
+        if isinstance(budget, PatternBudget) and target.matrix.columns % budget.m:
+            raise UserError(
+                f"--pattern {budget.n}:{budget.m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of "
+                f"{budget.m}. Leave the layer out with --ignore, or choose another pattern."
+            )
+
+    @property
+    def _device(self) -> str:
+        return str(getattr(self.rows, "device", "cpu"))

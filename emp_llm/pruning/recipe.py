@@ -1,0 +1,121 @@
+"""From a recipe to a scheme: the budget that the options define, and their record for reports."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from emp_llm.common.errors import UserError
+from emp_llm.common.file_names import REPORT_NAME
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.base import read_record
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import RecipeRecord
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.scheme import Scheme
+from emp_llm.storage.json_files import INDEX_LIMIT
+
+REPORT_LIMIT = 4 * INDEX_LIMIT  # mixtures have tens of thousands of matrices, each with an entry in the report
+
+
+def check_ranges(recipe: Recipe) -> None:
+    """Raise UserError for numbers out of range, or if --match names no finished run. Needs no model."""
+    if recipe.match is None:
+        scheme_of(recipe, {"": 1})
+    else:
+        read_report(recipe.match)
+
+
+def scheme_of(recipe: Recipe, sizes: Mapping[str, int]) -> Scheme:
+    """The scheme of a recipe.
+
+    Args:
+        sizes: name -> number of weights of each target, in their order.
+
+    Raises:
+        UserError: an option is out of range, or the run to match does not fit.
+    """
+    try:
+        return Scheme(recipe.criterion_name, _budget(recipe, sizes), recipe.group)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"--{error}.") from error
+
+
+def recipe_record(recipe: Recipe) -> RecipeRecord:
+    """The options of a recipe with defaults filled in."""
+    record = RecipeRecord(
+        method=recipe.method, group=recipe.group, targets=recipe.targets, ignore=recipe.ignore, blocks=recipe.blocks
+    )
+    if recipe.needs_activations:
+        record.min_expert_tokens = recipe.min_expert_tokens
+    if recipe.adaptive:
+        record.beta = 1.0 if recipe.beta is None else float(recipe.beta)
+        record.order = 2.0 if recipe.order is None else float(recipe.order)
+        record.neff_dtype = recipe.neff_dtype or "float64"
+        return record
+    record.pattern = recipe.pattern
+    record.match = None if recipe.match is None else str(recipe.match)
+    record.match_by = None if recipe.match is None else recipe.match_by or "total"
+    fixed = recipe.pattern is None and recipe.match is None
+    record.sparsity = (0.5 if recipe.sparsity is None else float(recipe.sparsity)) if fixed else None
+    return record
+
+
+def parse_pattern(text: str) -> tuple[int, int]:
+    """ "2:4" as (2, 4); ValueError if the text is not of this form."""
+    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if numbers is None:
+        raise ValueError(f"pattern must be N:M, such as 2:4, got {text!r}")
+    return int(numbers[1]), int(numbers[2])
+
+
+def read_report(run: Path) -> RunReport:
+    """The report in a run's output folder; UserError if it is missing or invalid."""
+    run = Path(run)
+    if not (run / REPORT_NAME).is_file():
+        raise UserError(f"{run}: no {REPORT_NAME} in it; give the --output folder of a finished prune.")
+    return read_record(run / REPORT_NAME, RunReport, REPORT_LIMIT)
+
+
+def _budget(recipe: Recipe, sizes: Mapping[str, int]) -> Budget:
+    if recipe.adaptive:
+        order = 2.0 if recipe.order is None else recipe.order
+        return EffectiveBudget(1.0 if recipe.beta is None else recipe.beta, order, recipe.neff_dtype or "float64")
+    if recipe.pattern is not None:
+        return PatternBudget(*parse_pattern(recipe.pattern))
+    if recipe.match is not None:
+        return _matched(recipe, recipe.match, sizes)
+    return RatioBudget(0.5 if recipe.sparsity is None else recipe.sparsity)
+
+
+def _matched(recipe: Recipe, run: Path, sizes: Mapping[str, int]) -> Budget:
+    """The budget that removes as many weights as an earlier run, by its report."""
+    targets, total = read_report(run).targets, sum(sizes.values())
+    if targets.weights is None or targets.kept is None:
+        raise UserError(f"{run}: its {REPORT_NAME} does not say how many weights were kept.")
+    if targets.weights != total:
+        raise UserError(
+            f"{run}: that run had {targets.weights} target weights, this one has {total}; match a run of the same model and "
+            "the same --targets."
+        )
+    if recipe.match_by != "matrix":
+        return TotalBudget(targets.weights - targets.kept, total)
+    removed = _removed_by_matrix(run, sizes)
+    return PartsBudget(tuple(removed), tuple(sizes.values()))
+
+
+def _removed_by_matrix(run: Path, sizes: Mapping[str, int]) -> list[int]:
+    """The number of weights of each matrix that an earlier run removed."""
+    matrices, removed = read_report(run).matrices, []
+    for name, size in sizes.items():
+        entry = matrices.get(name)
+        if entry is None:
+            raise UserError(f"{run}: its {REPORT_NAME} does not say how many weights of {name} were kept.")
+        weights = entry.rows * entry.columns
+        if weights != size:
+            raise UserError(
+                f"{run}: {name} had {weights} weights in that run and has {size} here; match a run of the same model."
+            )
+        removed.append(size - entry.kept)
+    return removed

@@ -1,0 +1,216 @@
+"""Blocks of rows pruned in place, each row being one group: on the CPU, or on a GPU through pinned memory."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from emp_llm.checkpoint.matrix import as_tensor
+from emp_llm.checkpoint.words import Words
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.selection.available_kernels import has_numba, kernels_support
+from emp_llm.selection.budgets import Budget
+from emp_llm.selection.kernels.interface import RowFigures
+from emp_llm.storage.buffers import Block, BufferPool
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_IN_FLIGHT = 3  # blocks on the GPU, or on their way there and back
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """The rule that decides the rows of one target.
+
+    Attributes:
+        dtype: of the weights ("BF16").
+        criterion: its name.
+        norms: float32, shape (columns,); None for criteria without norms.
+        budget: sets the number of kept weights in each row.
+        offset: number of target weights before this target.
+        compiled: the run is large enough to load the compiled kernel, or to compile it.
+    """
+
+    dtype: str
+    criterion: str
+    norms: Block | None
+    budget: Budget
+    offset: int
+    compiled: bool = True
+
+
+@dataclass(frozen=True)
+class PrunedBlock:
+    """A block of rows after pruning.
+
+    Attributes:
+        first: number of its first row.
+        words: the bits of the rows, in the memory of the input.
+        figures: counts and sums of the rows, as arrays.
+        weights: the rows as a tensor on the GPU that decided them; None on the CPU.
+    """
+
+    first: int
+    words: Words
+    figures: RowFigures
+    weights: "Tensor | None" = None
+
+
+class RowPruner(Protocol):
+    """Prunes blocks of rows."""
+
+    @property
+    def buffers(self) -> BufferPool:
+        """The pool for the memory of the blocks."""
+
+    def prune(self, blocks: Iterable[tuple[int, Words]], rule: RowRule, back: bool = True) -> Iterator[PrunedBlock]:
+        """Prune blocks in place, in order.
+
+        Args:
+            blocks: (first row, bits of the rows, shape (rows, columns)).
+            rule: decides the rows.
+            back: copy the pruned rows back to `words`; if false, only `weights` holds them, if it is not None.
+
+        Raises:
+            NonFiniteError: the scores of a block hold NaN or infinity; its arguments are (first row, bits).
+        """
+
+
+class CpuRowPruner:
+    """Prunes on the CPU, by the compiled kernel or numpy if they support the rule, else by plain torch."""
+
+    def __init__(self) -> None:
+        self.buffers = BufferPool()
+
+    def prune(self, blocks: Iterable[tuple[int, Words]], rule: RowRule, back: bool = True) -> Iterator[PrunedBlock]:
+        for first, words in blocks:
+            with naming_block(first, words):
+                yield PrunedBlock(first, words, prune_block(words, rule, rule.offset + first * words.shape[1]))
+
+
+class GpuRowPruner:
+    """Prunes on a GPU. Several blocks are in flight at once, so that copies, kernel and disk work in parallel.
+
+    Args:
+        device: an NVIDIA GPU; with Triton's interpreter, the CPU.
+    """
+
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self.buffers = BufferPool(_pinned if self._cuda else None)
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._norms: tuple[Block | None, Tensor | None] = (None, None)
+
+    def prune(self, blocks: Iterable[tuple[int, Words]], rule: RowRule, back: bool = True) -> Iterator[PrunedBlock]:
+        if not kernels_support(rule.dtype, rule.criterion, rule.budget):
+            yield from CpuRowPruner().prune(blocks, rule, back)  # float64 weights
+            return
+        norms = self._norms_on_device(rule.norms)
+        in_flight: deque[_BlockOnGpu] = deque()
+        for first, words in blocks:
+            in_flight.append(self._launch(first, words, rule, norms, back))
+            if len(in_flight) >= _IN_FLIGHT:
+                yield in_flight.popleft().finish()
+        while in_flight:
+            yield in_flight.popleft().finish()
+
+    def _launch(self, first: int, words: Words, rule: RowRule, norms: "Tensor | None", back: bool) -> "_BlockOnGpu":
+        import torch
+
+        from emp_llm.selection.kernels import cuda
+
+        host = as_tensor(words, rule.dtype)
+        with self._on_stream():
+            weights = host.to(self.device, non_blocking=True)
+            keep = rule.budget.keep_rule(words.shape, rule.offset + first * words.shape[1])
+            results = cuda.enqueue(weights, norms, keep)
+            if back and weights is not host:
+                host.copy_(weights, non_blocking=True)
+            copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=self._cuda) for part in results]
+            for copy, part in zip(copies, results, strict=True):
+                copy.copy_(part, non_blocking=True)
+            event: Any = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+            if event is not None:
+                event.record()
+        return _BlockOnGpu(first, words, weights, copies, event)
+
+    def _norms_on_device(self, norms: Block | None) -> "Tensor | None":
+        import torch
+
+        if norms is None:
+            return None
+        if self._norms[0] is not norms:
+            self._norms = (norms, torch.from_numpy(norms).to(self.device))
+        return self._norms[1]
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+@dataclass
+class _BlockOnGpu:
+    """A block in work on a GPU."""
+
+    first: int
+    words: Words
+    weights: "Tensor"
+    results: "list[Tensor]"  # flag, integers, floats, as `cuda.enqueue` returns them
+    event: Any
+
+    def finish(self) -> PrunedBlock:
+        """Wait for the block and its results."""
+        if self.event is not None:
+            self.event.synchronize()
+        flag, integers, floats = self.results
+        with naming_block(self.first, self.words):
+            if int(flag):
+                raise NonFiniteError("scores hold NaN or infinity")
+        return PrunedBlock(self.first, self.words, RowFigures(*integers.numpy(), *floats.numpy()), self.weights)
+
+
+def prune_block(words: Words, rule: RowRule, offset: int) -> RowFigures:
+    """Prune one block on the CPU, in place; returns arrays."""
+    if words.size and kernels_support(rule.dtype, rule.criterion, rule.budget):
+        norms = rule.norms if rule.criterion != "magnitude" else None
+        keep = rule.budget.keep_rule(words.shape, offset)
+        if rule.compiled and has_numba():
+            from emp_llm.selection.kernels.cpu import prune_words
+
+            return prune_words(words, rule.dtype, norms, keep)
+        from emp_llm.selection.kernels.numpy_rows import prune_words_by_numpy
+
+        return prune_words_by_numpy(words, rule.dtype, norms, keep)
+    import torch
+
+    from emp_llm.selection.row_pruning import prune_rows_plainly
+
+    norm = None if rule.norms is None else torch.from_numpy(rule.norms)
+    figures = prune_rows_plainly(as_tensor(words, rule.dtype), rule.criterion, norm, rule.budget, offset)
+    return RowFigures(*(None if values is None else values.numpy() for values in figures))
+
+
+@contextmanager
+def naming_block(first: int, words: Words) -> Iterator[None]:
+    """Add the block to a NonFiniteError: its arguments become (first row, bits of the rows)."""
+    try:
+        yield
+    except NonFiniteError as error:
+        error.args = (first, words)
+        raise
+
+
+def _pinned(size: int) -> Block:
+    import torch
+
+    memory: Block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return np.asarray(memory)

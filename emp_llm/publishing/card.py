@@ -1,0 +1,238 @@
+"""The model card of a pruned checkpoint: its origin, its measurements, and the recipe behind it."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from huggingface_hub import EvalResult, ModelCardData
+
+from emp_llm.common.file_names import ACTIVATIONS_NAME
+from emp_llm.common.tables import Rows, markdown_table
+from emp_llm.evaluation.comparison import compare
+from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
+from emp_llm.hub.destination import Destination
+from emp_llm.publishing.base_model import Origin
+from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.run_tables import pruning_lines, pruning_rows
+
+_MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
+_OLD_MARK = "<!-- Written by emp-llm, anew with every push."
+_METHODS = {
+    "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
+    "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
+    "wanda": "Wanda (weight magnitude times input norm)",
+    "magnitude": "weight magnitude",
+}
+_GLOSSARY = (
+    "*kept*: the share of weights that were kept, overall and by row; *N_eff/N*: the effective number of weights in a row, "
+    "divided by the row's length; *s_eff*: the share of the total score that the N_eff largest scores hold, and *bound* its "
+    "lower bound; *kept mass*: the share of the total score that was kept."
+)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether emp-llm wrote a card and nobody deleted its mark to keep changes."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return _MARK in text or _OLD_MARK in text
+
+
+class Card:
+    """A model card.
+
+    Args:
+        to: the repository.
+        report: of the pruning run, in its public form.
+        origin: the dense model.
+        judged: models of results files.
+        plots: PNG files by their path in the repository.
+    """
+
+    def __init__(
+        self, to: Destination, report: RunReport, origin: Origin, judged: list[EvaluatedModel], plots: list[str]
+    ) -> None:
+        self._to = to
+        self._report = report
+        self._origin = origin
+        self._plots = plots
+        self._suites = by_suite(judged)
+        self._measured = models_of_report(report)  # dense and pruned, measured by the run itself
+
+    def text(self, files: Iterable[str]) -> str:
+        """The card, metadata first.
+
+        Args:
+            files: the other files of the repository.
+        """
+        names = set(files)
+        parts = [
+            f"---\n{self._metadata()}\n---",
+            _MARK,
+            f"# {self._to.name.partition('/')[2]}",
+            self._summary(),
+            "## Benefits and limits",
+            self._benefits(),
+            "## Use",
+            self._use(),
+            "## Removed weights",
+            markdown_table(pruning_rows(self._report)),
+            _GLOSSARY,
+            *self._warnings(),
+            "## Evaluation",
+            *self._evaluation(),
+            *(f"![{Path(plot).stem.replace('_', ' ').replace('-', ' ')}]({plot})" for plot in self._plots),
+            "## Reproduction",
+            self._reproduction(names),
+            "## Licence",
+            self._licence(names),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    @property
+    def _base(self) -> str:
+        """The dense model, as a link if it is on the Hub."""
+        name = self._origin.name
+        return f"[{name}](https://huggingface.co/{name})" if name else f"`{self._report.source.model}`"
+
+    def _metadata(self) -> str:
+        carried = dict(self._origin.metadata)
+        tags = ["emp-llm", "pruning", "sparse", "unstructured-sparsity", self._report.recipe.method, *carried.pop("tags", [])]
+        data = ModelCardData(
+            library_name="transformers",
+            pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
+            base_model=self._origin.name,
+            # The Hub has four relations; this is the one for changed weights in the same architecture.
+            base_model_relation="finetune" if self._origin.name else None,
+            tags=tags,
+            model_name=self._to.name.partition("/")[2],
+            eval_results=self._eval_results() or None,
+            **carried,
+        )
+        if data.eval_results is None:
+            data.pop("model_name")
+        return str(data.to_yaml()).strip()
+
+    def _eval_results(self) -> list[EvalResult]:
+        found = []
+        for judged in (each for suite in [self._measured, *self._suites] for each in suite if each.this):
+            if judged.made_by.quantization or judged.made_by.limit:  # other weights, or only some of the questions
+                continue
+            found += [*_perplexity_result(judged), *_task_results(judged)]
+        return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
+
+    def _summary(self) -> str:
+        how = _METHODS.get(self._report.recipe.method, self._report.recipe.method)
+        lines = "\n".join(f"- {line}" for line in pruning_lines(self._report))
+        return f"{self._base}, pruned by {how} after training, without retraining.\n\n{lines}"
+
+    def _benefits(self) -> str:
+        zeros = 100 * (self._report.targets.sparsity_of_all_parameters or 0.0)
+        return (
+            f"The files are plain safetensors with the names, shapes and dtypes of the base model. {zeros:.1f} % of the "
+            "parameters are zero; all other bytes are those of the base model. The checkpoint loads wherever the base model "
+            "loads. **By itself it is neither smaller nor faster**: dense kernels multiply by the zeros too. To benefit from "
+            "the zeros, compress the files (sparse storage), run kernels that skip zeros, or train further and keep the zeros "
+            "(an ordinary optimizer step or a merged adapter fills them)."
+        )
+
+    def _use(self) -> str:
+        branch = f', revision="{self._to.branch}"' if self._to.branch else ""
+        return (
+            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{self._to.name}"{branch}, dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{self._to.name}"{branch})\n```'
+        )
+
+    def _warnings(self) -> list[str]:
+        warnings = self._report.warnings
+        more = [f"- and {len(warnings) - 10} more in `emp_report.json`"] if len(warnings) > 10 else []
+        return ["\n".join(["Notes:", "", *(f"- {each}" for each in warnings[:10]), *more])] if warnings else []
+
+    def _evaluation(self) -> list[str]:
+        tables = [compare(self._measured, "markdown", ["dense", "pruned"])] if len(self._measured) == 2 else []
+        tables += [compare(suite, "markdown") for suite in self._suites]
+        return tables or ["This checkpoint has not been evaluated."]
+
+    def _reproduction(self, files: set[str]) -> str:
+        report = self._report
+        source, calibration = report.source, report.calibration
+        recipe = {name: getattr(report.recipe, name) for name in report.recipe.__struct_fields__}
+        rows: Rows = [["", ""]]
+        if self._origin.revision:
+            rows.append(["commit of the base model", f"`{self._origin.revision}`"])
+        if source.identity:
+            rows.append(["identity of its weights (BLAKE3)", f"`{source.identity}`"])
+        rows += [[name, f"`{json.dumps(value)}`"] for name, value in recipe.items() if value is not None]
+        for name, value in {} if calibration is None else calibration.as_dict().items():
+            if name in ("text", "tokens", "dtype", "propagate"):
+                rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
+        rows += [[package, version] for package, version in report.versions.items()]
+        norms = f" `{ACTIVATIONS_NAME}` holds the input norms behind the masks." if str(ACTIVATIONS_NAME) in files else ""
+        commit = f" --revision {self._origin.revision}" if self._origin.revision else ""
+        check = f"{self._origin.name or 'BASE_MODEL'}{commit}"
+        branch = f" --revision {self._to.branch}" if self._to.branch else ""
+        return (
+            f"```bash\n{report.command}\n```\n\n{markdown_table(rows)}\n\n"
+            "`emp_report.json` lists the kept fraction and the effective number of every matrix, `emp_manifest.json` the hash "
+            f"of every file.{norms} To check all bytes and masks against the base model:\n\n"
+            f"```bash\nhf download {self._to.name}{branch} --local-dir pruned\n"
+            f"emp-llm verify pruned --source {check}\n```"
+        )
+
+    def _licence(self, files: set[str]) -> str:
+        name = self._origin.metadata.get("license_name") or self._origin.metadata.get("license")
+        texts = sorted(file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY")))
+        beside = f" Its text: {', '.join(f'[{text}]({text})' for text in texts)}." if texts else ""
+        if name:
+            return f"The licence of the base model, {name}, applies: a pruned model is a derived work.{beside}"
+        return f"The licence of the base model, {self._base}, applies. The base model's card names none.{beside}"
+
+
+def by_suite(judged: list[EvaluatedModel]) -> list[list[EvaluatedModel]]:
+    """Models grouped by text, tasks and limit; in each group dense models first, then this checkpoint, then the others."""
+    suites: dict[str, list[EvaluatedModel]] = {}
+    for each in judged:
+        told = msgspec.to_builtins(each.made_by)
+        key = json.dumps([told.get(part) for part in ("text", "tasks", "limit")], sort_keys=True)
+        suites.setdefault(key, []).append(each)
+    return [sorted(suite, key=lambda each: (each.pruned is not None, not each.this)) for suite in suites.values()]
+
+
+def _perplexity_result(judged: EvaluatedModel) -> list[EvalResult]:
+    entry, text = judged.measures.perplexity, judged.made_by.text
+    if entry is None or entry.partial or entry.perplexity is None:
+        return []
+    dataset = (text.dataset or text.file if text is not None else None) or "text"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_config=None if text is None else text.config,
+            dataset_split=None if text is None else text.split,
+            metric_type="perplexity",
+            metric_name=f"perplexity per token, blocks of {entry.block_length}",
+            metric_value=entry.perplexity,
+        )
+    ]
+
+
+def _task_results(judged: EvaluatedModel) -> list[EvalResult]:
+    found = []
+    for task in judged.measures.tasks.values():
+        for name, metrics in task.results.items():
+            for key, value in metrics.items():
+                metric = key.partition(",")[0]
+                if metric in ("acc", "acc_norm") and isinstance(value, float):
+                    shots = task.n_shot.get(name)
+                    found.append(
+                        EvalResult(
+                            task_type="text-generation",
+                            dataset_type=name,
+                            dataset_name=name,
+                            metric_type=metric,
+                            metric_name=f"{metric} by lm-eval" + (f", {shots}-shot" if shots is not None else ""),
+                            metric_value=value,
+                        )
+                    )
+    return found

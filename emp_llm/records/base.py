@@ -1,0 +1,166 @@
+"""Typed records with a format version: one declaration serves writing and reading.
+
+A file record begins with `"format": "emp-llm KIND VERSION"`. Older versions are upgraded while they are read; newer ones are
+refused. Fields are attributes; `record["field"]` works too, as in the JSON.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.wording import quotable
+from emp_llm.storage.atomic import write_bytes
+from emp_llm.storage.json_files import JSON_LIMIT, read_json
+
+_STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
+R = TypeVar("R", bound="FileRecord")
+T = TypeVar("T")
+
+
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a record. Fields with their default value are not written, unless the class says otherwise."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name.replace("-", "_"))
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: str) -> bool:
+        return getattr(self, name.replace("-", "_"), None) not in (None, {}, [])
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field; `default` if it is missing or null."""
+        found = getattr(self, name.replace("-", "_"), None)
+        return default if found is None else found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+class FileRecord(Part, kw_only=True):
+    """A record with a file of its own.
+
+    Attributes:
+        format: "emp-llm KIND VERSION".
+    """
+
+    KIND: ClassVar[str] = ""
+    VERSION: ClassVar[int] = 1
+    format: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.format:
+            self.format = f"emp-llm {self.KIND} {self.VERSION}"
+
+    @classmethod
+    def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
+        """Convert the JSON of an older version to the present form."""
+        return values
+
+    def save(self, path: Path) -> None:
+        """Write the record atomically, indented."""
+        write_bytes(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
+    """Read a record from a JSON file.
+
+    Args:
+        limit: largest size of the file in bytes.
+
+    Raises:
+        UserError: the file cannot be read as JSON, holds another kind of record or a newer version of it, or a field is missing
+            or wrong.
+    """
+    return record_of(read_json(path, unique=True, limit=limit), kind, str(path))
+
+
+def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
+    """`read_record` for JSON that is read already; `where` names the file in errors."""
+    version = version_of(values, kind)
+    if version is None:
+        raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
+    if version > kind.VERSION:
+        raise UserError(
+            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads versions up to "
+            f"{kind.VERSION}. Upgrade it: pip install --upgrade emp-llm"
+        )
+    if version < kind.VERSION:
+        values = kind.upgrade(dict(values), version)
+    return converted(values, kind, where)
+
+
+def version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
+    """The format version of a record's JSON: 0 for an old file without a format, None for a record of another kind."""
+    name = values.get("format")
+    if name is None:
+        return 0
+    words = name.split() if isinstance(name, str) else []
+    if len(words) < 3 or words[0] != "emp-llm" or " ".join(words[1:-1]) != kind.KIND or not words[-1].isdigit():
+        return None
+    return int(words[-1])
+
+
+def converted(values: Any, kind: type[T], where: str) -> T:
+    """Convert JSON or TOML values to a typed structure.
+
+    Raises:
+        UserError: a field is missing, unknown or wrong. The message names the field and the rule.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise UserError(f"{where}: {_sentence(error, values, kind)}") from error
+
+
+def _sentence(error: BaseException, values: Any, kind: Any) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.targets.kept`" as "targets.kept: expected int, got str."."""
+    text, _, path = reason(error).partition(" - at `")
+    for phrase, plain in (("`", ""), ("Object missing required", "missing"), ("Object contains ", ""), (" | null", "")):
+        text = text.replace(phrase, plain)
+    words = quotable(text)
+    words = f"{words[:1].lower()}{words[1:]}"
+    field = quotable(_field_name(path, values, kind, str(error))) if path else ""
+    return f"{field}: {words}." if field else f"{words}."
+
+
+def _field_name(path: str, values: Any, kind: Any, message: str) -> str:
+    """msgspec's "$.matrices[...].rows" with the key of the mapping, which it leaves out."""
+    steps: list[str | int] = []
+    for name, index, mapping in _STEP.findall(path):
+        steps.append(_wrong_key(values, kind, steps, message) if mapping else int(index) if index else name)
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+
+
+def _wrong_key(values: Any, kind: Any, steps: list[str | int], message: str) -> str:
+    """The key of the wrong entry in a mapping: the one that raises the same error alone."""
+    entries = values
+    for step in steps:
+        entries = entries[step]
+    for key, entry in entries.items():
+        try:
+            msgspec.convert(_with(values, steps, {key: entry}), kind)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return str(key)
+    return "..."
+
+
+def _with(values: Any, steps: list[str | int], entry: Any) -> Any:
+    """A copy of nested values with another one at some place."""
+    if not steps:
+        return entry
+    first, *rest = steps
+    if isinstance(first, int):
+        return [*values[:first], _with(values[first], rest, entry), *values[first + 1 :]]
+    return values | {first: _with(values[first], rest, entry)}
+
+
+def _article(kind: str) -> str:
+    return f"an {kind} file" if kind[:1] in "aeiou" else f"a {kind} file"

@@ -1,0 +1,61 @@
+"""Corpus recipes: the TOML files in `calibration/`, and the [perplexity] tables of suites."""
+
+from pathlib import PurePath
+
+import msgspec
+
+from emp_llm.common.errors import UserError
+from emp_llm.records.source import TextRecord
+
+
+class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The source of a text, and its division into token sequences.
+
+    Attributes:
+        dataset: Hub data set id, or a local folder with the same layout; config, split and column select in it.
+        file: a .txt, .jsonl, .json or .parquet file in place of `dataset`; a relative path starts at the recipe's folder.
+        join: separator that joins all rows before they are tokenised; None: each row is a document, tokenised alone.
+        stream: read rows as they are needed, without downloading the whole split.
+        shuffle: take rows in a seeded random order.
+        samples, seqlen: number of sequences, and tokens in each; None: all of the text.
+        about: a description in one sentence.
+    """
+
+    dataset: str | None = None
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    file: str | None = None
+    join: str | None = None
+    stream: bool = False
+    shuffle: bool = False
+    samples: int | None = None
+    seqlen: int | None = None
+    about: str = ""
+
+    @property
+    def source(self) -> str:
+        """The source as text, for messages and reports."""
+        if self.file:
+            return self.file
+        return "/".join(part for part in (self.dataset, self.config, self.split) if part)
+
+    def check(self, where: str) -> "Corpus":
+        """Return the corpus; UserError if it names no text, or if samples or seqlen is below 1."""
+        if self.file is None and self.dataset is None:
+            raise UserError(f"{where}: a corpus needs a dataset or a file; name one.")
+        for name in ("samples", "seqlen"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{where}: {name} must be at least 1, got {value}.")
+        return self
+
+    def record(self) -> TextRecord:
+        """For a report, which names files and no folders."""
+        fields = [name for name in TextRecord.__struct_fields__ if name in self.__struct_fields__]
+        record = TextRecord(**{name: getattr(self, name) for name in fields})
+        if record.file is not None:
+            record.file = PurePath(record.file).name
+        if record.dataset is not None and PurePath(record.dataset).is_absolute():
+            record.dataset = PurePath(record.dataset).name
+        return record

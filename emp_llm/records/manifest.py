@@ -1,0 +1,66 @@
+"""emp_manifest.json: every file that a run wrote with its hash, and everything that the masks depend on."""
+
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.source import RecipeRecord
+
+
+class FileEntry(Part, kw_only=True):
+    """A file: its size, and its BLAKE3 hash; SHA-256 in manifests of version 1."""
+
+    bytes: Annotated[int, Meta(ge=0)]
+    blake3: str | None = None
+    sha256: str | None = None
+
+
+class ManifestSource(Part, kw_only=True):
+    """The checkpoint that was pruned.
+
+    Attributes:
+        identity: of its weights (`checkpoint.identity`); version 1 has `sha256_of_samples`.
+        bytes: size of each shard.
+    """
+
+    identity: str | None = None
+    sha256_of_samples: str | None = None
+    bytes: dict[str, int] = {}
+
+
+class SchemeRecord(Part, kw_only=True):
+    """The rule behind the masks: criterion, group, and the budget with its kind and fields."""
+
+    criterion: str
+    group: str
+    budget: dict[str, Any]
+
+
+class NormsRecord(Part, kw_only=True):
+    """The SHA-256 of the norms that the masks depend on."""
+
+    norms: str
+
+
+class Manifest(FileRecord, kw_only=True, omit_defaults=False):
+    """The manifest of a finished checkpoint. It leaves out the report, whose times differ from run to run."""
+
+    KIND: ClassVar[str] = "manifest"
+    VERSION: ClassVar[int] = 2
+
+    emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
+    source: ManifestSource
+    recipe: RecipeRecord
+    scheme: SchemeRecord
+    activations: NormsRecord | None = None
+    files: dict[str, FileEntry]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.files:
+            path = PurePath(name)
+            if not name.isprintable() or path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{name[:80]!r} is not a file in this folder")

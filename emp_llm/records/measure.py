@@ -1,0 +1,39 @@
+"""The output of `measure`: effective numbers and masses of a model's matrices, by criterion and order."""
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, with_revision
+
+
+class MeasureEntry(Part, kw_only=True, omit_defaults=False):
+    """One criterion and one order, and the weights that EMP at beta 1 keeps by them."""
+
+    criterion: str
+    order: float
+    targets: TargetsRecord
+    sizes: SizesRecord | None = None
+    matrices: dict[str, MatrixRecord]
+    warnings: list[str] = []
+
+
+class Measure(FileRecord, kw_only=True, omit_defaults=False):
+    """The measures of a model."""
+
+    KIND: ClassVar[str] = "measure"
+    VERSION: ClassVar[int] = 2
+
+    source: ModelSource
+    command: str = ""
+    recipe: RecipeRecord = msgspec.field(default_factory=RecipeRecord)
+    calibration: CalibrationRecord | None = None
+    versions: dict[str, str] = {}
+    measures: list[MeasureEntry]
+
+    @classmethod
+    def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
+        """Version 1 may leave out the revision of the source."""
+        return values | {"source": with_revision(values.get("source"))}

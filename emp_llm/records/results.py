@@ -1,0 +1,82 @@
+"""Results files: the measurements of `evaluate` on a model, and everything that they depend on."""
+
+from typing import ClassVar
+
+from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.evaluation import Measures, PerplexityRecord, SuiteTask, TaskRecord
+from emp_llm.records.run_report import RunReport, Share
+from emp_llm.records.source import QuantizationRecord, RecipeRecord, TextRecord
+
+
+class ModelIdentity(Part, kw_only=True):
+    """The model behind a number: the identity of its weights, and a hash of its config and tokenizer."""
+
+    identity: str | None = None
+    sha256_of_samples: str | None = None
+    sha256_of_config_and_tokenizer: str | None = None
+
+
+class MadeBy(Part, kw_only=True, omit_defaults=False):
+    """Everything that the numbers depend on."""
+
+    model: ModelIdentity
+    limit: int | None = None
+    text: TextRecord | None = None
+    tasks: list[SuiteTask] = []
+    batch_size: int | str | None = None
+    dtype: str | None = None
+    quantization: QuantizationRecord | None = None
+    device_map: str | None = None
+    ranks: int = 1
+    device: str = ""
+    versions: dict[str, str] = {}
+
+
+class PrunedBy(RecipeRecord, kw_only=True):
+    """From the report of a pruned checkpoint: the name of the dense model, the recipe, and the sparsity of the targets."""
+
+    of: str = ""
+    sparsity_of_targets: Share = 0.0
+
+
+class Results(FileRecord, kw_only=True, omit_defaults=False):
+    """The measurements of a suite on one model.
+
+    Attributes:
+        model: as the user named it; revision: its commit on the Hub.
+        pruned: recipe and sparsity of a pruned model; null for a dense one.
+        suite, command: name of the suite, and the command line; made_by: everything that the numbers depend on.
+        complete: whether the whole suite is measured.
+        perplexity, tasks: as for `Measures`.
+    """
+
+    KIND: ClassVar[str] = "results"
+    VERSION: ClassVar[int] = 2
+
+    model: str
+    revision: str | None = None
+    pruned: PrunedBy | None = None
+    suite: str = "suite"
+    made_by: MadeBy
+    command: str = ""
+    complete: bool = False
+    perplexity: PerplexityRecord | None = None
+    tasks: dict[str, TaskRecord] = {}
+
+    @property
+    def measures(self) -> Measures:
+        """The measurements so far."""
+        return Measures(perplexity=self.perplexity, tasks=self.tasks)
+
+    def take(self, measures: Measures) -> None:
+        """Take over measurements."""
+        self.perplexity, self.tasks = measures.perplexity, measures.tasks
+
+
+def pruned_by(report: RunReport) -> PrunedBy:
+    """The part of a pruning report that a results file keeps."""
+    return PrunedBy(
+        of=report.source.model,
+        sparsity_of_targets=report.targets.sparsity_of_targets,
+        **{name: getattr(report.recipe, name) for name in RecipeRecord.__struct_fields__},
+    )

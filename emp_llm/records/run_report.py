@@ -1,0 +1,156 @@
+"""emp_report.json: the effect of a pruning run on each matrix, its evaluation, and everything that it depends on."""
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from emp_llm.records.base import FileRecord, Part
+from emp_llm.records.evaluation import EvaluationRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, StageRecord, with_revision
+
+Count = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, rounding errors apart
+
+
+class Quartiles(Part, kw_only=True):
+    """min, quartiles and max of a quantity over the rows of a matrix."""
+
+    min: float
+    q1: float
+    median: float
+    q3: float
+    max: float
+
+    @property
+    def values(self) -> tuple[float, float, float, float, float]:
+        return self.min, self.q1, self.median, self.q3, self.max
+
+
+class MatrixRecord(Part, kw_only=True, omit_defaults=False):
+    """The effect of a run on one matrix. Masses are shares of sum |s|; quantities of rows are given as quartiles.
+
+    Attributes:
+        tensor: its stored name; role: its name within the block; block: index of its block, None outside of the blocks.
+        rows, columns: its shape; kept: number of weights kept.
+        group_size: N, the number of weights in a group, if a group is a row or the matrix; else this and the fields below are
+            null.
+        n_eff, s_eff: effective number and effective mass; s_eff_bound: the lower bound on s_eff (order 2 only).
+        least_margin_over_bound: the smallest s_eff - s_eff_bound of a group.
+    """
+
+    tensor: str = ""
+    role: str
+    block: int | None = None
+    rows: Count
+    columns: Count
+    kept: Count
+    kept_fraction_mean: Share = 0.0
+    kept_fraction: Quartiles
+    kept_mass: float = 1.0
+    group_size: Annotated[int, Meta(ge=1)] | None = None
+    n_eff: Quartiles | None = None
+    n_eff_mean: Annotated[float, Meta(ge=0)] | None = None
+    s_eff: Quartiles | None = None
+    s_eff_mean: Share | None = None
+    s_eff_bound: Quartiles | None = None
+    s_eff_bound_mean: Share | None = None
+    least_margin_over_bound: float | None = None
+
+
+class TargetsRecord(Part, kw_only=True, omit_defaults=False):
+    """Counts over all targets, and their share of the model.
+
+    Attributes:
+        matrices: number of targets; matrices_outside: targets outside of decoder blocks; matrices_in_blocks: number of matrices
+            in the blocks of the model.
+        weights, kept, zeros: numbers of weights of the targets.
+        sparsity_of_targets, sparsity_of_all_parameters: removed weights as a share of the targets, and of the model.
+        parameters: of the model; share_of_all_parameters, share_of_blocks: the targets' share of the model, and of its blocks.
+        unreachable: names of parameters in blocks that cannot be pruned; followed by their shares.
+        scored_by_magnitude: matrices of experts with too few tokens for norms, and their numbers of tokens.
+        n_eff, s_eff, s_eff_bound: of all targets as one group (--group all); else null.
+    """
+
+    matrices: Count = 0
+    matrices_outside: Count = 0
+    matrices_in_blocks: Count = 0
+    weights: Count | None = None
+    kept: Count | None = None
+    zeros: Count | None = None
+    sparsity_of_targets: Share
+    sparsity_of_all_parameters: Share | None = None
+    parameters: Count | None = None
+    share_of_all_parameters: float | None = None
+    share_of_blocks: float | None = None
+    unreachable: list[str] = []
+    unreachable_share_of_all_parameters: float = 0.0
+    unreachable_share_of_blocks: float = 0.0
+    scored_by_magnitude: dict[str, int] = {}
+    n_eff: float | None = None
+    s_eff: float | None = None
+    s_eff_bound: float | None = None
+
+
+class SizesRecord(Part, kw_only=True):
+    """Sizes of a pruned checkpoint's tensors in bytes: dense, packed raw, and as a mask of the targets."""
+
+    dense: int
+    packed: int
+    mask: int
+
+
+class PointRecord(Part, kw_only=True, omit_defaults=False):
+    """A point of a sweep: its recipe, and for a baseline the name of the EMP point that it is matched to."""
+
+    name: str
+    method: str = ""
+    beta: float | None = None
+    order: float | None = None
+    sparsity: float | None = None
+    pattern: str | None = None
+    baseline_of: str | None = None
+    match: str | None = None
+
+
+class RunReport(FileRecord, kw_only=True):
+    """The report of a pruning run, or of a point of a sweep.
+
+    Attributes:
+        source, command, recipe, calibration, versions: everything that the run depends on.
+        stages: time and memory of each stage.
+        targets, sizes, matrices, warnings: the effect of the run.
+        evaluation: the measurements of --evaluate.
+        point, masks: in a sweep, the point, and a hash of its masks.
+        push: the result of --push-to-hub (`hub.pushed.Pushed`); in memory only.
+    """
+
+    KIND: ClassVar[str] = "run"
+    VERSION: ClassVar[int] = 2
+
+    source: ModelSource
+    command: str
+    recipe: RecipeRecord
+    calibration: CalibrationRecord | None
+    versions: dict[str, str]
+    stages: dict[str, StageRecord]
+    targets: TargetsRecord
+    sizes: SizesRecord | None
+    matrices: dict[str, MatrixRecord]
+    warnings: list[str]
+    evaluation: EvaluationRecord | None = None
+    point: PointRecord | None = None
+    masks: str | None = None
+    push: Any = None
+
+    @classmethod
+    def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
+        """Reports before version 2 have no format, fewer fields, and no identity of the source."""
+        empty: dict[str, Any] = {
+            "command": "",
+            "calibration": None,
+            "versions": {},
+            "stages": {},
+            "sizes": None,
+            "warnings": [],
+        }
+        return empty | values | {"source": with_revision(values.get("source"))}

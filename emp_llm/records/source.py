@@ -1,0 +1,129 @@
+"""The origin of a number: the model, the text, the recipe, and the stages of the run."""
+
+from typing import Any
+
+import msgspec
+
+from emp_llm.records.base import Part
+
+
+class ModelSource(Part, kw_only=True):
+    """A model.
+
+    Attributes:
+        model: the name or path that the user gave.
+        revision: its commit, if it comes from the Hub.
+        identity: a hash of all its weights (`checkpoint.identity`).
+        sha256_of_samples: in files of version 1 only: a hash of a few bytes of each tensor.
+    """
+
+    model: str
+    revision: str | None
+    identity: str | None = None
+    sha256_of_samples: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The most reliable known name of the weights: the identity, else the hash of samples, else the model's name."""
+        return self.identity or self.sha256_of_samples or self.model
+
+
+class TextRecord(Part, kw_only=True):
+    """A text. The fields are those of a corpus recipe (`records.corpus`).
+
+    Attributes:
+        sha256: hash of a local file.
+    """
+
+    dataset: str | None = None
+    config: str | None = None
+    split: str | None = None
+    column: str | None = None
+    file: str | None = None
+    join: str | None = None
+    stream: bool = False
+    shuffle: bool = False
+    samples: int | None = None
+    seqlen: int | None = None
+    sha256: str | None = None
+
+
+class QuantizationRecord(Part, kw_only=True):
+    """Quantisation by bitsandbytes."""
+
+    bits: str
+    format: str = ""
+    bitsandbytes: str = ""
+
+
+class RecipeRecord(Part, kw_only=True):
+    """The options that decide the masks, defaults filled in. Fields that a method does not use are missing.
+
+    Attributes:
+        method, group, targets, ignore, min_expert_tokens: as for `options.recipe.Recipe`.
+        beta, order, neff_dtype: of emp methods only.
+        sparsity, pattern, match, match_by: of the other methods only.
+        blocks: name of the list of decoder blocks, if the user gave it.
+        dtype, device_map: of the forward passes.
+    """
+
+    method: str = ""
+    # A factory, so that they are written even if they have their defaults.
+    group: str = msgspec.field(default_factory=lambda: "row")
+    targets: str | list[str] = msgspec.field(default_factory=lambda: "mlp")
+    ignore: str | list[str] | None = None
+    min_expert_tokens: int | None = None
+    beta: float | None = None
+    order: float | None = None
+    neff_dtype: str | None = None
+    sparsity: float | None = None
+    pattern: str | None = None
+    match: str | None = None
+    match_by: str | None = None
+    blocks: str | None = None
+    dtype: str | None = None
+    device_map: str | None = None
+
+
+class CalibrationRecord(Part, kw_only=True):
+    """The origin of activations.
+
+    Attributes:
+        model, revision, identity: the model.
+        text, tokens: the calibration text, and the number of tokens; seed: of a shuffled text only.
+        dtype, quantization, batch_size, ranks: of the forward passes.
+        execution, propagate, hidden_states: as for `options.calibration.CalibrationOptions`.
+        pruned_by: for pruned propagation, the recipe behind the masks.
+        versions: of the packages.
+        fingerprint: in files of version 1, in place of the identity.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    identity: str | None = None
+    text: TextRecord | None = None
+    seed: int | None = None
+    tokens: int | None = None
+    dtype: str | None = None
+    quantization: QuantizationRecord | None = None
+    batch_size: int | None = None
+    ranks: int | None = None
+    execution: str | None = None
+    propagate: str | None = None
+    hidden_states: str | None = None
+    pruned_by: RecipeRecord | None = None
+    versions: dict[str, str] = {}
+    fingerprint: dict[str, Any] | None = None
+
+
+class StageRecord(Part, kw_only=True):
+    """Time of a stage in seconds, and its peak memory in bytes."""
+
+    seconds: float
+    peak_bytes: float = 0
+    peak_cuda_bytes: float | None = None
+
+
+def with_revision(source: Any) -> Any:
+    """The JSON of a `ModelSource` with a revision; null if it has none."""
+    return {"revision": None} | source if isinstance(source, dict) else source

@@ -1,0 +1,194 @@
+"""The tables of a report as rows of cells: points, differences between EMP and its baselines, and matrices."""
+
+from collections.abc import Iterable
+
+from emp_llm.common.tables import Rows, number_cell, percent_cell
+from emp_llm.common.wording import count_of
+from emp_llm.evaluation.measured_values import Value, change_text, formatted, in_percent, signed
+from emp_llm.reporting.studies.curves import Difference, change_of, differences, main_measures
+from emp_llm.reporting.studies.measured_points import MatrixStats, WholeGroup, by_role_and_block
+from emp_llm.reporting.studies.study import Study, StudySuite, label_of
+
+_MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
+_SPREAD = ("min", "q1", "median", "q3", "max")
+
+
+def point_rows(study: Study) -> Rows:
+    """Every point: recipe, sparsity, and the main measures of every suite with their change from the dense model."""
+    measured = [(suite, measure) for suite in study.suites for measure in main_measures(suite)]
+    several = len(study.suites) > 1
+    rows = [["point", "method", "β", "order", "removed of targets %", "of all parameters %"]]
+    for suite, measure in measured:
+        rows[0] += [f"{measure} ({suite.name})" if several else measure, "change"]
+    if any(suite.dense for suite in study.suites):
+        row = ["dense", "", "", "", "0.00", "0.00"]
+        for suite, measure in measured:
+            row += [value_cell(measure, suite.dense.values.get(measure) if suite.dense else None), ""]
+        rows.append(row)
+    for point in study.pruned:
+        row = [point.name, label_of(point), *(_short(x) for x in (point.beta, point.order))]
+        row += [percent_cell(point.sparsity), percent_cell(point.sparsity_of_all)]
+        for suite, measure in measured:
+            result = point.result_of(suite.key)
+            value = result.values.get(measure) if result else None
+            dense = suite.dense.values.get(measure) if suite.dense else None
+            change = "-" if value is None or dense is None else change_text(measure, *change_of(measure, value, dense))
+            row += [value_cell(measure, value), change]
+        rows.append(row)
+    return rows
+
+
+def difference_rows(study: Study, suite: StudySuite) -> Rows:
+    """EMP points and their baselines with as many removed weights; the heading alone if there are none."""
+    measures = main_measures(suite)
+    rows = [
+        ["EMP", "β", "baseline", "removed of targets %", "measure", "EMP value", "baseline value", "EMP − baseline", "better"]
+    ]
+    for each in differences(study, suite):
+        if each.measure in measures:
+            cells = [value_cell(each.measure, Value(value)) for value in (each.value, each.base)]
+            baseline = (
+                f"{label_of(each.baseline)}, {_MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
+            )
+            start = [label_of(each.point), _short(each.point.beta), baseline, percent_cell(each.point.sparsity), each.measure]
+            rows.append([*start, *cells, change_text(each.measure, each.change, each.stderr), verdict_of(each)])
+    return rows
+
+
+def verdict_of(each: Difference) -> str:
+    """The better of the two. A difference below two standard errors, if they are known, is not clear."""
+    if each.better is None:
+        return "-"
+    if not each.change:
+        return "equal"
+    side = "EMP" if each.better else "baseline"
+    return side if each.clear is not False else "no clear difference"
+
+
+def verdicts(study: Study, suite: StudySuite) -> list[str]:
+    """A sentence for each EMP method, kind of baseline and main measure: the number of points at which EMP is better."""
+    groups: dict[tuple[str, str, str], list[Difference]] = {}
+    for each in differences(study, suite):
+        if each.measure in main_measures(suite) and each.better is not None:
+            groups.setdefault((label_of(each.point), each.match, each.measure), []).append(each)
+    sentences = []
+    for (method, match, measure), members in groups.items():
+        better = [each for each in members if each.better]
+        worse = [each for each in members if not each.better and each.change]
+        unit = "points" if in_percent(measure) else "%"
+        changes = sorted(each.change for each in members)
+        reach = signed(changes[0]) + (f" to {signed(changes[-1])}" if len(changes) > 1 else "")
+        against = f"the same criterion with uniform rows and {_MATCHES[match]}"
+        equal = len(members) - len(better) - len(worse)
+        ties = f", equal at {equal}" if equal else ""
+        sentences.append(
+            f"{method} against {against}, {measure}: better at {_count(better, members)}, worse at {_count(worse, members)}"
+            f"{ties}; the difference is {reach} {unit}."
+        )
+    return sentences
+
+
+def role_rows(study: Study) -> Rows:
+    """N_eff / N by role for every criterion and order, over the blocks; of all targets together where they were one group."""
+    rows = [["criterion", "layers", "N_eff/N % mean", "least block", "most block", "s_eff", "bound", "least margin"]]
+    for label, matrices in study.measured:
+        cells = by_role_and_block(matrices)
+        for role in dict.fromkeys(role for role, _ in cells):
+            own = [cell for (r, _), cell in cells.items() if r == role and cell.effective_share is not None]
+            shares = [cell.effective_share for cell in own if cell.effective_share is not None]
+            if shares:
+                margin = min((cell.margin for cell in own if cell.margin is not None), default=None)
+                shown = [percent_cell(share) for share in (_mean(own, "effective_share"), min(shares), max(shares))]
+                shown += [number_cell(number) for number in (_mean(own, "s_eff_mean"), _mean(own, "bound"), margin)]
+                rows.append([label, f"{role} x {len(own)}", *shown])
+    wholes = {(label_of(point), point.whole): None for point in study.points}
+    return rows + [_whole_row(label, whole) for label, whole in wholes if whole is not None]
+
+
+def _whole_row(label: str, whole: WholeGroup) -> list[str]:
+    """All targets as one group: one effective number, and no spread over blocks."""
+    margin = None if whole.bound is None or whole.s_eff is None else whole.s_eff - whole.bound
+    masses = [number_cell(number) for number in (whole.s_eff, whole.bound, margin)]
+    return [label, "all targets as one group", percent_cell(whole.n_eff / whole.weights), "-", "-", *masses]
+
+
+def matrix_rows(study: Study) -> Rows:
+    """All numbers of every role and block of every point with all digits, for programs."""
+    head = ["study", "point", "method", "beta", "order", "role", "block", "weights", "rows", "kept"]
+    head += [*(f"kept_fraction_{part}" for part in _SPREAD), "n_eff_over_n", "group_size"]
+    head += ["s_eff_mean", *(f"s_eff_{part}" for part in _SPREAD), "s_eff_bound_mean", "least_margin_over_bound"]
+    rows = [head]
+    for point in study.points:
+        start = [study.title, point.name, point.method or "dense", _exact(point.beta), _exact(point.order)]
+        for cell in by_role_and_block(point.matrices).values():
+            numbers = [cell.block, cell.weights, cell.rows, cell.kept, *cell.kept_fraction.values, cell.effective_share]
+            numbers += [cell.group_size, cell.s_eff_mean, *(cell.s_eff.values if cell.s_eff else [None] * 5)]
+            rows.append([*start, cell.role, *(_exact(number) for number in [*numbers, cell.bound, cell.margin])])
+    return rows
+
+
+def value_rows(study: Study) -> Rows:
+    """All measures of every point and of the dense model with all digits, for programs."""
+    head = ["study", "suite", "point", "method", "beta", "order", "match", "baseline_of", "sparsity_of_targets"]
+    rows = [[*head, "sparsity_of_all_parameters", "measure", "value", "stderr", "partial"]]
+    names = {point.id: point.name for point in study.points}
+    for suite in study.suites:
+        results = [(["dense", "dense", "", "", "", "", "0", "0"], suite.dense)]
+        for point in study.pruned:
+            start = [point.name, point.method or "", _exact(point.beta), _exact(point.order), point.match or ""]
+            start += [names.get(point.baseline_of or "", ""), _exact(point.sparsity), _exact(point.sparsity_of_all)]
+            results.append((start, point.result_of(suite.key)))
+        for start, result in results:
+            for measure, value in result.values.items() if result else ():
+                numbers = [_exact(value.value), _exact(value.stderr), str(value.partial).lower()]
+                rows.append([study.title, suite.name, *start, measure, *numbers])
+    return rows
+
+
+def change_rows(study: Study) -> Rows:
+    """All differences between EMP and its baselines with all digits, for programs."""
+    head = ["study", "suite", "point", "baseline", "method", "beta", "order", "match", "sparsity_of_targets", "measure"]
+    rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "better"]]
+    for suite in study.suites:
+        for each in differences(study, suite):
+            point = each.point
+            start = [study.title, suite.name, point.name, each.baseline.name, point.method or "", _exact(point.beta)]
+            start += [_exact(point.order), each.match, _exact(point.sparsity), each.measure]
+            unit = "points" if in_percent(each.measure) else "percent"
+            numbers = [_exact(each.value), _exact(each.base), _exact(each.change), unit, _exact(each.stderr)]
+            rows.append([*start, *numbers, verdict_of(each)])
+    return rows
+
+
+def value_cell(measure: str, value: Value | None) -> str:
+    """A value as a cell: accuracies in percent with their standard error; * marks partial values."""
+    if value is None:
+        return "-"
+    digits = 2 if in_percent(measure) else 3
+    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(measure) else ""
+    return f"{formatted(value.value, digits)}{error}{' *' if value.partial else ''}"
+
+
+def _count(some: list[Difference], members: list[Difference]) -> str:
+    clear = [each for each in some if each.clear]
+    known = all(each.clear is not None for each in members)
+    kind = "unpaired standard errors" if in_percent(members[0].measure) else "standard errors"
+    certain = f" ({len(clear)} by more than two {kind})" if known and some else ""
+    return f"{len(some)} of {count_of(len(members), 'point')}{certain}"
+
+
+def _mean(cells: Iterable[MatrixStats], name: str) -> float | None:
+    """The mean of a field over all rows of some matrices; None if it is unknown for one of them."""
+    cells = list(cells)
+    values = [getattr(cell, name) for cell in cells]
+    if not cells or any(value is None for value in values):
+        return None
+    return float(sum(v * cell.rows for v, cell in zip(values, cells, strict=True)) / sum(cell.rows for cell in cells))
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else repr(value)

@@ -1,0 +1,97 @@
+"""Tables of a pruning run, one screen long: kept weights and effective numbers by layer, and the evaluation."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from emp_llm.common.tables import Rows, number_cell, percent_cell, table
+from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.evaluation.comparison import compare, shown_change
+from emp_llm.evaluation.evaluated_model import models_of_report
+from emp_llm.evaluation.measured_values import Value, formatted
+from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
+
+
+def pruning_table(report: RunReport) -> str:
+    """A table with a line for each role (such as down_proj of all blocks), and totals below it."""
+    return "\n".join([table(pruning_rows(report)), *pruning_lines(report)])
+
+
+def pruning_rows(report: RunReport) -> Rows:
+    """One row for each role (such as down_proj of all blocks)."""
+    by_role: dict[str, list[MatrixRecord]] = defaultdict(list)
+    for entry in report.matrices.values():
+        by_role[entry.role].append(entry)
+    rows = [["layers", "kept %", "min row", "median", "max row", "N_eff/N %", "s_eff", "bound", "kept mass"]]
+    for role, entries in by_role.items():
+        weights = sum(entry.rows * entry.columns for entry in entries)
+        fractions = [entry.kept_fraction for entry in entries]
+        medians = sorted(fraction.median for fraction in fractions)
+        rows.append(
+            [
+                f"{role} x {len(entries)}",
+                percent_cell(sum(entry.kept for entry in entries) / weights),
+                percent_cell(min(fraction.min for fraction in fractions)),
+                percent_cell(medians[len(medians) // 2]),
+                percent_cell(max(fraction.max for fraction in fractions)),
+                percent_cell(_mean(entries, effective_share)),
+                number_cell(_mean(entries, lambda entry: entry.s_eff_mean)),
+                number_cell(_mean(entries, lambda entry: entry.s_eff_bound_mean)),
+                number_cell(_mean(entries, lambda entry: entry.kept_mass)),
+            ]
+        )
+    return rows
+
+
+def pruning_lines(report: RunReport) -> list[str]:
+    """Sentences on the total sparsity, the targets' share of the model, and the sizes of the weights in each form."""
+    targets, sizes = report.targets, report.sizes
+    lines = [
+        f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets, "
+        f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
+        targets_line(targets),
+    ]
+    if targets.n_eff is not None:
+        bound = "" if targets.s_eff_bound is None else f" (at least {number_cell(targets.s_eff_bound)})"
+        lines.append(f"all targets as one group: N_eff {targets.n_eff:,.0f}, s_eff {number_cell(targets.s_eff)}{bound}")
+    if sizes is not None:
+        lines.append(
+            f"weights: {format_bytes(sizes.dense)} dense, {format_bytes(sizes.packed)} packed (emp-llm pack), "
+            f"{format_bytes(sizes.mask)} as a mask"
+        )
+    return lines
+
+
+def targets_line(targets: TargetsRecord) -> str:
+    """The targets' share of the model."""
+    inside = targets.matrices - targets.matrices_outside
+    outside = f" and {targets.matrices_outside} outside" if targets.matrices_outside else ""
+    return (
+        f"targets: {inside} of {count_of(targets.matrices_in_blocks, 'matrix', 'matrices')} in blocks{outside}, "
+        f"{percent_cell(targets.share_of_blocks)} % of the weights there, "
+        f"{percent_cell(targets.share_of_all_parameters)} % of all parameters"
+    )
+
+
+def evaluation_table(report: RunReport) -> str:
+    """The dense and the pruned model side by side; empty if they were not evaluated."""
+    evaluation = report.evaluation
+    if evaluation is None or evaluation.dense is None or evaluation.pruned is None:
+        return ""
+    before, after = evaluation.dense.perplexity, evaluation.pruned.perplexity
+    if evaluation.tasks or before is None or after is None:
+        return compare(models_of_report(report), labels=["dense", "pruned"])
+    change = shown_change("perplexity", Value(before.value), Value(after.value))
+    cells = [formatted(before.value), formatted(after.value), change]
+    where = f"suite {evaluation.suite}: {after.tokens:,} tokens in blocks of {after.block_length}"
+    return f"{table([['', 'dense', 'pruned', 'change'], ['perplexity', *cells]])}\n{where}"
+
+
+def effective_share(entry: MatrixRecord) -> float | None:
+    """The mean of N_eff / N over the groups of a matrix; None if a group is larger than the matrix."""
+    return None if entry.n_eff_mean is None or entry.group_size is None else entry.n_eff_mean / entry.group_size
+
+
+def _mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
+    values = [value(entry) for entry in entries]
+    known = [each for each in values if each is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,0 +1,166 @@
+"""The parts of a measured point, each from its part of a record."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from emp_llm.common.errors import UserError
+from emp_llm.common.wording import count_of, printable
+from emp_llm.evaluation.evaluated_model import EvaluatedModel
+from emp_llm.evaluation.measured_values import Value, values_of
+from emp_llm.options.recipe import MatchBy
+from emp_llm.records.evaluation import PerplexityRecord
+from emp_llm.records.run_report import MatrixRecord, Quartiles, TargetsRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
+from emp_llm.reporting.studies.measured_points import MatrixStats, Spread, SuiteResult, WholeGroup
+
+
+def suite_result_of(model: EvaluatedModel, where: str) -> SuiteResult:
+    """The result of a suite on a model; UserError, beginning with `where`, for impossible values."""
+    made_by, quantization = model.made_by, model.made_by.quantization
+    fields = made_by.as_dict()
+    key = {name: fields.get(name) for name in ("text", "tasks", "limit", "quantization")}
+    key["dtype"] = made_by.dtype or "auto"
+    values = values_of(model.measures)
+    for name, value in values.items():
+        if math.isnan(value.value):
+            raise UserError(f"{where}: {name} must be a number.")
+    base, *changes = model.suite.split(",")
+    marks = [PurePath(base).stem or base, *changes, *([quantization.bits] if quantization else [])]
+    blocks = _block_losses(model.measures.perplexity, where)
+    values = {printable(measure): value for measure, value in _with_error_of_mean(values).items()}
+    return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values, blocks)
+
+
+def _with_error_of_mean(values: dict[str, Value]) -> dict[str, Value]:
+    """Add the standard error of the mean accuracy: that of a mean over tasks without common examples."""
+    errors = [value.stderr for name, value in values.items() if name.endswith(" acc")]
+    known = [error for error in errors if error is not None]
+    mean = next((name for name in values if name.startswith("mean acc of ")), None)
+    if mean is None or len(known) < len(errors):
+        return values
+    return values | {mean: replace(values[mean], stderr=math.hypot(*known) / len(known))}
+
+
+def _block_losses(perplexity: PerplexityRecord | None, where: str) -> tuple[tuple[float, int], ...]:
+    """Mean loss and number of tokens of every block; only the last may be shorter."""
+    if perplexity is None or not perplexity.block_losses:
+        return ()
+    losses, length = perplexity.block_losses, perplexity.block_length
+    last = perplexity.tokens - (len(losses) - 1) * length
+    if not 0 < last <= length:
+        given = count_of(len(losses), "block loss", "block losses")
+        raise UserError(f"{where}: perplexity: its {given} do not fit {count_of(perplexity.tokens, 'token')}.")
+    return tuple(zip(losses, [length] * (len(losses) - 1) + [last], strict=True))
+
+
+def matrices_of(entries: dict[str, MatrixRecord], where: str) -> tuple[MatrixStats, ...]:
+    """The matrices of a record; UserError, beginning with `where`, for impossible values."""
+    return tuple(_matrix(entry, f"{where}: matrices.{name}") for name, entry in entries.items())
+
+
+def whole_group_of(targets: TargetsRecord) -> WholeGroup | None:
+    """The effective number of all targets as one group; None if they were not one group."""
+    if targets.n_eff is None or not targets.weights:
+        return None
+    return WholeGroup(targets.weights, targets.n_eff, targets.s_eff, targets.s_eff_bound)
+
+
+def _matrix(entry: MatrixRecord, where: str) -> MatrixStats:
+    for name, value in msgspec.structs.asdict(entry).items():
+        if any(not math.isfinite(number) for number in _numbers(value)):
+            raise UserError(f"{where}: {name} must be a finite number.")
+    size, mean = entry.group_size, entry.n_eff_mean
+    if size is not None and mean is not None and mean > size * (1 + 1e-9):
+        raise UserError(f"{where}: n_eff_mean must be between 0 and group_size, got {mean:g}.")
+    return MatrixStats(
+        role=printable(entry.role),
+        block=entry.block,
+        weights=entry.rows * entry.columns,
+        rows=entry.rows,
+        kept=entry.kept,
+        kept_fraction=_spread(entry.kept_fraction, f"{where}: kept_fraction"),
+        effective_share=mean / size if mean is not None and size is not None else None,
+        group_size=size,
+        s_eff=None if entry.s_eff is None else _spread(entry.s_eff, f"{where}: s_eff"),
+        s_eff_mean=entry.s_eff_mean,
+        bound=entry.s_eff_bound_mean,
+        margin=entry.least_margin_over_bound,
+    )
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    """The floats in a field of a matrix."""
+    if isinstance(value, Quartiles):
+        return value.values
+    return (value,) if isinstance(value, float) else ()
+
+
+def _spread(quartiles: Quartiles, where: str) -> Spread:
+    """Quartiles of a share; UserError if they are not in order and between 0 and 1."""
+    spread = Spread(*quartiles.values)
+    if list(spread.values) != sorted(spread.values) or not -1e-9 <= spread.min <= spread.max <= 1 + 1e-9:
+        raise UserError(f"{where} must be quartiles in ascending order, between 0 and 1.")
+    return spread
+
+
+def origin_of(source: ModelSource) -> dict[str, Any]:
+    """Fields of a point: the name and the identity of the dense model."""
+    return {"model": printable(source.model), "identity": source.key}
+
+
+def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where: str) -> dict[str, Any]:
+    """Fields of a point: the method, and everything that sets it apart from others."""
+    if not recipe.method:
+        raise UserError(f"{where}: recipe: missing field method.")
+    adaptive = recipe.method.startswith("emp-")
+    if adaptive and (recipe.beta is None or recipe.order is None):
+        raise UserError(f"{where}: recipe: method {recipe.method} must have a beta and an order.")
+    words = [recipe.pattern] if recipe.pattern else []
+    if recipe.neff_dtype not in (None, "float64"):
+        words.append(f"N_eff in {recipe.neff_dtype}")
+    if calibration is not None and calibration.propagate == "pruned":
+        words.append("pruned propagation")
+    if recipe.group != "row":
+        words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
+    match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"
+    return {
+        "method": printable(recipe.method),
+        "beta": recipe.beta if adaptive else None,
+        "order": recipe.order if adaptive else None,
+        "group": recipe.group,
+        "scope": _scope(recipe),
+        "variant": printable(", ".join(words)),
+        "match": match if recipe.match else None,
+    }
+
+
+def _scope(recipe: RecipeRecord) -> str:
+    def words(value: str | list[str]) -> str:
+        return ", ".join(value) if isinstance(value, list) else value
+
+    return printable(words(recipe.targets) + (f" without {words(recipe.ignore)}" if recipe.ignore else ""))
+
+
+def facts_of(
+    source: ModelSource, recipe: RecipeRecord, calibration: CalibrationRecord | None, targets: TargetsRecord
+) -> dict[str, str]:
+    """Facts about the model and its calibration for the head of a report: name -> text."""
+    facts = {"model": printable(source.model)}
+    if source.revision:
+        facts["revision"] = printable(source.revision)
+    if targets.parameters is not None:
+        facts["parameters"] = f"{targets.parameters:,}"
+    if targets.weights is not None:
+        share = targets.share_of_all_parameters
+        of_all = f", {100 * share:.1f} % of all parameters" if share is not None else ""
+        facts["targets"] = f"{_scope(recipe)}: {targets.weights:,} weights{of_all}"
+    text = None if calibration is None else calibration.text
+    if text is not None:
+        name = text.dataset or PurePath(text.file or "").name
+        facts["calibration"] = printable(f"{name}, {text.samples} x {text.seqlen} tokens")
+    return facts

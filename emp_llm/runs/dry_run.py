@@ -1,0 +1,102 @@
+"""The plan of a run and its needs of memory and disk, for `--dry-run`."""
+
+from dataclasses import dataclass, field
+
+from emp_llm.architecture.targets import Coverage
+from emp_llm.calibration.corpora import find_corpus
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.tables import percent_cell, table
+from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.pruning.plan import Plan
+
+
+@dataclass
+class PlannedLayers:
+    """The targets of one role."""
+
+    shape: tuple[int, int]
+    count: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The plan of a prune.
+
+    Attributes:
+        layers: the targets, by role.
+        coverage: the share of the model that they cover.
+        output, disk_bytes: path and size of the checkpoint.
+        needs_overwrite: the output exists, and `overwrite` is not given.
+        model_bytes: size of the weights that a calibration loads; None without a calibration.
+        resume_bytes: size of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
+        push_to_hub: repository to push to.
+    """
+
+    layers: dict[str, PlannedLayers]
+    coverage: Coverage
+    output: str
+    disk_bytes: int
+    needs_overwrite: bool = False
+    model_bytes: int | None = None
+    resume_bytes: int | None = None
+    push_to_hub: str | None = None
+    dry_run: bool = field(default=True)
+
+
+def planned_layers(plan: Plan) -> dict[str, PlannedLayers]:
+    """The targets of a plan, by role."""
+    layers: dict[str, PlannedLayers] = {}
+    for target in plan.chosen:
+        shape = (target.matrix.rows, target.matrix.columns)
+        role = layers.setdefault(target.layer.role, PlannedLayers(shape))
+        role.count += 1
+        role.weights += target.matrix.numel
+    return layers
+
+
+def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate: str) -> int | None:
+    """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
+
+    With "auto", loading decides whether the model runs block by block; the estimate assumes that it does.
+    """
+    by_blocks = options.execution != "model" or propagate == "pruned"
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
+    if not options.resumable_calibration or not by_blocks or width is None:
+        return None
+    corpus = find_corpus(options.calibration)
+    size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
+    return (options.samples or corpus.samples or 128) * (options.seqlen or corpus.seqlen or 512) * int(width) * size
+
+
+def dry_run_table(plan: DryRun) -> str:
+    """The layers to prune, their share of the model, and the memory and disk needed."""
+    rows = [["layers", "shape", "weights"]]
+    for role, entry in plan.layers.items():
+        shape = " x ".join(str(length) for length in entry.shape)
+        rows.append([f"{role} x {entry.count}", shape, f"{entry.weights:,}"])
+    coverage, memory = plan.coverage, "1 GB"
+    if plan.model_bytes is not None:
+        memory += f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
+    inside = coverage.targets - coverage.targets_outside
+    outside = f" and {coverage.targets_outside} outside" if coverage.targets_outside else ""
+    lines = [
+        table(rows),
+        f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks{outside}, "
+        f"{percent_cell(coverage.share_of_blocks)} % of the weights there, "
+        f"{coverage.target_parameters:,} of {coverage.parameters:,} parameters "
+        f"({percent_cell(coverage.target_parameters / (coverage.parameters or 1))} %)",
+        f"disk: {format_bytes(plan.disk_bytes)} at {plan.output}"
+        + (" (it exists: name another --output, or add --overwrite)" if plan.needs_overwrite else ""),
+        f"memory: {memory}",
+    ]
+    if plan.resume_bytes is not None:
+        lines.append(
+            f"disk while calibrating block by block: {format_bytes(2 * plan.resume_bytes)} of hidden states beside the output, "
+            "for resuming an interrupted run (none with --no-resumable-calibration)"
+        )
+    if plan.push_to_hub is not None:
+        lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")
+    return "\n".join(lines)

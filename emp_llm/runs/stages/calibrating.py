@@ -1,0 +1,129 @@
+"""The stage that provides input norms: from a file, from an interrupted run, or by a calibration."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.ranks import ranks
+from emp_llm.options.calibration import CalibrationOptions, NormOptions
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.source import CalibrationRecord, RecipeRecord
+from emp_llm.runs.stages.run_models import RunModels
+
+if TYPE_CHECKING:
+    from emp_llm.architecture.layers import Layer
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.block_pass import Masker
+    from emp_llm.calibration.calibration import Calibration
+
+logger = logging.getLogger(__name__)
+
+
+def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
+    """The activations of --activations, if given and needed. Options without effect are logged."""
+    if options.activations is None:
+        return None
+    if not recipe.needs_activations:
+        logger.info("--activations has no effect: method %s needs none.", recipe.method)
+        return None
+    if (options.samples, options.seqlen) != (None, None):
+        logger.info("--samples and --seqlen have no effect: the norms of --activations are used.")
+    from emp_llm.calibration.activations import Activations
+
+    return Activations.load(options.activations)
+
+
+def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:
+    """Warn if activations come from a model with other weights; the shapes may fit nevertheless."""
+    made_by = activations.about.identity
+    if made_by is not None and made_by != identity:
+        name = activations.about.model or "an unnamed model"
+        logger.warning("warning: the activations come from other weights than those of %s (from %s).", folder, name)
+
+
+class CalibrateStage:
+    """Collects input norms.
+
+    Args:
+        models: loads the dense model.
+        checkpoint: of the dense model.
+        calibration: the text and the forward passes; None if no norms need to be collected.
+        layers: returns the layers to observe.
+        resume: folder for the progress, block by block.
+        given: norms from a file of the user.
+        restore: returns the norms collected by an interrupted run, or None; called on the first rank.
+        keep: called with the collected norms on the first rank.
+        masker: decides the masks with `propagate="pruned"`; `pruned_by` is its recipe, for the record.
+
+    Attributes:
+        norms: available when the stage is finished; None if none are needed.
+    """
+
+    name = "calibrate"
+
+    def __init__(
+        self,
+        models: RunModels,
+        checkpoint: Checkpoint,
+        calibration: "Calibration | None",
+        layers: "Callable[[], list[Layer]]",
+        resume: Path,
+        *,
+        given: "Activations | None" = None,
+        restore: "Callable[[], Activations | None] | None" = None,
+        keep: "Callable[[Activations], None] | None" = None,
+        masker: "Masker | None" = None,
+        pruned_by: RecipeRecord | None = None,
+    ) -> None:
+        self.norms = given
+        self._models = models
+        self._checkpoint = checkpoint
+        self._calibration = calibration
+        self._layers = layers
+        self._resume = resume
+        self._restore = restore
+        self._keep = keep
+        self._masker = masker
+        self._pruned_by = pruned_by
+
+    def finished(self) -> bool:
+        if self.norms is None and self._calibration is not None and self._restore is not None:
+            self.norms = ranks().share(self._restore() if ranks().main else None)
+        return self.norms is not None or self._calibration is None
+
+    def run(self) -> None:
+        from emp_llm.calibration.calibration import delete_progress
+        from emp_llm.checkpoint.identity import identity_of
+
+        assert self._calibration is not None
+        source = self._models.source
+        identity = ranks().share(identity_of(self._checkpoint) if ranks().main else None)
+        name = source.name if source.revision is not None else source.folder.name
+        about = CalibrationRecord(model=name, revision=source.revision, identity=identity, pruned_by=self._pruned_by)
+        model = self._models.dense(self._calibration.quantization)
+        with self._models.stopwatch(self.name):
+            self.norms = self._calibration.run(model, self._checkpoint, self._layers(), about, self._masker, self._resume)
+        del model
+        if self._calibration.quantization is not None:
+            self._models.free()
+        if ranks().main and self._keep is not None:
+            self._keep(self.norms)
+        delete_progress(self._resume)
+
+
+def prepare_calibration(
+    models: RunModels,
+    checkpoint: Checkpoint,
+    options: CalibrationOptions,
+    propagate: str = "dense",
+    quantization: str | None = None,
+    blocks: str | None = None,
+) -> "Calibration":
+    """Read and tokenise the calibration text, so that problems with it are reported before a model is loaded."""
+    from emp_llm.calibration.calibration import Calibration, CalibrationText
+    from emp_llm.execution.loading import max_context
+
+    text = CalibrationText.prepare(options, models.tokenizer, max_context(checkpoint.config))
+    return Calibration(text, options, propagate, quantization, blocks)  # type: ignore[arg-type]

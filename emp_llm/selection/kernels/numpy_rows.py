@@ -1,0 +1,143 @@
+"""Rows pruned on the CPU by numpy alone: for small models, and for machines without numba.
+
+Nothing is compiled and torch is not imported, so a small model is pruned in the time that the compiled kernels take to load.
+The bits are those of the torch reference and of the kernels: sums in 64 lanes, scores as integer keys, the cut read off sorted
+keys.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emp_llm.selection.arithmetic.definitions import LANES, RELATIVE_TOLERANCE, NonFiniteError
+from emp_llm.selection.kernels.interface import KeepRule, RowFigures
+
+_Array = NDArray[Any]
+
+
+def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule) -> RowFigures:
+    """Set to zero, in place, the weights of each row that a rule does not keep.
+
+    Args:
+        words: bits of the weights, uint16 or uint32, shape (rows, columns).
+        dtype: of the weights: "BF16", "F16" or "F32".
+        norms: float32, shape (columns,): scores are wanda's; None: magnitudes.
+        rule: how many to keep of each row.
+
+    Raises:
+        NonFiniteError: scores hold NaN or infinity; nothing is pruned.
+    """
+    columns = words.shape[1]
+    scores, keys = _scores(words, dtype, norms)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total, power = _sum_rows(scores, lambda s: s, lambda s: s * s)
+    if not np.isfinite(total).all():
+        raise NonFiniteError("scores hold NaN or infinity")
+    n_eff = _effective_numbers(total, power, columns)
+    nu = _counts(n_eff, total, 1.0, columns)
+    ordered = np.sort(keys, axis=1, kind="stable" if keys.itemsize == 2 else None)  # of 16 bits: a radix sort
+    if rule.pattern is not None:
+        n, m = rule.pattern
+        groups = keys.reshape(-1, m)
+        mask = _keep(groups, np.sort(groups, axis=1), np.full(len(groups), n)).reshape(keys.shape)
+    else:
+        counts = _counts(n_eff, total, rule.beta, columns) if rule.beta is not None else _given(rule, len(words))
+        mask = _keep(keys, ordered, counts)
+    s_eff = _mass_of_largest(scores, keys, ordered, nu, total)
+    (kept_mass,) = _sum_rows(np.where(mask, scores, scores.dtype.type(0)), lambda s: s)
+    words[~mask] = 0
+    zeros = columns - np.count_nonzero(words & _magnitude_bits(words), axis=1)
+    return RowFigures(mask.sum(1), zeros.astype(np.int64), kept_mass, total, n_eff, s_eff)
+
+
+def _scores(words: _Array, dtype: str, norms: _Array | None) -> tuple[_Array, _Array]:
+    """Scores as floats, and as integer keys in the same order."""
+    magnitudes = words & _magnitude_bits(words)
+    if dtype == "BF16":
+        values: _Array = (magnitudes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        values = magnitudes.view(np.float16 if dtype == "F16" else np.float32)
+    if norms is None:
+        return values, magnitudes
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores = values.astype(np.float32) * np.abs(norms)
+    return scores, scores.view(np.uint32)
+
+
+def _magnitude_bits(words: _Array) -> Any:
+    """All bits but the sign."""
+    return words.dtype.type(0x7FFF if words.itemsize == 2 else 0x7FFFFFFF)
+
+
+def _sum_rows(scores: _Array, *terms: Callable[[_Array], _Array]) -> list[_Array]:
+    """As `arithmetic.sums.sum_rows`."""
+    rows, columns = scores.shape
+    lanes = [np.zeros((rows, LANES)) for _ in terms]
+    for start in range(0, columns, LANES):
+        piece = scores[:, start : start + LANES].astype(np.float64)
+        for lane, term in zip(lanes, terms, strict=True):
+            lane[:, : piece.shape[1]] += term(piece)
+    return [_fold(lane) for lane in lanes]
+
+
+def _fold(lanes: _Array) -> _Array:
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def _effective_numbers(total: _Array, power: _Array, columns: int) -> _Array:
+    """N_eff of each row, as `arithmetic.hill.Moments.number`."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        number = np.where(total == 0, float(columns), total * total / power)
+    nearest = np.rint(number)
+    number = np.where(np.abs(number - nearest) <= RELATIVE_TOLERANCE * nearest, nearest, number)
+    return np.clip(number, 1.0, float(columns))
+
+
+def _counts(n_eff: _Array, total: _Array, beta: float, columns: int) -> _Array:
+    """clip(floor(beta * N_eff), 1, N), and N of a row of zeros, as `arithmetic.counts.keep_counts`."""
+    counts = np.clip(np.floor(beta * n_eff * (1 + RELATIVE_TOLERANCE)), 1.0, float(columns))
+    return np.where(total == 0, columns, counts).astype(np.int64)
+
+
+def _given(rule: KeepRule, rows: int) -> _Array:
+    return np.broadcast_to(np.asarray(rule.counts, np.int64), (rows,))
+
+
+def _cut(keys: _Array, ordered: _Array, counts: _Array) -> tuple[_Array, _Array]:
+    """The key at which each row is cut, and how many of the keys equal to it are kept; shape (rows, 1)."""
+    columns = keys.shape[1]
+    places = np.minimum(columns - counts, columns - 1)[:, None]  # of none, the cut is the largest key
+    key = np.take_along_axis(ordered, places, axis=1)
+    return key, counts[:, None] - (keys > key).sum(1, keepdims=True)
+
+
+def _keep(keys: _Array, ordered: _Array, counts: _Array) -> _Array:
+    """The mask of the `counts` largest keys of each row; among equal keys the lowest index is kept."""
+    key, ties = _cut(keys, ordered, counts)
+    tied = keys == key
+    if (tied.sum(1, keepdims=True) > ties).any():
+        tied &= tied.cumsum(1, dtype=np.int32) <= ties
+    mask: _Array = (keys > key) | tied
+    return mask
+
+
+def _mass_of_largest(scores: _Array, keys: _Array, ordered: _Array, nu: _Array, total: _Array) -> _Array:
+    """s_eff: the share of each row's mass that its `nu` largest scores hold, as `arithmetic.counts.kept_mass`."""
+    key, ties = _cut(keys, ordered, nu)
+    cut = _values_of_keys(key, scores.dtype)
+    (above,) = _sum_rows(np.where(keys > key, scores, scores.dtype.type(0)), lambda s: s)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = (above + ties[:, 0] * cut[:, 0]) / total
+    return np.minimum(np.where(total == 0, 1.0, share), 1.0)
+
+
+def _values_of_keys(keys: _Array, dtype: np.dtype[Any]) -> _Array:
+    """The scores of some keys in float64; 16-bit keys of float32 scores are those of bfloat16."""
+    if keys.itemsize == dtype.itemsize:
+        return keys.view(dtype).astype(np.float64)
+    return (keys.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)

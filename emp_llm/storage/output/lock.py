@@ -1,0 +1,81 @@
+"""A lock on a file, for one run at a time. The system releases it when the process ends, even if it is killed."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from emp_llm.common.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class FileLock:
+    """A lock file that names its holder.
+
+    Args:
+        path: the file; its folder must exist.
+        subject: the locked output, for errors.
+    """
+
+    def __init__(self, path: Path, subject: str) -> None:
+        self.path = path
+        self._subject = subject
+        self._file: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        while self._file is None:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    holder = _read_holder(file)
+                    os.close(file)
+                    raise UserError(
+                        f"{self._subject}: another run is working on it ({holder}). Wait for that run, or stop it."
+                    ) from error
+                logger.warning(
+                    "warning: %s: this file system has no locks; make sure that no other run uses this output.", self.path
+                )
+            if _same(file, self.path):
+                self._file = file
+            else:  # the previous holder has just deleted the file
+                os.close(file)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):  # on a full disk, the lock works without naming its holder
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
+
+    def release(self) -> None:
+        """Delete the file and release the lock."""
+        if self._file is not None:
+            if _same(self._file, self.path):
+                self.path.unlink()
+            os.close(self._file)
+            self._file = None
+
+
+def _same(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(file: int) -> str:
+    try:
+        holder = json.loads(os.pread(file, 1000, 0))
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unknown process"

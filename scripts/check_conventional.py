@@ -1,0 +1,76 @@
+"""Conventional names against the model's class, for every causal language model of the installed transformers.
+
+    python scripts/check_conventional.py
+
+Each class is built on the meta device with two blocks and its default sizes. Where the names and shapes of its weights are
+conventional, the structure read off them must be that of the class: the same layers in the same order, of the same kinds. The
+exit code is 1 if one differs.
+"""
+
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from emp_llm.architecture.conventional import conventional_structure
+from emp_llm.architecture.structure import structure_of_model
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.safetensors_header import StoredTensor
+from emp_llm.common.errors import UserError
+
+
+class NamedCheckpoint(Checkpoint):
+    """The names and shapes of a model's weights, without files."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self.folder = Path(model.config.model_type)
+        self._config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        tied = bool(self._config.get("tie_word_embeddings"))
+        shapes = {
+            name: tuple(weight.shape) for name, weight in model.state_dict().items() if not (tied and name == "lm_head.weight")
+        }
+        self.tensors = {name: StoredTensor(name, Path("-"), "BF16", shape, 0, 0) for name, shape in shapes.items()}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+
+def main() -> None:
+    """Compare, and print the models that take the short road."""
+    transformers.logging.set_verbosity_error()
+    short, differ, unbuilt = [], [], []
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = transformers.AutoConfig.for_model(kind)
+            config.num_hidden_layers = 2
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # a default config that its own class refuses
+            unbuilt.append(f"{kind} ({type(error).__name__})")
+            continue
+        checkpoint = NamedCheckpoint(model)
+        found = conventional_structure(checkpoint)
+        if found is None:
+            continue
+        short.append(kind)
+        try:
+            exact = structure_of_model(model, checkpoint)
+        except UserError as error:
+            differ.append(f"{kind} ({error})")
+            continue
+        if found.layers != exact.layers or found.block_shapes != exact.block_shapes:
+            differ.append(kind)
+    print(f"transformers {transformers.__version__}: {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} model types")
+    print(f"conventional ({len(short)}): {', '.join(short)}")
+    print(f"not built ({len(unbuilt)}): {', '.join(unbuilt)}")
+    print(f"different ({len(differ)}): {', '.join(differ) or 'none'}")
+    sys.exit(1 if differ else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The rooms of emp_llm, lowest first, with the rooms that each imports.
+
+    python scripts/import_graph.py
+
+A room may import only rooms above it in this list, which is the order in docs/design.md. An import that breaks the rule is
+marked, and the exit code is 1. `tests/test_architecture.py` holds the package to the same rule.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "emp_llm"
+ROOMS = (
+    "selection/arithmetic",
+    "selection/kernels",
+    "selection",
+    "common",
+    "options",
+    "storage",
+    "storage/output",
+    "records",
+    "checkpoint",
+    "architecture",
+    "execution",
+    "calibration",
+    "pruning",
+    "pruning/output",
+    "packing",
+    "hub",
+    "evaluation",
+    "reporting/studies",
+    "reporting/figures",
+    "reporting",
+    "publishing",
+    "runs/stages",
+    "runs/sweeping",
+    "runs",
+)
+COMMANDS = "commands"  # the files beside the rooms
+
+
+def main() -> None:
+    """Print the graph."""
+    graph, wrong = import_graph(), 0
+    for number, room in enumerate((*ROOMS, COMMANDS)):
+        imported = sorted(graph.get(room, {}), key=order_of)
+        late = [name for name in imported if order_of(name) > number]
+        wrong += len(late)
+        print(
+            f"{number + 1:>2}  {room:<22} {' '.join(name + ('  <-- not allowed' if name in late else '') for name in imported)}"
+        )
+    sys.exit(1 if wrong else 0)
+
+
+def import_graph() -> dict[str, dict[str, list[str]]]:
+    """Room -> imported room -> the imports, as "file -> module"."""
+    graph: dict[str, dict[str, list[str]]] = {}
+    for path in python_files():
+        room = room_of(path)
+        for target in imported_files(path):
+            other = room_of(target)
+            if other != room:
+                line = f"{path.relative_to(PACKAGE)} -> {target.relative_to(PACKAGE)}"
+                graph.setdefault(room, {}).setdefault(other, []).append(line)
+    return graph
+
+
+def python_files() -> list[Path]:
+    """All modules of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The room of a module: its folder, relative to the package."""
+    folder = path.parent.relative_to(PACKAGE).as_posix()
+    return COMMANDS if folder == "." else folder
+
+
+def order_of(room: str) -> int:
+    """The place of a room in the list; commands come last."""
+    return ROOMS.index(room) if room in ROOMS else len(ROOMS)
+
+
+def imported_files(path: Path) -> Iterator[Path]:
+    """The modules of the package that a module imports anywhere, also within functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "emp_llm":
+                module = PACKAGE.joinpath(*parts[1:]).with_suffix(".py")
+                package = PACKAGE.joinpath(*parts[1:], "__init__.py")
+                found = module if module.is_file() and len(parts) > 1 else package
+                if found.is_file():
+                    yield found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Every command of README.md and docs/, run as written; the output of console blocks is compared with the real one.
+
+    python scripts/run_docs.py [PAGE ...] [--update] [--list]
+
+A page is one session: its blocks run from top to bottom in an empty folder with links to the checkout's folders. Hub commands
+talk to a loopback server, on which the demo model stands in for large models. A block after a line `<!-- not run: REASON -->`
+is not run; the reasons are printed. In expected output a line `...` stands for any lines, and times are not compared.
+`--update` puts the real output into the pages. The exit code is 1 if a command fails or an output differs.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+_FENCE = re.compile(r"^( *)```(bash|console|python)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_NOT_RUN = re.compile(r"<!-- not run: ([^>]*) -->\s*$")
+_TIMES = re.compile(r"\d+(\.\d+)? (s|ms|GB/s)\b")
+_LINKED = ("scripts", "calibration", "eval", "docs")
+_LARGE = ("meta-llama/Llama-2-7b-hf", "OWNER/DENSE")  # the demo model is served under these names
+
+
+@dataclass
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        start, end: of its text in the page.
+        reason: why it is not run, if it is not.
+    """
+
+    kind: str
+    text: str
+    start: int
+    end: int
+    reason: str | None
+
+
+@dataclass
+class Command:
+    """A command of a block; `expected` and `lines` only in console blocks."""
+
+    line: str
+    expected: list[str] | None = None
+    source: list[str] = field(default_factory=list)
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The blocks of a page's text that hold commands."""
+    found = []
+    for match in _FENCE.finditer(page):
+        skipped = _NOT_RUN.search(page[: match.start()])
+        found.append(Block(match[2], match[3], match.start(3), match.end(3), skipped and skipped[1]))
+    return found
+
+
+def commands_of(block: Block) -> list[Command]:
+    """The commands of a bash or console block, continued lines joined."""
+    found: list[Command] = []
+    lines = iter(block.text.splitlines())
+    for line in lines:
+        start = line.removeprefix("$ ") if block.kind == "console" else line
+        if block.kind == "console" and not line.startswith("$ "):
+            if found and found[-1].expected is not None:
+                found[-1].expected.append(line)
+            continue
+        source = [line]
+        while start.endswith("\\"):
+            source.append(next(lines))
+            start = start[:-1].rstrip() + " " + source[-1].strip()
+        if start.strip() and not start.lstrip().startswith("#"):
+            found.append(Command(start.strip(), [] if block.kind == "console" else None, source))
+    return found
+
+
+def pages() -> list[Path]:
+    """README.md and the pages of docs/; studies made by `emp-llm report` have no commands."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> None:
+    """Run the pages, and print what does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="default: all")
+    parser.add_argument("--update", action="store_true", help="put the real output into the pages")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
+    arguments = parser.parse_args()
+    wrong = 0
+    for page in arguments.pages or pages():
+        if arguments.list:
+            for block in blocks_of(page.read_text(encoding="utf-8")):
+                for command in commands_of(block) if block.kind != "python" else []:
+                    print(f"{page.name}: {command.line}{f'  [not run: {block.reason}]' if block.reason else ''}")
+            continue
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            environment = stack.enter_context(_Services(Path(folder)))
+            wrong += _run_page(page, Path(folder) / "work", environment, arguments.update)
+    sys.exit(1 if wrong else 0)
+
+
+class _Services:
+    """The environment of a page: a loopback Hub, a cache, and the checkout's folders by links."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+
+    def __enter__(self) -> dict[str, str]:
+        server, store = import_module("hub_server"), import_module("hub_store")
+
+        work = self._folder / "work"
+        work.mkdir()
+        for name in _LINKED:
+            (work / name).symlink_to(ROOT / name)
+        shared = ROOT.parent / "shared"
+        served = dict.fromkeys(_LARGE, ROOT / "scripts" / "demo" / "model")
+        if shared.is_dir():
+            served |= {"/".join(path.parts[-2:]): path for path in (shared / "datasets").glob("*/*")}
+            (work / "models").symlink_to(shared / "models")
+        hub = self._stack.enter_context(server.hub_server(served, users={server.TOKEN: store.User("USER")}))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))}
+        return environment | {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(self._folder / "cache"),
+            "HF_TOKEN": server.TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "EMP_LLM_CACHE": str(self._folder / "emp-cache"),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts"))),
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "COLUMNS": "200",
+        }
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool) -> int:
+    """Run one page; returns the number of commands that failed or printed something else."""
+    text, wrong = page.read_text(encoding="utf-8"), 0
+    replaced: list[tuple[Block, str]] = []
+    for block in blocks_of(text):
+        if block.reason is not None:
+            print(f"{page.name}: not run ({block.reason}): {block.text.strip().splitlines()[0]}")
+            continue
+        if block.kind == "python":
+            wrong += not _ok(page, Command(block.text.strip()), [sys.executable, "-c", block.text], work, environment)[0]
+            continue
+        new: list[str] = []
+        for command in commands_of(block):
+            fine, output = _ok(page, command, ["bash", "-o", "pipefail", "-c", command.line], work, environment)
+            wrong += not fine
+            new += command.source + (_shortened(output, command.expected) if command.expected is not None else [])
+        if block.kind == "console":
+            replaced.append((block, "\n".join(new) + "\n"))
+    if update:
+        for block, outputs in reversed(replaced):
+            text = text[: block.start] + outputs + text[block.end :]
+        page.write_text(text, encoding="utf-8")
+    return wrong
+
+
+def _ok(page: Path, command: Command, line: list[str], work: Path, environment: dict[str, str]) -> tuple[bool, list[str]]:
+    """Run a command; whether it succeeded with the expected output, and its output."""
+    start = time.perf_counter()
+    done = subprocess.run(line, cwd=work, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    output = done.stdout.rstrip("\n").splitlines()
+    fine = done.returncode == 0 and (command.expected is None or matches(command.expected, output))
+    first = command.line.splitlines()[0]
+    print(f"{page.name}: {'ok' if fine else 'WRONG'} {time.perf_counter() - start:.1f} s: {first}", flush=True)
+    if done.returncode:
+        print(f"  exit code {done.returncode}\n  " + "\n  ".join(done.stderr.rstrip().splitlines()[-12:]))
+    elif not fine:
+        print("  printed:\n    " + "\n    ".join(output))
+    return fine, output
+
+
+def matches(expected: list[str], output: list[str]) -> bool:
+    """Whether an output is the expected one; a line `...` stands for any lines, and times differ."""
+    texts = ["\n".join(_without_times(part)) for part in _parts(expected)]
+    pattern = r"[\s\S]*".join(re.escape(text) for text in texts)
+    return re.fullmatch(pattern, "\n".join(_without_times(output)).rstrip()) is not None
+
+
+def _shortened(output: list[str], expected: list[str]) -> list[str]:
+    """A new output, left out where the expected one leaves lines out."""
+    parts = _parts(expected)
+    if len(parts) == 1:
+        return output
+    first, last = len(parts[0]), len(parts[-1])
+    return [*output[:first], "...", *(output[-last:] if last else [])]
+
+
+def _parts(lines: list[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip() == "...":
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    return parts
+
+
+def _without_times(lines: list[str]) -> Iterator[str]:
+    return (_TIMES.sub(r"# \2", line).rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Write the JSON Schema of every file format of emp-llm to docs/schemas, from the declarations that write and read the files.
+
+    python scripts/write_schemas.py [--check]
+
+With --check nothing is written; the exit code is 1 if a schema in docs/schemas differs from its declaration.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emp_llm.evaluation.suites import SuiteFile
+from emp_llm.records.activations import ActivationsInfo
+from emp_llm.records.base import FileRecord
+from emp_llm.records.corpus import Corpus
+from emp_llm.records.manifest import Manifest
+from emp_llm.records.measure import Measure
+from emp_llm.records.report_page import ReportPage
+from emp_llm.records.results import Results
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.sweep import Sweep
+
+FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
+# Name of the schema -> declaration, and the file that it describes.
+FORMATS: dict[str, tuple[Any, str]] = {
+    "run": (RunReport, "emp_report.json"),
+    "manifest": (Manifest, "emp_manifest.json"),
+    "results": (Results, "the output of emp-llm evaluate"),
+    "sweep": (Sweep, "sweep.json"),
+    "measure": (Measure, "the output of emp-llm measure"),
+    "report": (ReportPage, "report.json"),
+    "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
+    "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),
+    "suite": (SuiteFile, "a suite in eval/"),
+}
+_IN_MEMORY = ("push",)  # fields that are never written
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """The JSON Schema of a format; its id and title name the version."""
+    kind, file = FORMATS[name]
+    schema: dict[str, Any] = msgspec.json.schema(kind)
+    definitions = schema["$defs"]
+    record = definitions[kind.__name__]
+    version = kind.VERSION if issubclass(kind, FileRecord) else 1
+    if issubclass(kind, FileRecord):
+        record["properties"]["format"] = {"const": f"emp-llm {kind.KIND} {version}"}
+        record["required"] = ["format", *record.get("required", [])]
+    for field in _IN_MEMORY:
+        record["properties"].pop(field, None)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:emp-llm:{name}:{version}",
+        "title": f"emp-llm {name}, version {version}: {file}",
+        "$ref": schema["$ref"],
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def schema_text(name: str) -> str:
+    """The schema as a file."""
+    return json.dumps(schema_of(name), indent=2) + "\n"
+
+
+def main() -> None:
+    """Write the schemas, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    check: bool = parser.parse_args().check
+    different = []
+    for name in FORMATS:
+        path = FOLDER / f"{name}.schema.json"
+        if not path.is_file() or path.read_text() != schema_text(name):
+            different.append(path.name)
+    if check:
+        print("\n".join(f"{name}: differs from its declaration" for name in different) or "all schemas are up to date")
+        sys.exit(1 if different else 0)
+    FOLDER.mkdir(exist_ok=True)
+    for name in FORMATS:
+        (FOLDER / f"{name}.schema.json").write_text(schema_text(name))
+    print(f"{len(FORMATS)} schemas in {FOLDER}, {len(different)} changed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Several ranks of a command, started as torchrun starts them, but in forks of a process that has imported everything.
+
+A process of its own costs ten seconds of imports for each rank; a fork costs none.
+"""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_IMPORTS = [
+    "accelerate",
+    "lm_eval",
+    "lm_eval.models.huggingface",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.opt.modeling_opt",
+    "emp_llm.calibration.calibration",
+    "emp_llm.evaluation.harness",
+    "emp_llm.runs.calibrate_run",
+    "emp_llm.runs.evaluate_run",
+    "emp_llm.runs.prune_run",
+]
+_VARIABLES = ("EMP_LLM_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE")
+Prepare = Callable[[], Callable[[], None] | None]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Exit codes, standard outputs and standard errors of the ranks, in their order."""
+
+    codes: list[int | None]
+    outputs: list[str]
+    errors: list[str]
+
+    @property
+    def output(self) -> str:
+        return "".join(self.outputs)
+
+    @property
+    def error(self) -> str:
+        return "".join(self.errors)
+
+
+def launch(count: int, folder: Path, logs: Path, *line: object, prepare: Prepare | None = None) -> Launched:
+    """Run a command line by several ranks.
+
+    Args:
+        count: of the ranks.
+        folder: where they run.
+        logs: an empty folder elsewhere, for what they print.
+        line: of emp-llm.
+        prepare: called by each rank first, and what it returns last; a function of a module.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    words = [str(word) for word in line]
+    ranks = [
+        context.Process(target=_run, args=(index, count, port, str(folder), str(logs), variables, words, prepare))
+        for index in range(count)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+    texts = [[(logs / f"{index}.{kind}").read_text() for index in range(count)] for kind in ("out", "err")]
+    return Launched([rank.exitcode for rank in ranks], *texts)
+
+
+def _run(
+    index: int,
+    count: int,
+    port: int,
+    folder: str,
+    logs: str,
+    variables: dict[str, str],
+    line: list[str],
+    prepare: Prepare | None,
+) -> None:
+    """One rank: torchrun's environment, its own log, then the command."""
+    os.environ.update(variables, RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200")
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{logs}/{index}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    importlib.import_module("torch").set_num_threads(1)
+    from emp_llm.cli import main
+
+    finish = None if prepare is None else prepare()
+    try:
+        main(line)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        if finish is not None:
+            finish()
+        sys.stdout.flush()
+        sys.stderr.flush()

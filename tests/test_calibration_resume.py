@@ -1,0 +1,274 @@
+"""A calibration block by block that is interrupted resumes after its last kept block, and keeps no more than that takes."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from emp_llm.calibrate import calibrate
+from emp_llm.calibration import resume
+from emp_llm.common.wording import format_bytes
+from emp_llm.execution.blockwise import Step
+from emp_llm.prune import prune
+
+SAMPLES, LENGTH, WIDTH = 4, 64, 32
+STATE = SAMPLES * LENGTH * WIDTH * 2  # bytes of the hidden states, bfloat16
+
+
+class _Killed(BaseException):
+    """An end that no code of ours catches, as no code can catch a kill."""
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four blocks."""
+    name, values = tiny.FAMILIES["llama"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "deep", (name, values | {"num_hidden_layers": 4}))
+        return tiny.make_model(tmp_path_factory.mktemp("deep") / "model", "deep")
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is kept after every block, however short its work was."""
+    monkeypatch.setattr(resume, "_SECONDS", 0.0)
+    monkeypatch.setattr(resume, "_RATIO", 0)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks that were run, in order."""
+    found: list[int] = []
+    run = Step.run
+
+    def note(step: Step, **options: Any) -> None:
+        found.append(step.index)
+        run(step, **options)
+
+    monkeypatch.setattr(Step, "run", note)
+    return found
+
+
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks after which the state was kept, in order."""
+    found: list[int] = []
+    write = resume.CalibrationProgress._write
+
+    def note(self: resume.CalibrationProgress, done: int, *others: Any) -> int:
+        found.append(done)
+        return write(self, done, *others)
+
+    monkeypatch.setattr(resume.CalibrationProgress, "_write", note)
+    return found
+
+
+def calibrated(model: Path, text: Path, folder: Path, command: str = "calibrate", **more: Any) -> bytes:
+    """Calibrate, or prune with pruned propagation; returns the activations file."""
+    options: dict[str, Any] = {"model": model, "calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH}
+    options |= {"device_map": "cpu", "execution": "blocks"} | more
+    if command == "calibrate":
+        calibrate(output=folder / "out", **options)
+        return (folder / "out").read_bytes()
+    prune(output=folder / "out", propagate="pruned", **options)
+    return (folder / "out" / "emp_llm" / "activations.safetensors").read_bytes()
+
+
+def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """End the run when a block has been run."""
+    run = Step.run
+
+    def then_end(step: Step, **options: Any) -> None:
+        run(step, **options)
+        if step.index == block:
+            raise _Killed
+
+    monkeypatch.setattr(Step, "run", then_end)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(("command", "place", "device_map"), [("calibrate", "cpu", "disk"), ("prune", "disk", "cpu")])
+@pytest.mark.parametrize("during", ["block", "state", "manifest"])
+def test_an_interrupted_calibration_resumes_after_its_last_kept_block(
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runs: list[int],
+    command: str,
+    place: str,
+    device_map: str,
+    during: str,
+) -> None:
+    more = {"hidden_states": place, "device_map": device_map}
+    expected = calibrated(deep, text, tmp_path / "whole", command, **more)
+    times = 1 if command == "calibrate" else 2
+    assert runs == [block for block in range(4) for _ in range(times)]
+    assert [path.name for path in (tmp_path / "whole").iterdir()] == ["out"], "no state is left"
+    with monkeypatch.context() as patch:
+        end_while(patch, during)
+        with pytest.raises(_Killed):
+            calibrated(deep, text, tmp_path / "killed", command, **more)
+    assert not (tmp_path / "killed" / "out").exists()
+    (state,) = (tmp_path / "killed").rglob("state-1")
+    assert state.stat().st_size > STATE
+    runs.clear()
+    assert calibrated(deep, text, tmp_path / "killed", command, **more) == expected
+    assert runs == [block for block in (1, 2, 3) for _ in range(times)]
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"], "no state is left"
+
+
+def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
+    """End the run in the second block, or while its state or the manifest of this state is written."""
+    if during == "block":
+        kill_in(patch, 1)
+        return
+    write, write_json = resume.write_exactly, resume.write_json
+    calls: list[int] = []
+
+    def end_in_state(file: int, raw: memoryview, offset: int) -> None:
+        calls.append(offset)
+        write(file, raw, offset)
+        if calls.count(0) == 2 and offset:
+            raise _Killed
+
+    def end_before_manifest(path: Path, value: Any) -> None:
+        if value["blocks"] == 2:
+            raise _Killed
+        write_json(path, value)
+
+    if during == "state":
+        patch.setattr(resume, "write_exactly", end_in_state)
+    else:
+        patch.setattr(resume, "write_json", end_before_manifest)
+
+
+@pytest.mark.usefixtures("eager")
+def test_another_calibration_begins_anew(
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with monkeypatch.context() as patch:
+        kill_in(patch, 2)
+        with pytest.raises(_Killed):
+            calibrated(deep, text, tmp_path)
+    runs.clear()
+    calibrated(deep, text, tmp_path, batch_size=1)
+    assert runs == [0, 1, 2, 3]
+    assert any("progress of another calibration" in message for message in caplog.messages)
+
+
+@pytest.mark.usefixtures("eager")
+def test_one_state_is_kept_and_announced_once(
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
+) -> None:
+    caplog.set_level(logging.INFO)
+    seen: list[set[str]] = []
+    save = resume.CalibrationProgress.save
+
+    def look(self: resume.CalibrationProgress, *given: Any) -> None:
+        save(self, *given)
+        seen.append({path.name for path in self.folder.iterdir()})
+
+    monkeypatch.setattr(resume.CalibrationProgress, "save", look)
+    calibrated(deep, text, tmp_path)
+    assert saves == [1, 2, 3], "after the last block nothing is left to resume"
+    assert seen == [{"manifest.json", f"state-{number}"} for number in saves]
+    (told,) = (message for message in caplog.messages if "--no-resumable-calibration" in message)
+    assert format_bytes(STATE).split()[1] in told
+    assert ".out.progress" in told
+
+
+def test_short_work_is_not_kept(deep: Path, text: Path, tmp_path: Path, saves: list[int]) -> None:
+    calibrated(deep, text, tmp_path)
+    assert saves == []
+
+
+@pytest.mark.parametrize(
+    ("block_seconds", "save_seconds", "expected"),
+    [(10, 0, [3]), (31, 1, [1, 2, 3]), (31, 6, [1, 3]), (31, 60, [1]), (5, 0, [])],
+)
+def test_the_state_is_kept_as_often_as_it_is_worth(
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saves: list[int],
+    block_seconds: float,
+    save_seconds: float,
+    expected: list[int],
+) -> None:
+    """30 seconds of work at least since the last time, and ten times what that took."""
+    clock = [1000.0]
+    run, write = Step.run, resume.CalibrationProgress._write
+
+    def slow_run(step: Step, **options: Any) -> None:
+        run(step, **options)
+        clock[0] += block_seconds
+
+    def slow_write(self: resume.CalibrationProgress, *given: Any) -> int:
+        size = write(self, *given)
+        clock[0] += save_seconds
+        return size
+
+    monkeypatch.setattr(Step, "run", slow_run)
+    monkeypatch.setattr(resume.CalibrationProgress, "_write", slow_write)
+    monkeypatch.setattr(resume.time, "monotonic", lambda: clock[0])
+    calibrated(deep, text, tmp_path)
+    assert saves == expected
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("command", ["calibrate", "prune"])
+def test_without_resumable_calibration_nothing_is_kept(
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saves: list[int],
+    runs: list[int],
+    command: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        kill_in(patch, 2)
+        with pytest.raises(_Killed):
+            calibrated(deep, text, tmp_path, command, resumable_calibration=False)
+    assert saves == []
+    assert not list(tmp_path.rglob("state-*"))
+    runs.clear()
+    calibrated(deep, text, tmp_path, command, resumable_calibration=False)
+    assert set(runs) == {0, 1, 2, 3}
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_full_disk_does_not_end_a_calibration(
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
+) -> None:
+    expected = calibrated(deep, text, tmp_path / "whole")
+    write = resume.write_exactly
+    saves.clear()
+
+    def full(file: int, raw: memoryview, offset: int) -> None:
+        if len(saves) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, raw, offset)
+
+    monkeypatch.setattr(resume, "write_exactly", full)
+    assert calibrated(deep, text, tmp_path / "full") == expected
+    assert saves == [1, 2], "it does not try again"
+    assert sum("the disk is full; the calibration continues" in message for message in caplog.messages) == 1
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["out"]
+
+
+Run = Callable[..., Any]
+
+
+def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Run) -> None:
+    line = ["prune", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--dry-run"]
+    assert format_bytes(2 * STATE) in command(*line).stdout
+    assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout

@@ -1,0 +1,95 @@
+"""Wrong input of `evaluate`: every error is one sentence that names the option, and comes before any model is loaded."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from suites import CHOICE, TASK, Models, task_manager
+from tiny import make_model
+
+from emp_llm.common.errors import UserError
+from emp_llm.evaluate import evaluate
+
+
+def refused(says: str, /, **options: Any) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        evaluate(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("emp_llm.runs.evaluate_run.load_model", None)
+    common: dict[str, Any] = {"model": evaluable("llama"), "suite": task_suite}
+    refused(r"'demmo' is neither a suite .*Did you mean demo", **common | {"suite": "demmo"})
+    refused(r"--limit must be at least 1", **common, limit=0)
+    refused(r"--batch-size 'many': expected a number", **common, batch_size="many")
+    refused(r"--format 'latex' is none of terminal", **common, form="latex")
+    refused(r"--dtype 'int8' is none of auto", **common, dtype="int8")
+    refused(r"--output .*: a file cannot be written there", **common, output=tmp_path)
+    refused(r"nothing: no such model folder", **common, baseline="/nothing")
+    refused(r"--baseline nothing.json: cannot be read", **common, baseline="nothing.json")
+    refused(r"--model is missing", suite=task_suite)
+    Path("list.json").write_text("[]")
+    refused(r"--baseline list.json: expected a JSON object", **common, baseline="list.json")
+    refused(r"--output list.json: expected a JSON object", **common, output=Path("list.json"))
+    Path("sweep.json").write_text('{"format": "emp-llm sweep 2"}')
+    refused(r"--beside sweep.json: this is not a results file", **common, beside=[Path("sweep.json")])
+    bare = Path(shutil.copytree(evaluable("llama"), "bare"))
+    for file in bare.glob("*token*"):
+        file.unlink()
+    refused(r"bare: no tokenizer that transformers can load", model="bare", suite=task_suite)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "list.json", "sweep.json"]
+
+
+def test_wrong_tasks(evaluable: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("emp_llm.runs.evaluate_run.load_model", None)
+    model = evaluable("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr("lm_eval.tasks.TaskManager", task_manager)
+        Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
+        refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, suite="a.toml")
+    Path("tasks").mkdir()
+    Path("tasks/lost.yaml").write_text(
+        TASK.format(name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE)
+    )
+    Path("b.toml").write_text('[[tasks]]\nnames = ["lost"]\nfolder = "tasks"\n')
+    Path("tasks/gone.yaml").write_text(Path("tasks/lost.yaml").read_text().replace("lost", "gone"))
+    Path("c.toml").write_text('[[tasks]]\nnames = ["gone", "lost"]\nfolder = "tasks"\n')
+    says = r"task gone: its data set json, task lost: its data set json cannot be loaded \(.*gone.jsonl"
+    refused(says, model=model, suite="c.toml")
+    refused(r"task lost: its data set json cannot be loaded \(.*lost.jsonl", model=model, suite="b.toml")
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_tokenizer_without_a_token_to_begin_with(task_suite: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    says = r"model: the tokenizer has neither a bos_token nor an eos_token"
+    refused(says, model=model, suite=task_suite, device_map="cpu", output=tmp_path / "a.json")
+
+
+def test_results_of_another_suite(evaluable: Models, task_suite: Path, tmp_path: Path) -> None:
+    short = task_suite.with_name("short.toml")
+    common: dict[str, Any] = {"model": evaluable("llama"), "device_map": "cpu", "suite": short}
+    evaluate(**common, output=tmp_path / "a.json")
+    refused(r"--baseline .*another suite or limit \(limit", **common, baseline=str(tmp_path / "a.json"), limit=2)
+    refused(
+        r"--baseline .*another suite .*seqlen", **common | {"suite": f"{short},seqlen=32"}, baseline=str(tmp_path / "a.json")
+    )
+    stopped = json.loads((tmp_path / "a.json").read_text()) | {"complete": False}
+    (tmp_path / "a.json").write_text(json.dumps(stopped))
+    refused(r"--beside .*has not finished", **common, beside=[tmp_path / "a.json"], output=tmp_path / "b.json")
+
+
+def test_without_lm_eval(evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra; a suite without tasks needs none."""
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
+    output = tmp_path / "results.json"
+    refused(r"pip install 'emp-llm\[eval\]'", model=evaluable("llama"), suite=task_suite, output=output)
+    short = task_suite.with_name("short.toml")
+    assert evaluate(evaluable("llama"), suite=short, output=output, device_map="cpu").results.complete  # type: ignore[union-attr]

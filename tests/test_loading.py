@@ -1,0 +1,237 @@
+"""Loading: a model whose checkpoint is not complete is refused, and the reason is told whole."""
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_blockwise import block_map
+from torch import Tensor
+
+from emp_llm.common.errors import UserError
+from emp_llm.common.memory import OutOfMemory
+from emp_llm.execution.completeness import check_complete
+from emp_llm.execution.loading import load_model, load_tokenizer
+
+Models = Callable[[str], Path]
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+# An MLP matrix (of an expert, in mixtures), a layer norm, and the head (the embeddings, where the head is tied to them).
+PARTS = ("mlp", "norm", "head")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def changed(source: Path, folder: Path, change: Change) -> Path:
+    """A copy of a model with other tensors, in one shard."""
+    ignored = shutil.ignore_patterns("*.safetensors", "*.index.json")
+    shutil.copytree(source, folder, ignore=ignored)
+    save_file(change(stored(source)), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def without(*names: str) -> Change:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def larger(name: str) -> Change:
+    return lambda tensors: tensors | {name: torch.zeros([size + 1 for size in tensors[name].shape], dtype=torch.bfloat16)}
+
+
+def name_of(folder: Path, part: str) -> str:
+    """The stored name of a part of the second block, or of the ends."""
+    words = {
+        "mlp": ("up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "experts.1.w2", "experts.1.up_proj"),
+        "norm": ("input_layernorm", "ln_1", "self_attn_layer_norm"),
+        "head": ("lm_head", "embed_out", "embed_tokens", "wte"),
+    }[part]
+    names = [name for name in stored(folder) if ".1." in name or part == "head"]
+    return next(name for word in words for name in names if name.endswith(f"{word}.weight"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_missing_weights_are_refused(models: Models, tmp_path: Path, family: str, part: str) -> None:
+    name = name_of(models(family), part)
+    folder = changed(models(family), tmp_path / "model", without(name))
+    # Of an expert's matrices, transformers knows only the parameter that they are put together in.
+    leaf = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2].replace("embed_out", "lm_head")
+    for where in ("cpu", "disk"):
+        with pytest.raises(UserError, match=rf"{folder}.*(1 weight|parts of).*{leaf}.*complete checkpoint"):
+            load_model(folder, where)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "qwen3_moe"])
+def test_weights_of_another_shape_are_refused(models: Models, tmp_path: Path, family: str, part: str) -> None:
+    name = name_of(models(family), part)
+    folder = changed(models(family), tmp_path / "model", larger(name))
+    leaf = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2]
+    for where in ("cpu", "disk"):
+        with pytest.raises(UserError, match=rf"{folder}.*{leaf}.*config.json"):
+            load_model(folder, where)
+
+
+def test_the_message_names_a_few_weights_and_counts_the_others(models: Models, tmp_path: Path) -> None:
+    names = [name for name in stored(models("llama")) if "layernorm" in name]
+    folder = changed(models("llama"), tmp_path / "model", without(*names))
+    with pytest.raises(UserError, match=r"4 .*model\.layers\.0\.input_layernorm\.weight, .* and 1 more"):
+        load_model(folder, "cpu")
+
+
+def test_an_expert_of_a_stack_that_lies_on_the_disk(models: Models, tmp_path: Path) -> None:
+    """transformers reads a stack of three experts where there are four, and says nothing."""
+    folder = changed(models("qwen3_moe"), tmp_path / "model", without("model.layers.1.mlp.experts.3.down_proj.weight"))
+    for where in ("cpu", "disk"):
+        with pytest.raises(
+            UserError, match=r"1 weight .*model\.layers\.1\.mlp\.experts\.down_proj is \[3, 32, 24\].* \[4, 32, 24\]"
+        ):
+            load_model(folder, where)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_missing_weights_of_some_blocks_on_disk(models: Models, tmp_path: Path, family: str) -> None:
+    for number, part in enumerate(("mlp", "norm")):
+        name = name_of(models(family), part)
+        for change in (without(name), larger(name)):
+            folder = changed(models(family), tmp_path / f"{number}-{change.__qualname__.partition('.')[0]}", change)
+            with pytest.raises(UserError, match=name.rpartition(".")[0]):
+                load_model(folder, block_map(models(family)))
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_missing_weights_of_a_quantised_model(models: Models, tmp_path: Path, bits: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    load_model(models("llama"), "cpu", quantization=bits)  # type: ignore[arg-type]
+    for part in ("mlp", "norm"):
+        name = name_of(models("llama"), part)
+        folder = changed(models("llama"), tmp_path / part, without(name))
+        with pytest.raises(UserError, match=name):
+            load_model(folder, "cpu", quantization=bits)  # type: ignore[arg-type]
+
+
+def test_all_commands_that_load_refuse(models: Models, text: Path, tmp_path: Path, command: Callable[..., object]) -> None:
+    folder = changed(models("llama"), tmp_path / "model", without("model.norm.weight"))
+    (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 64\n')
+    given = ["--calibration", text, "--samples", 2, "--seqlen", 32, "--device-map", "cpu"]
+    for line in (
+        ["calibrate", "--model", folder, "--output", "norms", *given],
+        ["prune", "--model", folder, "--output", "out", *given],
+        ["evaluate", "--model", folder, "--suite", "suite.toml", "--device-map", "cpu"],
+    ):
+        done: Any = command(*line)
+        assert done.returncode == 2, done.stderr
+        assert "1 " in done.stderr
+        assert "model.norm.weight" in done.stderr
+        assert "LOAD REPORT" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "suite.toml"]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_complete_checkpoints_are_loaded_without_a_word(models: Models, family: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for where in ("cpu", "disk"):
+        load_model(models(family), where)
+    assert not [message for message in caplog.messages if message.startswith("warning:")]
+
+
+def test_a_base_model_without_its_prefix(models: Models, tmp_path: Path) -> None:
+    """As GPT-2 is stored on the Hub: no prefix, a tied head that is not stored, and buffers of old versions."""
+
+    def bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        return plain | {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.ones(())}
+
+    folder = changed(models("gpt2"), tmp_path / "model", bare)
+    model = load_model(folder, "cpu")
+    assert torch.equal(model.lm_head.weight, stored(models("gpt2"))["transformer.wte.weight"])
+    load_model(folder, "disk")
+
+
+def test_unexpected_weights_are_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    extra = {f"model.layers.{number}.mlp.up_proj.weight": torch.zeros(80, 32) for number in (2, 3, 4, 5)}
+    load_model(changed(models("llama"), tmp_path / "model", lambda tensors: tensors | extra), "cpu")
+    (warning,) = [message for message in caplog.messages if message.startswith("warning:")]
+    assert "4 tensors" in warning
+    assert "model.layers.2.mlp.up_proj.weight" in warning
+    assert warning.endswith("and 1 more.")
+
+
+def test_a_missing_buffer_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not learned, as a rule, and the model's class computes it."""
+    model = load_model(models("llama"), "cpu")
+    model.model.register_buffer("scale", torch.ones(2))
+    info: dict[str, Any] = {"missing_keys": {"model.scale"}, "mismatched_keys": set(), "unexpected_keys": set()}
+    check_complete(models("llama"), model, info)
+    assert any(
+        message.startswith("warning:") and "1 buffer" in message and "model.scale" in message for message in caplog.messages
+    )
+    shapes = {"mismatched_keys": {("model.scale", torch.Size([3]), torch.Size([2]))}, "missing_keys": set()}
+    with pytest.raises(UserError, match=r"model\.scale is \[3\] in the checkpoint, and \[2\]"):
+        check_complete(models("llama"), model, info | shapes)
+
+
+def test_memory_that_runs_out_while_experts_are_put_together(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("transformers.core_model_loading.Concatenate.convert", fail)
+    with pytest.raises(OutOfMemory, match="out of memory while it is loaded"):
+        load_model(models("mixtral"), "cpu")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), AttributeError("no such thing"), TypeError("a bug")])
+def test_what_the_user_cannot_mend_keeps_its_traceback(
+    models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(type(error), match=str(error)):
+        load_model(models("llama"), "cpu")
+
+
+def test_what_the_user_can_mend_is_told_whole(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("This modeling file needs packages.\nRun `pip install einops`.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(UserError, match=r"cannot load it \(This modeling file needs packages\. Run `pip install einops`\)"):
+        load_model(models("llama"), "cpu")
+
+
+def test_tokenizers_that_cannot_be_loaded(models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models("llama"), folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "Abacus"}}))
+    with pytest.raises(UserError, match=r"no tokenizer that transformers can load \(.*\)\. Copy the model's tokenizer files"):
+        load_tokenizer(folder)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"\(1\) a `tokenizers` library.*\(3\).*sentencepiece or tiktoken installed"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_bar_of_transformers_is_for_terminals(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    enabled = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.enable_progress_bar()
+    load_model(models("llama"), "cpu")
+    assert ("Loading weights" in capfd.readouterr().err) == terminal
+    assert transformers.utils.logging.is_progress_bar_enabled(), "as it was before"
+    if not enabled:
+        transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,165 @@
+"""Masks decided on a GPU, on the commands' own path. Without one, Triton's interpreter runs the kernel on the CPU instead."""
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import tiny
+import torch
+from conftest import Run
+from runs import weights_of
+
+from emp_llm.calibrate import calibrate
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.pruning.row_pruners import GpuRowPruner
+from emp_llm.records.run_report import RunReport
+from emp_llm.selection.kernels import cuda
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes that the kernel is launched on."""
+    shapes: list[torch.Size] = []
+    enqueue = cuda.enqueue
+
+    def counted(weight: torch.Tensor, *arguments: Any) -> Any:
+        shapes.append(weight.shape)
+        return enqueue(weight, *arguments)
+
+    monkeypatch.setattr(cuda, "enqueue", counted)
+    return shapes
+
+
+SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for the interpreter, which takes 50 ms for a row."""
+    return small_model(tmp_path_factory.mktemp("interpreted") / "model")
+
+
+def small_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "small", ("LlamaConfig", tiny.GLU | SIZES))
+        return tiny.make_model(folder, "small", dtype)
+
+
+@pytest.fixture(scope="session")
+def small_norms(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("norms") / "norms.safetensors"
+    calibrate(model=model, output=path, calibration=str(text), samples=2, seqlen=32, device_map="cpu")
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "emp-magnitude"},
+        {"method": "magnitude", "sparsity": 0.3},
+        {"method": "magnitude", "pattern": "2:4"},
+        {"method": "emp-wanda"},
+    ],
+    ids=["emp-magnitude", "magnitude", "2:4", "emp-wanda"],
+)
+def test_a_gpu_writes_the_same_checkpoint(
+    model: Path, small_norms: Path, tmp_path: Path, launches: list[torch.Size], options: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {"model": model, "targets": "0.mlp.up_proj,1.self_attn.q_proj"} | options
+    if "wanda" in options["method"]:
+        given["activations"] = small_norms
+    reports = {}
+    for device in ("cpu", "cuda"):
+        before = len(launches)
+        report = prune(output=tmp_path / device, mask_device=device, **given)
+        assert isinstance(report, RunReport)
+        reports[device] = report.matrices
+        assert len(launches) - before == (2 if device == "cuda" else 0), "one block for each matrix"
+    assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
+    assert reports["cuda"] == reports["cpu"]
+
+
+def test_float64_weights_are_decided_on_the_cpu(tmp_path: Path, launches: list[torch.Size]) -> None:
+    """The kernel takes 16 and 32 bits; the command works all the same."""
+    model = small_model(tmp_path / "model", torch.float64)
+    for device in ("cpu", "cuda"):
+        prune(model=model, output=tmp_path / device, method="emp-magnitude", targets="q_proj", mask_device=device)
+    assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
+    assert not launches
+
+
+def test_damaged_weights_are_named(model: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    spoilt = oracle.edited_copy(model, tmp_path / "spoilt", f"{name}.weight", lambda bits: bits.fill(0x7FC0))
+    with pytest.raises(UserError, match=rf"{name}\.weight holds NaN or infinity \(rows 0 to 7\)"):
+        prune(model=spoilt, output=tmp_path / "out", method="magnitude", targets=name, mask_device="cuda")
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_blocks_are_under_way_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[torch.Size]
+) -> None:
+    """Their order is kept, and their memory is not given away before they have landed."""
+    from emp_llm.pruning import pruner
+
+    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 2 * 8)
+    options: dict[str, Any] = {"model": model, "method": "emp-magnitude", "targets": "0.mlp.up_proj"}
+    for device in ("cpu", "cuda"):
+        prune(output=tmp_path / device, mask_device=device, **options)
+    assert len(launches) == 12 // 2
+    assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
+
+
+def test_a_sweep_masks_weights_where_they_lie(
+    model: Path, text: Path, tmp_path: Path, command: Run, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resident weights are filled from the device's own rows; nothing is copied back for them."""
+    backs: list[bool] = []
+    real = GpuRowPruner.prune
+
+    def watched(self: GpuRowPruner, blocks: Any, rule: Any, back: bool = True) -> Any:
+        backs.append(back)
+        return real(self, blocks, rule, back)
+
+    monkeypatch.setattr(GpuRowPruner, "prune", watched)
+    (tmp_path / "judge.txt").write_text(text.read_text()[:2000])
+    (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 64\n')
+    line = ("sweep", "--model", model, "--suite", "suite.toml", "--methods", "emp-magnitude", "--betas", "0.5,1")
+    line += ("--targets", "0.self_attn.q_proj", "--device-map", "cpu")
+    found = {}
+    for device in ("cpu", "cuda"):
+        done = command(*line, "--output", tmp_path / device, "--mask-device", device)
+        assert done.returncode == 0, done.stderr
+        found[device] = done.stdout
+    assert launches
+    assert backs
+    assert not any(backs)
+    assert found["cuda"] == found["cpu"], "the same masks give the same table"
+
+
+def test_a_recipe_that_gpus_do_not_decide(model: Path, tmp_path: Path) -> None:
+    for options in ({"order": 1.0}, {"neff_dtype": "bfloat16"}):
+        given: dict[str, Any] = {"model": model, "output": tmp_path / "out", "method": "emp-magnitude"} | options
+        with pytest.raises(UserError, match=r"--mask-device cuda: .*order 2 in float64.*cpu"):
+            prune(**given, mask_device="cuda")
+        prune(**given, mask_device="auto", targets="q_proj", overwrite=True)
+
+
+def test_a_machine_without_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="--mask-device cuda: there is no NVIDIA GPU"):
+        prune(model=model, output=tmp_path / "out", method="magnitude", mask_device="cuda")
+    with pytest.raises(UserError, match="--mask-device 'gpu' is none of auto, cpu, cuda"):
+        prune(model=model, output=tmp_path / "out", method="magnitude", mask_device="gpu")
+    prune(model=model, output=tmp_path / "out", method="magnitude")
+    assert any((weight == 0).any() for weight in weights_of(tmp_path / "out").values())

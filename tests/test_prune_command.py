@@ -1,0 +1,115 @@
+"""`emp-llm prune` and `prune(...)` as users call them: dry runs, Python's forms of the arguments, the package's front door."""
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+import emp_llm
+from emp_llm import prune as prune_module
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
+
+Models = Callable[[str], Path]
+
+
+def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, command: Run) -> None:
+    """The default output of an earlier run is no obstacle; the table says what the run itself needs."""
+    shutil.copytree(models("llama"), tmp_path / "model")
+    line = ("prune", "--model", "model", "--method", "magnitude")
+    assert command(*line).returncode == 0
+    before = (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns
+    done = command(*line, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "at model-magnitude (it exists: name another --output, or add --overwrite)" in done.stdout
+    assert "it exists" not in command(*line, "--dry-run", "--overwrite").stdout
+    assert "it exists" in command(*line).stderr
+    assert (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns == before
+
+
+def test_a_dry_run_still_refuses_a_folder_of_other_files(models: Models, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("all of it")
+    with pytest.raises(UserError, match="not a model folder"):
+        prune(model=models("llama"), output=tmp_path / "out", method="magnitude", dry_run=True)
+
+
+def test_paths_are_models(models: Models, tmp_path: Path) -> None:
+    report = prune(model=models("llama"), output=tmp_path / "out", method="magnitude")
+    assert isinstance(report, RunReport)
+    assert report.source.model == str(models("llama"))
+    assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
+    assert isinstance(prune(str(models("llama")), output=str(tmp_path / "two"), method="magnitude"), RunReport)
+
+
+def test_a_model_in_memory_is_answered_in_a_sentence(models: Models, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models("llama"))
+    with pytest.raises(UserError, match=r"--model must be a model folder or a Hub id .*LlamaForCausalLM.*save_pretrained"):
+        prune(model=model, output=tmp_path / "out")
+
+
+def test_options_are_checked_by_name() -> None:
+    with pytest.raises(TypeError, match="methd"):
+        prune(model="x", methd="magnitude")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="model"):
+        prune()  # type: ignore[call-arg]
+
+
+def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
+    """`from emp_llm import prune` can be called, and is documented, as the function in it."""
+    assert callable(prune_module)
+    assert inspect.signature(prune_module) == inspect.signature(prune)
+    assert isinstance(prune_module(model=models("llama"), output=tmp_path / "out", method="magnitude"), RunReport)
+    public = [name for name in dir(emp_llm) if not name.startswith("_")]
+    assert set(public) == set(emp_llm.__all__) - {"__version__"}
+    assert {"prune", "calibrate", "evaluate", "effective_mask", "effective_number"} <= set(public)
+    for name in public:
+        assert callable(getattr(emp_llm, name)) or inspect.ismodule(getattr(emp_llm, name)), name
+
+
+def test_every_option_has_a_type_and_a_default() -> None:
+    parameters = inspect.signature(prune).parameters
+    assert parameters["model"].default is inspect.Parameter.empty
+    assert parameters["method"].default == "emp-wanda"
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
+    assert len(parameters) > 30
+
+
+def test_a_data_free_prune_needs_no_torch(models: Models, tmp_path: Path) -> None:
+    """Heavy imports are most of the time of a small prune."""
+    program = (
+        "import sys\nfrom emp_llm.cli import main\n"
+        f"main(['prune', '--model', {str(models('llama'))!r}, '--method', 'emp-magnitude', '--output', 'out'])\n"
+        "print(sorted({'torch', 'transformers', 'numba', 'datasets', 'huggingface_hub', 'scipy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert (tmp_path / "out" / "emp_manifest.json").is_file()
+
+
+@pytest.mark.parametrize("moment", ["options", "command"])
+def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> None:
+    """Ctrl-C before the first progress bar: while options are parsed, or while libraries are imported."""
+    program = (
+        "import signal, os, sys\nfrom importlib.abc import MetaPathFinder\n"
+        "class Interrupt(MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {'typer' if moment == 'options' else 'emp_llm.runs.prune_run'!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from emp_llm.cli import main\nmain(['prune', '--model', 'x', '--method', 'magnitude'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert "interrupted" in done.stderr

@@ -1,0 +1,284 @@
+"""`prune --evaluate`: the checkpoint comes first, its evaluation resumes, and earlier dense results are taken over."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+from suites import TASKS, Models
+
+from emp_llm.common.errors import UserError
+from emp_llm.evaluate import evaluate
+from emp_llm.evaluation.evaluator import Evaluator
+from emp_llm.evaluation.results_file import ResultsFile
+from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
+from emp_llm.runs.stages.judging import PendingEvaluation
+from emp_llm.runs.stages.run_models import RunModels
+from emp_llm.verify import verify
+
+Values = dict[str, Any]
+
+
+def report_of(folder: Path) -> Values:
+    values: Values = json.loads((folder / "emp_report.json").read_text())
+    return values
+
+
+def numbers(measures: Values) -> Values:
+    """Everything measured, without times."""
+    tasks = {name: task["results"] for name, task in measures["tasks"].items()}
+    return tasks | {"perplexity": measures["perplexity"]["perplexity"], "losses": measures["perplexity"]["block_losses"]}
+
+
+def weights(folder: Path) -> dict[str, tuple[int, str]]:
+    """Time of change and hash of each shard."""
+    shards = sorted(folder.glob("*.safetensors"))
+    return {path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in shards}
+
+
+def terminate_when(condition: Callable[[ResultsFile], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send SIGTERM to this process when results for which the condition holds have been saved."""
+    save = ResultsFile.save
+
+    def save_and_terminate(self: ResultsFile, *arguments: Any, **keywords: Any) -> None:
+        save(self, *arguments, **keywords)
+        if condition(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ResultsFile, "save", save_and_terminate)
+
+
+@pytest.fixture(scope="module")
+def line(evaluable: Models, task_suite: Path) -> list[object]:
+    options = ("--method", "emp-magnitude", "--evaluate", task_suite, "--device-map", "cpu")
+    return ["prune", "--model", evaluable("llama"), *options]
+
+
+@pytest.fixture(scope="module")
+def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an uninterrupted run. Read-only."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    prune(evaluable("llama"), output=folder, method="emp-magnitude", evaluate=task_suite, device_map="cpu")
+    return folder
+
+
+def test_an_evaluated_run(whole: Path, evaluable: Models) -> None:
+    report = report_of(whole)
+    assert list(report["evaluation"]["dense"]["tasks"]) == list(report["evaluation"]["pruned"]["tasks"]) == list(TASKS)
+    assert report["evaluation"]["dense"]["perplexity"] != report["evaluation"]["pruned"]["perplexity"]
+    assert list(report["stages"]) == ["prune", "load", "evaluate dense", "evaluate pruned"]
+    assert not (whole / "emp_llm" / "evaluation").exists()
+    assert verify(whole, source=evaluable("llama")).differences == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("dense.json", 2), ("dense.json", 4), ("pruned.json", 3)],
+)
+def test_an_interrupted_evaluation_resumes(
+    line: list[object],
+    whole: Path,
+    evaluable: Models,
+    tmp_path: Path,
+    command: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    parts: int,
+) -> None:
+    """Within the dense suite, between the models, and within the other suite. Neither the checkpoint nor a finished part is
+    done again."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        terminate_when(lambda file: file.path.name == name and file.results.measures.parts == parts, patch)
+        done = command(*line, "--output", out)
+    assert done.returncode == 143, done.stderr
+    assert f"the checkpoint in {out} is complete" in done.stderr
+    assert "evaluation" not in report_of(out)
+    assert verify(out, source=evaluable("llama")).differences == []
+    kept = out / "emp_llm" / "evaluation" / name
+    held = json.loads(kept.read_text())
+    assert (held["perplexity"] is not None) + len(held["tasks"]) == parts
+    held["perplexity"]["seconds"] = 12345  # a second measurement would change it
+    kept.write_text(json.dumps(held))
+    before = weights(out)
+
+    done = command(*line, "--output", out)
+    assert done.returncode == 0, done.stderr
+    assert weights(out) == before == {key: (before[key][0], value[1]) for key, value in weights(whole).items()}
+    report, expected = report_of(out), report_of(whole)
+    assert report["evaluation"][name.removesuffix(".json")]["perplexity"]["seconds"] == 12345
+    for which in ("dense", "pruned"):
+        assert numbers(report["evaluation"][which]) == numbers(expected["evaluation"][which])
+    assert report["matrices"] == expected["matrices"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    again = command(*line, "--output", out)
+    assert again.returncode == 2
+    assert "it exists" in again.stderr
+
+
+def test_the_checkpoint_is_published_before_any_evaluation(
+    line: list[object], tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, seen = Evaluator.measure, []
+
+    def measure_and_look(self: Evaluator, *arguments: Any, **keywords: Any) -> Any:
+        seen.append({"emp_report.json", "emp_manifest.json", "config.json"} <= {path.name for path in out.iterdir()})
+        return measure(self, *arguments, **keywords)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(Evaluator, "measure", measure_and_look)
+    assert command(*line, "--output", out).returncode == 0
+    assert seen == [True, True]
+
+
+@pytest.fixture
+def interrupted(line: list[object], tmp_path: Path, command: Run) -> Path:
+    """An output whose dense model is measured, and whose pruned model is not."""
+    with pytest.MonkeyPatch.context() as patch:
+        terminate_when(lambda file: file.results.complete, patch)
+        assert command(*line, "--output", tmp_path / "out").returncode == 143
+    return tmp_path / "out"
+
+
+def test_another_run_does_not_continue_it(line: list[object], interrupted: Path, command: Run) -> None:
+    """A different recipe is refused; with --overwrite it replaces checkpoint and evaluation."""
+    before = weights(interrupted)
+    done = command(*line, "--beta", 0.5, "--output", interrupted)
+    assert done.returncode == 2
+    assert "it exists" in done.stderr
+    assert weights(interrupted) == before
+    assert (interrupted / "emp_llm" / "evaluation" / "dense.json").is_file()
+    done = command(*line, "--beta", 0.5, "--output", interrupted, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert report_of(interrupted)["recipe"]["beta"] == 0.5
+    assert report_of(interrupted)["evaluation"]["pruned"]
+    assert not (interrupted / "emp_llm" / "evaluation").exists()
+
+
+def test_another_suite_is_measured_anew(line: list[object], task_suite: Path, interrupted: Path, command: Run) -> None:
+    before = weights(interrupted)
+    short = task_suite.with_name("short.toml")
+    done = command(*(short if word == task_suite else word for word in line), "--output", interrupted)
+    assert done.returncode == 0, done.stderr
+    assert "Measuring again" in done.stderr
+    evaluation = report_of(interrupted)["evaluation"]
+    assert evaluation["suite"] == str(short)
+    assert all("tasks" not in evaluation[which] for which in ("dense", "pruned"))
+    assert weights(interrupted) == before
+
+
+def test_two_runs_do_not_evaluate_the_same_checkpoint(line: list[object], interrupted: Path, command: Run) -> None:
+    other = PendingEvaluation(interrupted)
+    other.acquire()
+    try:
+        done = command(*line, "--output", interrupted)
+    finally:
+        other.release()
+    assert done.returncode == 2
+    assert "another run is working on it" in done.stderr
+    assert command(*line, "--output", interrupted).returncode == 0
+
+
+def test_a_calibrated_run_resumes_without_calibrating(
+    evaluable: Models, task_suite: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Values = {"method": "emp-wanda", "calibration": text, "samples": 4, "seqlen": 64, "device_map": "cpu"}
+    options |= {"output": tmp_path / "out", "evaluate": task_suite.with_name("short.toml"), "propagate": "pruned"}
+    with monkeypatch.context() as patch:
+        patch.setattr("emp_llm.runs.stages.judging.evaluation_record", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prune(evaluable("llama"), **options)
+    monkeypatch.setattr("emp_llm.calibration.calibration.Calibration.run", None)
+    monkeypatch.setattr(RunModels, "load", None)  # both models are measured already
+    report = prune(evaluable("llama"), **options)
+    assert isinstance(report, RunReport)
+    assert report.evaluation is not None
+    assert report.evaluation.dense != report.evaluation.pruned
+
+
+@pytest.fixture(scope="module")
+def dense_results(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of `evaluate` on the dense model. Copy it before changing it."""
+    path = tmp_path_factory.mktemp("dense") / "dense.json"
+    evaluate(evaluable("llama"), suite=task_suite, output=path, device_map="cpu")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_baseline_replaces_the_dense_evaluation(
+    evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, whole: Path, kind: str
+) -> None:
+    baseline = dense_results if kind == "file" else whole
+    held = json.loads(baseline.read_text()) if kind == "file" else report_of(whole)["evaluation"]["dense"]
+    options: Values = {"method": "magnitude", "evaluate": task_suite, "device_map": "cpu", "baseline": baseline}
+    report = prune(evaluable("llama"), output=tmp_path / "out", **options)
+    assert isinstance(report, RunReport)
+    assert report.evaluation is not None
+    assert report.evaluation.dense is not None
+    assert report.evaluation.dense.as_dict() == {key: held[key] for key in ("perplexity", "tasks")}
+    assert "evaluate dense" not in report.stages
+    assert report.evaluation.pruned is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model": "gpt2"}, "of other weights than those of --model"),
+        ({"suite": "short.toml"}, r"another suite, dtype or quantisation \(tasks"),
+        ({"dtype": "float32"}, r"another suite, dtype or quantisation \(dtype: \"auto\" there, \"float32\" now"),
+        ({"change": {"complete": False}}, "has not finished; run its command again"),
+        ({"change": {"format": "emp-llm results 99"}}, "it has format version 99 of a results file"),
+        ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),
+        ({"model_change": {"identity": None}}, "an older emp-llm wrote it, without the identity"),
+        ({"model_change": {"sha256_of_config_and_tokenizer": "0"}}, "another config or tokenizer"),
+        ({"baseline": "nope.json"}, "cannot be read"),
+    ],
+)
+def test_a_baseline_of_something_else_is_refused(
+    evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, options: Values, says: str
+) -> None:
+    """Before anything is written."""
+    held = json.loads(dense_results.read_text()) | options.get("change", {})
+    held["made_by"]["model"] |= options.get("model_change", {})
+    (tmp_path / "dense.json").write_text(json.dumps(held))
+    model, suite = evaluable(options.get("model", "llama")), task_suite.with_name(options.get("suite", task_suite.name))
+    given: Values = {"method": "magnitude", "device_map": "cpu", "dtype": options.get("dtype", "auto")}
+    given["baseline"] = tmp_path / options.get("baseline", "dense.json")
+    with pytest.raises(UserError, match=says) as caught:
+        prune(model, output=tmp_path / "out", evaluate=suite, **given)
+    assert "--baseline" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense.json"]
+
+
+def test_a_folder_without_an_evaluation_is_no_baseline(
+    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(whole / "emp_report.json", folder)
+    values = report_of(folder)
+    del values["evaluation"]
+    (folder / "emp_report.json").write_text(json.dumps(values))
+    given: Values = {"method": "magnitude", "device_map": "cpu", "evaluate": task_suite}
+    with pytest.raises(UserError, match=r"--baseline .*holds no evaluation of the dense model"):
+        prune(evaluable("llama"), output=tmp_path / "out", baseline=folder, **given)
+    with pytest.raises(UserError, match="--baseline needs an evaluation; add --evaluate"):
+        prune(evaluable("llama"), output=tmp_path / "out", baseline=whole, method="magnitude")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_missing_data_is_an_error_before_pruning(evaluable: Models, tmp_path: Path) -> None:
+    """A suite that cannot be measured leaves nothing behind."""
+    (tmp_path / "lost.toml").write_text('[perplexity]\nfile = "lost.txt"\n')
+    for suite, says in ((tmp_path / "lost.toml", "lost.txt: no such file"), ("perplexty", "Did you mean perplexity")):
+        with pytest.raises(UserError, match=says):
+            prune(evaluable("llama"), output=tmp_path / "out", method="magnitude", evaluate=suite)
+    assert [path.name for path in tmp_path.iterdir()] == ["lost.toml"]

@@ -1,0 +1,209 @@
+"""Records: schemas that real files satisfy, newer versions that are refused, and older files that are still read."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from json_schema import errors
+from runs import report_of
+from safetensors import safe_open
+from write_schemas import FOLDER, FORMATS, schema_text
+
+from emp_llm.calibration.activations import METADATA_KEY, Activations
+from emp_llm.common.data_folders import data_folder
+from emp_llm.common.errors import UserError
+from emp_llm.evaluate import evaluate
+from emp_llm.measure import measure
+from emp_llm.prune import prune
+from emp_llm.pruning.output.manifest import read_manifest
+from emp_llm.records.base import FileRecord, read_record
+from emp_llm.records.measure import Measure
+from emp_llm.records.results import Results
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.sweep import Sweep
+from emp_llm.report import report
+from emp_llm.sweep import sweep
+
+OLD = Path(__file__).parent / "data" / "old_records"
+Models = Callable[[str], Path]
+
+
+def schema(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.schema.json").read_text())
+    return found
+
+
+def read(path: Path) -> Any:
+    def refuse(name: str) -> None:
+        pytest.fail(f"{path}: {name} is not JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def written(
+    evaluable: Models, runs: Path, task_suite: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Files that real runs wrote, by the name of their schema."""
+    folder = tmp_path_factory.mktemp("written")
+    model, common = evaluable("llama"), {"device_map": "cpu"}
+    evaluate(runs / "emp", suite=task_suite.with_name("short.toml"), output=folder / "pruned.json", **common)
+    evaluate(model, suite=task_suite, output=folder / "dense.json", limit=2, **common)
+    swept = {"methods": "emp-magnitude,magnitude", "betas": "1", "matched_baselines": True, "keep": True}
+    suite = task_suite.with_name("short.toml")
+    sweep(model, output=folder / "sweep", suite=suite, **swept, **common)  # type: ignore[arg-type]
+    measure(model, output=folder / "measure.json", criteria="magnitude", orders="1,2")
+    report([runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True)
+    prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
+    point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
+    outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
+    with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
+        activations = json.loads(file.metadata()[METADATA_KEY])
+    return {
+        "run": [read(output / "emp_report.json") for output in outputs],
+        "manifest": [read(output / "emp_manifest.json") for output in outputs],
+        "results": [read(folder / "pruned.json"), read(folder / "dense.json")],
+        "sweep": [read(folder / "sweep" / "sweep.json")],
+        "measure": [read(folder / "measure.json")],
+        "report": [read(folder / "report" / "report.json")],
+        "activations": [activations],
+        "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],
+        "suite": [tomllib.loads(path.read_text()) for path in [task_suite, *data_folder("eval").glob("*.toml")]],
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_committed_schemas_are_those_of_the_code(name: str) -> None:
+    """To update them: python scripts/write_schemas.py."""
+    assert (FOLDER / f"{name}.schema.json").read_text() == schema_text(name)
+
+
+def test_there_are_no_other_schemas() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == {f"{name}.schema.json" for name in FORMATS}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_of_real_runs_satisfy_their_schema(written: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """And the schema refuses a missing field, an unknown one, and one of a wrong type."""
+    assert written[name]
+    for values in written[name]:
+        assert errors(schema(name), values) == []
+        first = next(iter(values))
+        assert errors(schema(name), values | {first: object})
+        assert errors(schema(name), values | {"no such field": 1})
+    kind = FORMATS[name][0]
+    for field in msgspec.structs.fields(kind):
+        if field.required:
+            assert errors(schema(name), {key: value for key, value in values.items() if key != field.encode_name})
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in FORMATS.items() if issubclass(kind, FileRecord)])
+def test_a_newer_version_is_refused(written: dict[str, list[dict[str, Any]]], tmp_path: Path, name: str) -> None:
+    """The error names the file, its version and the remedy; the present version is read, and gives the same JSON."""
+    kind: type[FileRecord] = FORMATS[name][0]
+    path = tmp_path / "file.json"
+    values = written[name][0]
+    path.write_text(json.dumps(values))
+    assert read_record(path, kind).as_dict() == values
+    path.write_text(json.dumps(values | {"format": f"emp-llm {kind.KIND} {kind.VERSION + 1}", "news": 1}))
+    with pytest.raises(UserError) as caught:
+        read_record(path, kind)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert f"version {kind.VERSION + 1}" in message
+    assert "pip install --upgrade emp-llm" in message
+    assert "\n" not in message
+    for other in ("emp-llm card 1", "emp-llm", f"emp-llm {kind.KIND} two", "someone's", 3):
+        path.write_text(json.dumps(values | {"format": other}))
+        with pytest.raises(UserError, match=r"this is not an? .* file of emp-llm"):
+            read_record(path, kind)
+
+
+def test_a_newer_run_is_refused_by_report(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "emp_report.json").write_text(json.dumps(report_of(runs / "emp") | {"format": "emp-llm run 9"}))
+    with pytest.raises(UserError, match=r"emp_report\.json: it has format version 9 .*pip install --upgrade emp-llm"):
+        report([tmp_path], output=tmp_path / "out")
+
+
+def test_wrong_fields_are_named_with_their_keys(runs: Path, tmp_path: Path) -> None:
+    """msgspec leaves out the keys of mappings; the error has them, also nested ones."""
+    values = report_of(runs / "emp")
+    counts = {"t": {"original": 10, "effective": 10}, "u.v": {"original": 10, "effective": "all"}}
+    values["evaluation"]["pruned"]["tasks"] = {
+        "fine": {"results": {}, "n-samples": {}},
+        "task": {"results": {"t": {"acc,none": 0.5}}, "n-samples": counts},
+    }
+    path = tmp_path / "emp_report.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError) as caught:
+        read_record(path, RunReport)
+    assert str(caught.value) == f"{path}: evaluation.pruned.tasks.task.n-samples.u.v.effective: expected int, got str."
+
+
+@pytest.mark.parametrize("name", ["pruned", "baseline", "together"])
+def test_old_runs_are_read(name: str) -> None:
+    """Reports before version 2 have no format; their manifests have version 1."""
+    values = read(OLD / name / "emp_report.json")
+    assert "format" not in values
+    run = read_record(OLD / name / "emp_report.json", RunReport)
+    assert run.source.key == values["source"]["sha256_of_samples"]
+    assert run.targets.kept == values["targets"]["kept"]
+    assert {key: entry.kept for key, entry in run.matrices.items()} == {
+        key: entry["kept"] for key, entry in values["matrices"].items()
+    }
+    assert run.recipe.method == values["recipe"]["method"]
+    assert run.recipe.beta == values["recipe"].get("beta")
+    if name == "pruned":
+        assert run.evaluation is not None
+        assert run.evaluation.pruned is not None
+        assert run.evaluation.pruned.perplexity is not None
+        assert run.evaluation.pruned.perplexity.value == values["evaluation"]["pruned"]["perplexity"]["perplexity"]
+        assert run.evaluation.pruned.tasks["sums"].results == values["evaluation"]["pruned"]["tasks"]["sums"]["results"]
+    manifest = read_manifest(OLD / name)
+    assert manifest.format == "emp-llm manifest 1"
+    assert {key: file.sha256 for key, file in manifest.files.items()} == {
+        key: file["sha256"] for key, file in read(OLD / name / "emp_manifest.json")["files"].items()
+    }
+
+
+def test_other_old_files_are_read() -> None:
+    results = read_record(OLD / "results.json", Results)
+    values = read(OLD / "results.json")
+    assert results.made_by.model.sha256_of_samples == values["made_by"]["model"]["sha256_of_samples"]
+    assert results.pruned is not None
+    assert results.pruned.method == "emp-wanda"
+    assert results.complete
+    assert results.measures.parts == 2
+    swept = read_record(OLD / "sweep" / "sweep.json", Sweep)
+    assert [point.name for point in swept.points] == [point["name"] for point in read(OLD / "sweep" / "sweep.json")["points"]]
+    measured = read_record(OLD / "measure.json", Measure)
+    assert [(entry.criterion, entry.order) for entry in measured.measures] == [
+        (entry["criterion"], entry["order"]) for entry in read(OLD / "measure.json")["measures"]
+    ]
+    norms = Activations.load(OLD / "activations.safetensors")
+    assert norms.about.tokens == 96
+    assert norms.norm("model.layers.0.mlp.up_proj") is not None
+
+
+def test_old_files_make_a_report(tmp_path: Path) -> None:
+    """Runs, sweep, measure and results of the old version together: one model, all points, with their values."""
+    names = ("pruned", "baseline", "together", "sweep", "measure.json", "results.json", "results-baseline.json")
+    summary = report([OLD / name for name in names], output=tmp_path / "out", no_plots=True)
+    (study,) = summary.page.studies
+    assert study.points[:3] == ["pruned", "baseline", "together"]
+    assert len(study.points) == 3 + len(read(OLD / "sweep" / "sweep.json")["points"])
+    assert study.suites == ["suite"]
+    text = (tmp_path / "out" / "report.md").read_text()
+    perplexity = read(OLD / "results.json")["perplexity"]["perplexity"]
+    assert f"{perplexity:.3f}" in text
+    assert "all targets as one group" in text
+
+
+def test_an_old_run_can_be_matched(models: Models, tmp_path: Path) -> None:
+    """Up to the check that it is of the same model: its counts are read."""
+    with pytest.raises(UserError, match="that run had 1152 target weights"):
+        prune(models("llama"), output=tmp_path / "out", method="magnitude", match=OLD / "pruned")

@@ -1,0 +1,193 @@
+"""The structure of models: read off conventional names, or from the model's class; incomplete checkpoints; tables in blocks."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import transformers
+from conftest import Run
+from oracle import tensors
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.conventional import conventional_structure
+from emp_llm.architecture.model_layers import model_layers
+from emp_llm.architecture.skeleton import build_skeleton
+from emp_llm.architecture.structure import Structure, structure_of_model
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+
+CONVENTIONAL = {"llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"}
+Models = Callable[[str], Path]
+
+
+def edited(source: Path, folder: Path, config: dict[str, object] | None = None, without: str | None = None) -> Path:
+    """A copy of a model with other values in its config, or without a weight."""
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    if without is not None:
+        stored = tensors(folder)[without]
+        weights = load_file(stored.shard)
+        del weights[without]
+        save_file(weights, stored.shard, {"format": "pt"})
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        del content["weight_map"][without]
+        index.write_text(json.dumps(content))
+    return folder
+
+
+def by_class(folder: Path) -> Structure:
+    return structure_of_model(build_skeleton(folder), Checkpoint(folder))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_conventional_names_give_the_structure_of_the_class(models: Models, family: str) -> None:
+    """The same layers in the same order, the same places, the same coverage."""
+    checkpoint = Checkpoint(models(family))
+    found = conventional_structure(checkpoint)
+    assert (found is not None) == (family in CONVENTIONAL)
+    if found is None:
+        return
+    exact = by_class(models(family))
+    assert found.layers == exact.layers
+    weights = [layer.parameter for layer in exact.layers]
+    assert [found.stored_names[name] for name in weights] == [exact.stored_names[name] for name in weights]
+    assert found.block_shapes == exact.block_shapes
+    for targets in ("mlp", "attention", "all-linear"):
+        short, long = Architecture(checkpoint, found), Architecture(checkpoint, exact)
+        assert short.select(targets) == long.select(targets)
+        assert short.coverage(short.select(targets)) == long.coverage(long.select(targets))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"hidden_size": 64},
+        {"intermediate_size": 40},
+        {"num_hidden_layers": 3},
+        {"num_key_value_heads": 4},
+        {"vocab_size": 300},
+        {"vocab_size": None},
+        {"auto_map": {"AutoModelForCausalLM": "model.Model"}},
+        {"architectures": ["LlamaModel"]},
+    ],
+)
+def test_a_config_that_does_not_fit_leaves_it_to_the_class(models: Models, tmp_path: Path, config: dict[str, object]) -> None:
+    assert conventional_structure(Checkpoint(edited(models("llama"), tmp_path / "model", config))) is None
+
+
+def test_another_name_leaves_it_to_the_class(models: Models, tmp_path: Path) -> None:
+    folder = edited(models("llama"), tmp_path / "model")
+    stored = tensors(folder)["model.norm.weight"]
+    save_file(load_file(stored.shard) | {"model.scale": torch.ones(2)}, stored.shard, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.scale"] = stored.shard.name
+    index.write_text(json.dumps(content))
+    assert conventional_structure(Checkpoint(folder)) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("llama", "model.layers.0.input_layernorm.weight"),
+        ("llama", "lm_head.weight"),
+        ("gpt2", "transformer.h.0.ln_1.weight"),
+        ("opt", "model.decoder.layers.1.fc1.weight"),
+        ("gpt_neox", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"),
+    ],
+)
+def test_a_missing_weight_is_named(models: Models, tmp_path: Path, command: Run, family: str, name: str) -> None:
+    folder = edited(models(family), tmp_path / "model", without=name)
+    done = command("prune", "--model", folder, "--method", "magnitude", "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert name in done.stderr
+    assert "1 weight of the model is missing" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_in_blocks_are_no_targets() -> None:
+    """T5's relative position bias is an embedding; its shape says nothing."""
+    names = {
+        "encoder.block.0.layer.0.SelfAttention.q.weight": (8, 8),
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, 4),
+        "encoder.block.0.layer.1.DenseReluDense.wi.weight": (16, 8),
+        "shared.weight": (20, 8),
+    }
+    from emp_llm.architecture.layers import stored_layers
+
+    kinds = {layer.leaf: layer.kind for layer in stored_layers(_named(names))}
+    assert kinds == {"q": "attention", "relative_attention_bias": "embedding", "wi": "mlp", "shared": "embedding"}
+
+
+def test_attention_of_t5_is_pruned_without_its_position_bias(tmp_path: Path, command: Run) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shapes = {"q": (8, 8), "k": (8, 8), "v": (8, 8), "o": (8, 8), "relative_attention_bias": (32, 4)}
+    weights = {f"encoder.block.0.layer.0.SelfAttention.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    done = command("prune", "--model", folder, "--method", "magnitude", "--targets", "attention", "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    zeros = {name.split(".")[-2]: int((tensor == 0).sum()) for name, tensor in after.items()}
+    assert zeros == {"q": 32, "k": 32, "v": 32, "o": 32, "relative_attention_bias": 0}
+    assert "targets: 4 of 4 matrices" in done.stdout
+
+
+def test_an_mlp_is_no_state_space_model() -> None:
+    """The class of Seed-OSS's MLP, SeedOssMLP, holds the letters of "ssm"."""
+    config = transformers.SeedOssConfig(**tiny.GLU)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    kinds = {layer.leaf: layer.kind for layer in model_layers(model)}
+    assert {kinds[leaf] for leaf in ("gate_proj", "up_proj", "down_proj")} == {"mlp"}
+    assert {kinds[leaf] for leaf in ("q_proj", "o_proj")} == {"attention"}
+
+
+def test_coverage_stays_within_the_blocks(models: Models, command: Run, tmp_path: Path) -> None:
+    """Targets outside of decoder blocks are counted apart."""
+    line = ("prune", "--model", models("llama"), "--method", "magnitude", "--targets", "lm_head", "--dry-run")
+    done = command(*line, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "0 of 14 matrices in blocks" in done.stdout
+    assert "1 outside" in done.stdout
+
+
+def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"layers.0.mlp.weight": torch.randn(4, 4)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(UserError, match=r"unheard-of|causal"):
+        Architecture.of_checkpoint(Checkpoint(folder))
+    assert len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
+
+
+def test_structure_of_a_loaded_model(models: Models) -> None:
+    """A loaded model serves as well as its skeleton."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models("mixtral"))
+    checkpoint = Checkpoint(models("mixtral"))
+    assert structure_of_model(model, checkpoint).layers == by_class(models("mixtral")).layers
+
+
+def _named(shapes: dict[str, tuple[int, ...]]) -> Checkpoint:
+    """A checkpoint of names and shapes alone."""
+
+    class Named(Checkpoint):
+        def __init__(self) -> None:
+            from emp_llm.checkpoint.safetensors_header import StoredTensor
+
+            self.tensors = {name: StoredTensor(Path("x"), name, "F32", shape, 0, 0) for name, shape in shapes.items()}
+
+    return Named()
