@@ -1,0 +1,86 @@
+"""The pages that users read: their commands parse, their options and links exist, and README.md is short.
+
+`make docs` also runs every command and compares its output.
+"""
+
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from run_docs import blocks_of, commands_of, pages
+
+from emp_llm.cli import COMMANDS, _fields, parse
+
+ROOT = Path(__file__).parents[1]
+OTHER_FLAGS = {"--extra-index-url", "--force", "--nproc-per-node", "--update", "--help", "--write", "--device", "--version"}
+
+
+def arguments_of(line: str) -> list[list[str]]:
+    """The arguments of each emp-llm command in a line of shell, without redirections."""
+    found = []
+    for part in re.split(r"\|+|&&|;", line):
+        words = shlex.split(re.sub(r"\d?>+ *\S+|2>&1|\\$", "", part), comments=True)
+        while words and "=" in words[0] and not words[0].startswith("-"):  # settings of the environment
+            words = words[1:]
+        if words and words[0].rpartition("/")[2] == "emp-llm":
+            found.append(words[1:])
+        elif "-m" in words and words[words.index("-m") + 1].startswith("emp_llm."):
+            found.append([words[words.index("-m") + 1].removeprefix("emp_llm."), *words[words.index("-m") + 2 :]])
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_commands_parse(page: Path) -> None:
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        if block.kind == "python":
+            compile(block.text, page.name, "exec")
+            continue
+        for command in commands_of(block):
+            for name, *arguments in arguments_of(command.line):
+                if name == "--version":
+                    continue
+                assert name in COMMANDS, command.line
+                if "--help" not in arguments:
+                    parse(getattr(import_module(f"emp_llm.{name}"), name), arguments, name)
+
+
+def test_commands_are_found() -> None:
+    """Guards the test above: what it parses is what the pages show."""
+    assert arguments_of("A=1 emp-llm prune --model m > /dev/null && python -m emp_llm.push out u/m | cat") == [
+        ["prune", "--model", "m"],
+        ["push", "out", "u/m"],
+    ]
+    shown = [line for page in pages() for block in blocks_of(page.read_text()) for line in commands_of(block)]
+    assert {each[0] for line in shown if line.line for each in arguments_of(line.line)} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_options_named_in_the_text_exist(page: Path) -> None:
+    flags = set(OTHER_FLAGS)
+    for name in COMMANDS:
+        for field, _, option, _ in _fields(getattr(import_module(f"emp_llm.{name}"), name)):
+            flags.update((option.flag or f"--{field.replace('_', '-')}").split("/"))
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", text):
+        for flag in re.findall(r"(?<![\w-])--[a-z0-9-]+", code):
+            assert flag in flags, f"{page.name}: {code}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target and not target.startswith("#"):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+
+
+def test_readme_is_a_front_door() -> None:
+    """At most 900 words, and one spelling of the commands, apart from the sentence on the other."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    assert text.count("python -m emp_llm.") == 1
+    for page in pages():
+        assert page.name == "README.md" or "python -m emp_llm." not in page.read_text(encoding="utf-8").replace(
+            "-m emp_llm.evaluate", ""
+        )
