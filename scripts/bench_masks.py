@@ -13,14 +13,13 @@ is read, with work queued ahead so that it never waits for Python; `call` is wha
 
 import argparse
 import os
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench_helpers import processor_name, wall_time
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
@@ -55,7 +54,7 @@ def main() -> None:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
-        weight, norms = _matrix(shape)
+        weight, norms = random_matrix(shape)
         for name, criterion, budget in RUNS:
             lines.append(_row(weight, norms, name, criterion, budget, repeats))
             print(lines[-1], flush=True)
@@ -65,43 +64,47 @@ def main() -> None:
         _write(table, arguments.threads, repeats)
 
 
-def _matrix(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def random_matrix(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Random bfloat16 weights, and norms of their inputs."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
     return weight, torch.rand(shape[1], generator=generator) + 0.1
 
 
 def _row(weight: Tensor, norms: Tensor, name: str, criterion: str, budget: Budget, repeats: int) -> str:
-    factors = norms if criterion == "wanda" else None
-    room = torch.empty_like(weight)
-    work, step = weight.clone(), max(1, BLOCK // weight.shape[1])
-    if not has_kernel(work, criterion, budget):
-        raise SystemExit("numba is not installed: pip install 'emp-llm[fast]'")
-
-    def kernel() -> None:
-        for first in range(0, len(work), step):
-            prune_rows(work[first : first + step], criterion, factors, budget)
-
-    def plain() -> None:
-        for first in range(0, len(work), step):
-            prune_rows_plainly(work[first : first + step], criterion, factors, budget)
-
-    steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
-    slow: dict[str, Callable[[], object]] = {"plain": plain, "sort": lambda: _sorted(work, factors, budget)}
-    times: dict[str, list[float]] = {step: [] for step in (*steps, *slow)}
-    kernel()  # compiled, and the pages of all tensors at hand
-    for repeat in range(repeats):
-        for name_of_step, run in (steps if repeat else steps | slow).items():
-            work.copy_(weight)
-            start = time.perf_counter()
-            run()
-            times[name_of_step].append(time.perf_counter() - start)
-    copy, fast, plainly, sort = (statistics.median(times[step]) for step in ("copy", "kernel", "plain", "sort"))
+    times = cpu_times(weight, norms if criterion == "wanda" else None, criterion, budget, repeats)
+    copy, fast, plainly, sort = (times[step] for step in ("copy", "kernel", "plain", "sort"))
     size = weight.nbytes / 1e9
     return (
         f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {1e3 * copy:.1f} ms | {1e3 * fast:.1f} ms | {size / fast:.2f} "
         f"| {fast / copy:.1f} | {1e3 * plainly:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
     )
+
+
+def cpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budget, repeats: int) -> dict[str, float]:
+    """Median seconds of a copy, of the kernel, of plain torch, and of sorting; the last two are measured once."""
+    room = torch.empty_like(weight)
+    work, step = weight.clone(), max(1, BLOCK // weight.shape[1])
+    if not has_kernel(work, criterion, budget):
+        raise SystemExit("numba is not installed: pip install numba")
+
+    def kernel() -> None:
+        for first in range(0, len(work), step):
+            prune_rows(work[first : first + step], criterion, norms, budget)
+
+    def plain() -> None:
+        for first in range(0, len(work), step):
+            prune_rows_plainly(work[first : first + step], criterion, norms, budget)
+
+    steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
+    slow: dict[str, Callable[[], object]] = {"plain": plain, "sort": lambda: _sorted(work, norms, budget)}
+    times: dict[str, list[float]] = {step: [] for step in (*steps, *slow)}
+    kernel()  # compiled, and the pages of all tensors at hand
+    for repeat in range(repeats):
+        for name, run in (steps if repeat else steps | slow).items():
+            work.copy_(weight)
+            times[name].append(wall_time(run))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def _sorted(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
@@ -137,7 +140,7 @@ def _on_gpu(repeats: int, write: bool) -> None:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
-        weight, norms = (tensor.cuda() for tensor in _matrix(shape))
+        weight, norms = (tensor.cuda() for tensor in random_matrix(shape))
         for name, criterion, budget in RUNS:
             lines.append(_gpu_row(weight, norms if criterion == "wanda" else None, name, criterion, budget, repeats))
             print(lines[-1], flush=True)
@@ -154,6 +157,25 @@ def _on_gpu(repeats: int, write: bool) -> None:
 
 
 def _gpu_row(weight: Tensor, norms: Tensor | None, name: str, criterion: str, budget: Budget, repeats: int) -> str:
+    times = gpu_times(weight, norms, criterion, budget, repeats)
+    copy, kernel, in_place, call, plain, sort = (
+        1e3 * times[step] for step in ("copy", "kernel", "in place", "call", "plain", "sort")
+    )
+    speed = 2 * weight.nbytes / 1e6 / kernel
+    return (
+        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {copy:.3f} ms | {kernel:.3f} ms | {speed:.0f} "
+        f"| {copy / kernel:.0%} | {in_place:.3f} ms | {copy / in_place:.0%} | {call:.3f} ms | {plain:.1f} ms | {sort:.2f} ms "
+        f"| {sort / kernel:.0f} |"
+    )
+
+
+def gpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budget, repeats: int) -> dict[str, float]:
+    """Median seconds on a GPU: by its own clock, except for `call`, which is the wall time of prune_rows in place.
+
+    Args:
+        weight, norms: on the GPU.
+        repeats: of each way; of plain torch and of sorting, at most three.
+    """
     if not has_kernel(weight, criterion, budget):
         raise SystemExit("there is no kernel for this GPU here: it takes compute capability 8.0 and Triton")
     from emp_llm.selection.kernels.cuda import enqueue
@@ -174,16 +196,10 @@ def _gpu_row(weight: Tensor, norms: Tensor | None, name: str, criterion: str, bu
             if step in ("plain", "sort") and repeat > 2:
                 continue
             work.copy_(weight)
-            taken = _waited(run) if step == "call" else _gpu_time(run)
+            taken = wall_time(run) if step == "call" else _gpu_time(run)
             if repeat >= 0:
                 times[step].append(taken)
-    copy, kernel, in_place, call, plain, sort = (1e3 * statistics.median(times[step]) for step in steps)
-    speed = 2 * weight.nbytes / 1e6 / kernel
-    return (
-        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {copy:.3f} ms | {kernel:.3f} ms | {speed:.0f} "
-        f"| {copy / kernel:.0%} | {in_place:.3f} ms | {copy / in_place:.0%} | {call:.3f} ms | {plain:.1f} ms | {sort:.2f} ms "
-        f"| {sort / kernel:.0f} |"
-    )
+    return {step: statistics.median(taken) for step, taken in times.items()}
 
 
 def _gpu_time(run: Callable[[], object]) -> float:
@@ -197,28 +213,14 @@ def _gpu_time(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _waited(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def _write(table: str, threads: int, repeats: int) -> None:
-    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
     about = (
         "# Masks at memory speed\n\n"
-        f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: {model}, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}, {threads} threads. bfloat16 weights, in place; medians of one run, in turn (the slow "
-        "ones once).\n\n"
+        f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: {processor_name()}, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}, {threads} threads. bfloat16 weights, in place; medians of one "
+        "run, in turn (the slow ones once).\n\n"
     )
     (Path(__file__).parent / "results" / "bench_masks.md").write_text(about + table + "\n", encoding="utf-8")
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure_memory import run_and_watch
+from bench_helpers import run_and_watch
 from safetensors.torch import save_file
 
 from emp_llm.pack import pack

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from measure_memory import make_checkpoint, run_and_watch
+from bench_helpers import forget, run_and_watch
+from measure_memory import make_checkpoint
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
         size = make_checkpoint(source, arguments.gigabytes, shards=3)
         for _ in range(arguments.repeats):
             for name, passed in times.items():
-                _forget(source)
+                forget(source)
                 start = time.perf_counter()
                 if name == "cp -r":
                     subprocess.run(["cp", "-r", str(source), str(output)], check=True)
@@ -65,15 +66,6 @@ def main() -> None:
     if arguments.write:
         text = f"# A prune beside a copy\n\n`python scripts/bench_prune.py`: {about}\n\n{table}\n"
         (Path(__file__).parent / "results" / "bench_prune.md").write_text(text, encoding="utf-8")
-
-
-def _forget(folder: Path) -> None:
-    """Throw the files' pages out of the cache."""
-    os.sync()
-    for path in folder.iterdir():
-        file = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def _check(dtype: torch.dtype, criterion: str, weights: int) -> tuple[int, int, 
         weight = _weights(kind, ((1 << 21) // width, width), generator).to(dtype)
         norms = torch.rand(width, generator=generator) * 10
         if not has_kernel(weight, criterion, EffectiveBudget()):
-            raise SystemExit("numba is not installed: pip install 'emp-llm[fast]'")
+            raise SystemExit("numba is not installed: pip install numba")
         scores = weight.float().abs().numpy()
         if criterion == "wanda":
             scores = scores * norms.numpy()

@@ -5,11 +5,11 @@
 Makes two random Llamas in bfloat16, of about 3 B and 1 B parameters. The first is calibrated from disk in a process of its
 own, the file's pages thrown out of the cache before. The second is calibrated from disk and, for the ratio, run in memory
 with and without hooks in turn; these pairs are timed in CPU seconds, which other programs disturb less.
+On a GPU: scripts/bench_gpu.py.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,10 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
+from bench_helpers import forget, layers_in_blocks, make_llama, plain_pass, random_tokens
 
-from emp_llm.architecture.blocks import body_of
-from emp_llm.architecture.model_layers import model_layers
 from emp_llm.calibration.block_pass import calibrate_blocks
 from emp_llm.calibration.whole_pass import calibrate_model
 from emp_llm.common.timing import peak_memory
@@ -31,8 +29,20 @@ from emp_llm.execution.loading import load_model
 from emp_llm.options.calibration import Place
 
 SHAPES = {
-    "3B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "3B": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+    },
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
 }
 
 
@@ -42,17 +52,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=128)
-    parser.add_argument("--step", choices=("make", "blocks", "memory", "gpu"), help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=("make", "blocks", "memory"), help=argparse.SUPPRESS)
     parser.add_argument("--shape", choices=tuple(SHAPES), help=argparse.SUPPRESS)
     parser.add_argument("--place", choices=("cpu", "disk"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step is not None:
-        tokens = torch.randint(0, 32000, (options.samples, options.seqlen), generator=torch.Generator().manual_seed(0))
+        tokens = random_tokens(options.samples, options.seqlen)
         steps: dict[str, Callable[[], dict[str, float]]] = {
-            "make": lambda: make(options.folder, options.shape),
+            "make": lambda: {"bytes": make_llama(options.folder, SHAPES[options.shape])},
             "blocks": lambda: by_blocks(options.folder, tokens, options.place),
             "memory": lambda: in_memory(options.folder, tokens),
-            "gpu": lambda: on_gpu(options.folder, tokens),
         }
         print(json.dumps(steps[options.step]()))
         return
@@ -80,12 +89,6 @@ def measure(scratch: Path, samples: int, seqlen: int) -> None:
             read = f"{found['storage'] / 1e9:.2f} GB ({found['storage'] / size:.3f} x)"
             memory = f"{found['peak'] / 1e9:.2f} GB | {found['before'] / 1e9:.2f} GB before the first block"
             print(f"| {shape} | {place} | {size / 1e9:.2f} GB | {read} | {memory} | {found['seconds']:.1f} |", flush=True)
-    if torch.cuda.is_available():
-        rates = step("gpu", "1B")
-        print(
-            f"\n1B on {torch.cuda.get_device_name()}: {rates['plain']:,.0f} tokens/s without hooks, {rates['hooked']:,.0f} with"
-        )
-        print(f"them; block by block {rates['blocks']:,.0f}, and {rates['offloaded']:,.0f} with the blocks in CPU memory")
     found, other = step("memory", "1B"), step("blocks", "1B")
     plain, hooked, wall = found["plain"], found["hooked"], found["wall"]
     percent = 100 * (found["overhead"] - 1)
@@ -94,26 +97,14 @@ def measure(scratch: Path, samples: int, seqlen: int) -> None:
     print(f"1B, wall time: {wall:.2f} s in memory without hooks, {other['seconds']:.2f} s from disk, cold ({ratio:.2f} x)")
 
 
-def make(folder: Path, shape: str) -> dict[str, float]:
-    """Write a random model; returns the bytes of its shards."""
-    config = transformers.LlamaConfig(**SHAPES[shape], num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="2GB")
-    return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
-
-
 def by_blocks(folder: Path, tokens: torch.Tensor, place: Place) -> dict[str, float]:
     """Calibrate from disk, cold."""
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    forget(folder)
     model = load_model(folder, "disk")
     before, peak_before = _storage(), peak_memory()
     start = time.perf_counter()
     runner = BlockwiseModel(model, None, place)
-    calibrate_blocks(runner, [layer for layer in model_layers(model) if layer.block is not None], tokens, 1)
+    calibrate_blocks(runner, layers_in_blocks(model), tokens, 1)
     seconds = time.perf_counter() - start
     read = max(_storage() - before, runner.bytes_read)  # the storage may be a memory file system
     return {"seconds": seconds, "peak": peak_memory(), "before": peak_before, "storage": read}
@@ -122,13 +113,11 @@ def by_blocks(folder: Path, tokens: torch.Tensor, place: Place) -> dict[str, flo
 def in_memory(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
     """Passes of the whole model, without and with hooks in turn."""
     model = load_model(folder, "cpu")
-    layers = [layer for layer in model_layers(model) if layer.block is not None]
+    layers = layers_in_blocks(model)
     plain, hooked, wall = [], [], []
     for _ in range(6):
         start, clock = time.process_time(), time.perf_counter()
-        with torch.no_grad():
-            for batch in torch.split(tokens, 1):
-                body_of(model)(input_ids=batch, use_cache=False)
+        plain_pass(model, tokens)
         plain.append(time.process_time() - start)
         wall.append(time.perf_counter() - clock)
         start = time.process_time()
@@ -137,35 +126,6 @@ def in_memory(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
     ratios = [b / a for a, b in zip(plain[1:], hooked[1:], strict=True)]  # the first pair warms up
     median = statistics.median
     return {"plain": median(plain[1:]), "hooked": median(hooked[1:]), "overhead": median(ratios), "wall": median(wall[1:])}
-
-
-def on_gpu(folder: Path, tokens: torch.Tensor) -> dict[str, float]:
-    """Tokens/s on a GPU, medians of five in turn: without hooks, with them, by blocks, and by blocks that are offloaded."""
-    resident = load_model(folder, "cuda:0")
-    parts = {"model.embed_tokens": 0, "model.layers": "cpu", "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
-    offloaded = load_model(folder, json.dumps(parts))
-    layers = [layer for layer in model_layers(resident) if layer.block is not None]
-
-    def plain() -> None:
-        with torch.no_grad():
-            for batch in torch.split(tokens, 1):
-                body_of(resident)(input_ids=batch.to("cuda:0"), use_cache=False)
-
-    ways: dict[str, Callable[[], object]] = {
-        "plain": plain,
-        "hooked": lambda: calibrate_model(resident, layers, tokens, 1),
-        "blocks": lambda: calibrate_blocks(BlockwiseModel(resident, None, "device"), layers, tokens, 1),
-        "offloaded": lambda: calibrate_blocks(BlockwiseModel(offloaded, None, "device"), layers, tokens, 1),
-    }
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(6):
-        for way, run in ways.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            rates[way].append(tokens.numel() / (time.perf_counter() - start))
-    return {way: statistics.median(found[1:]) for way, found in rates.items()}
 
 
 def _storage() -> int:

@@ -7,16 +7,15 @@ with emp-magnitude in a subprocess, and prints the kernel's high-water mark of i
 """
 
 import argparse
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from bench_helpers import run_and_watch
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000
 PIECE = 1 << 24
@@ -40,23 +39,6 @@ def main() -> None:
         stage = json.loads((output / "emp_report.json").read_text())["stages"]["prune"]
         print(f"\n{size / 1e9:.2f} GB in 2 shards, group {arguments.group}, {os.cpu_count()} CPUs:")
         print(f"peak resident memory {peak / 1e6:.0f} MB, wall {seconds:.1f} s (pruning itself {stage['seconds']:.1f} s)")
-
-
-def run_and_watch(command: list[str]) -> int:
-    """Run to the end; returns the highest resident memory in bytes.
-
-    The kernel's high-water mark is read from outside all along. (getrusage would count what this process held at the fork.)
-    """
-    process = subprocess.Popen(command)
-    peak = 0
-    while process.poll() is None:
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            peak = max(peak, 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]))
-        time.sleep(0.02)
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return peak
 
 
 def make_checkpoint(folder: Path, gigabytes: float, shards: int = 2) -> int:

@@ -1,21 +1,27 @@
-"""Calibration and pruning on one GPU and on several. Skipped without a GPU."""
+"""Calibration, masks and sweeps on one GPU and on several. Skipped without a GPU."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from kernel_cases import DTYPES, weights
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
 
+from emp_llm import effective_mask
+from emp_llm.calibrate import calibrate
 from emp_llm.calibration.block_pass import calibrate_blocks
 from emp_llm.calibration.whole_pass import calibrate_model
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
+from emp_llm.pruning import pruner
+from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -68,3 +74,74 @@ def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
     prune(model=source, output=tmp_path / "two", activations=activations, mask_device="cpu")
     for shard in (tmp_path / "one").glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "two" / shard.name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "heavy"])
+def test_effective_masks_on_the_gpu_equal_those_on_the_cpu(dtype: torch.dtype, kind: str) -> None:
+    """By the kernel (more than a million scores in rows) and by plain torch (fewer, or another order)."""
+    small, large = weights(kind, (24, 600), dtype, 0), weights(kind, (300, 4096), dtype, 1)
+    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (large, {}),
+        (large, {"beta": 0.6}),
+        (large, {"order": 1.0}),
+        (large.view(300, 64, 64), {"dim": (1, 2)}),
+        (small, {}),
+        (small, {"dim": 0}),
+        (small, {"dim": None}),
+    ]
+    for scores, options in cases:
+        mask = effective_mask(scores.cuda(), **options)
+        assert mask.is_cuda
+        assert torch.equal(mask.cpu(), effective_mask(scores, **options)), options
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "emp-wanda"},
+        {"method": "emp-wanda", "beta": 0.7},
+        {"method": "wanda", "sparsity": 0.4},
+        {"method": "wanda", "pattern": "2:4"},
+        {"method": "emp-magnitude"},
+        {"method": "emp-magnitude", "group": "matrix"},
+        {"method": "emp-magnitude", "group": "all"},
+        {"method": "magnitude", "sparsity": 0.4, "group": "matrix"},
+    ],
+    ids=str,
+)
+def test_checkpoints_masked_on_the_gpu_equal_those_masked_on_the_cpu(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Matrices of several blocks, so that pinned memory and the memory of the GPU are reused."""
+    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 7 * 96)
+    with monkeypatch.context() as patch:
+        sizes = {"hidden_size": 96, "intermediate_size": 264, "num_hidden_layers": 3}
+        patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
+        source = tiny.make_model(tmp_path / "model", "wider", dtype)
+    given: dict[str, Any] = {"model": source, "targets": "all-linear"} | options
+    if "wanda" in options["method"]:
+        given["activations"] = tmp_path / "norms.safetensors"
+        calibrate(model=source, output=given["activations"], calibration=str(text), samples=2, seqlen=32, device_map="cpu")
+    reports = {device: prune(output=tmp_path / device, mask_device=device, **given) for device in ("cpu", "cuda")}
+    assert reports["cuda"].matrices == reports["cpu"].matrices  # type: ignore[union-attr]
+    for shard in (tmp_path / "cpu").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "cuda" / shard.name).read_bytes()
+
+
+def test_a_sweep_with_masks_from_the_gpu_equals_one_with_masks_from_the_cpu(
+    models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model lies on the GPU, and its weights are masked there."""
+    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 5 * 32)
+    (tmp_path / "judge.txt").write_text(text.read_text()[:3000])
+    (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 100\n')
+    options: dict[str, Any] = {"methods": "emp-wanda,emp-magnitude", "betas": "0.5,1", "device_map": "cuda:0"}
+    options |= {"suite": str(tmp_path / "suite.toml"), "calibration": str(text), "samples": 4, "seqlen": 64}
+    found = []
+    for device in ("cpu", "cuda"):
+        points = sweep(model=models("llama"), output=tmp_path / device, mask_device=device, **options).points  # type: ignore[union-attr]
+        found.append([(point.name, point.masks, point.evaluation.perplexity.perplexity) for point in points])  # type: ignore[union-attr]
+    assert found[0] == found[1]
+    assert len(found[0]) == 4

@@ -10,81 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
 from torch import Tensor
 
 from emp_llm import effective_mask
 from emp_llm.selection import available_kernels, effective, row_pruning
 from emp_llm.selection.arithmetic.hill import NonFiniteError
 from emp_llm.selection.available_kernels import has_numba
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, TotalBudget
 from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
 
 pytest.importorskip("numba")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BUDGETS: list[Budget] = [
-    EffectiveBudget(),
-    EffectiveBudget(0.3),
-    EffectiveBudget(1.7),
-    RatioBudget(0.5),
-    RatioBudget(0.0),
-    TotalBudget(1000, 4000),
-    PartsBudget((10, 1000), (17, 4000)),
-    PatternBudget(2, 4),
-    PatternBudget(1, 2),
-    PatternBudget(4, 8),
-    PatternBudget(3, 5),
-]
-KINDS = ("normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy", "neighbours")
-# (kind, shape, budget): one column, none kept, all kept, rows of zeros, less than one kept; and numbers that rounding takes
-# below an integer: 0.7 * 90, and N_eff of 121 equal float32 numbers.
-EDGES: list[tuple[str, tuple[int, int], Budget]] = [
-    *(
-        ("normal", (3, 1), budget)
-        for budget in (EffectiveBudget(), RatioBudget(0.5), TotalBudget(2, 4), TotalBudget(3999, 4000))
-    ),
-    *((kind, (2, 64), TotalBudget(3999, 4000)) for kind in ("ties", "zeros")),
-    ("ties", (1, 64), RatioBudget(0.0)),
-    ("zeros", (2, 70), EffectiveBudget(0.3)),
-    ("heavy", (1, 64), EffectiveBudget(0.05)),
-    ("uniform", (1, 90), EffectiveBudget(0.7)),
-    ("uniform", (1, 121), EffectiveBudget()),
-]
-FIELDS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
-
-
-def weights(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
-    if kind == "ties":
-        values = values.sign() * torch.randint(0, 3, shape, generator=generator)
-    elif kind == "uniform":
-        values = torch.full(shape, 0.3)
-    elif kind == "zeros":
-        values = values * (torch.rand(shape, generator=generator) < 0.2) * (torch.arange(shape[0])[:, None] % 2)
-    elif kind == "negative zeros":
-        values = torch.where(torch.rand(shape, generator=generator) < 0.5, -0.0, values)
-    elif kind == "subnormal":
-        values = values * (1e-39 if dtype != torch.float16 else 1e-7)
-    elif kind == "huge":
-        values = values.clamp(-3, 3) * (1e38 if dtype != torch.float16 else 2e4)
-    elif kind == "heavy":
-        values = values**7
-    elif kind == "neighbours":  # float32 numbers with equal upper halves, and the smallest and largest lower halves
-        lower = torch.tensor([0, 1, 0xFFFE, 0xFFFF])[torch.randint(0, 4, shape, generator=generator)]
-        values = (lower + (torch.randint(0x3F80, 0x3F82, shape, generator=generator) << 16)).int().view(torch.float32)
-    return values.to(dtype)
-
-
-def norms_of(kind: str, columns: int) -> Tensor:
-    """Norms for weights of a kind; some are zero."""
-    norms = torch.rand(columns, generator=torch.Generator().manual_seed(1))
-    norms[5:8], norms[8] = 0, -0.0
-    return norms if kind == "huge" else norms * 100
-
-
-def bits(weight: Tensor) -> Tensor:
-    return weight.cpu().view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
 
 
 def assert_same(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget) -> None:

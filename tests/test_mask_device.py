@@ -13,11 +13,14 @@ from runs import weights_of
 from emp_llm.calibrate import calibrate
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.pruning import mask_device, pruner
 from emp_llm.pruning.row_pruners import GpuRowPruner
 from emp_llm.records.run_report import RunReport
 from emp_llm.selection.kernels import cuda
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -108,14 +111,64 @@ def test_several_blocks_are_under_way_at_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[torch.Size]
 ) -> None:
     """Their order is kept, and their memory is not given away before they have landed."""
-    from emp_llm.pruning import pruner
-
     monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 2 * 8)
     options: dict[str, Any] = {"model": model, "method": "emp-magnitude", "targets": "0.mlp.up_proj"}
     for device in ("cpu", "cuda"):
         prune(output=tmp_path / device, mask_device=device, **options)
     assert len(launches) == 12 // 2
     assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_the_cpu_continues_after_a_failure_of_the_gpu(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: int
+) -> None:
+    """With auto only. The blocks that are on the GPU come first, and the order is kept."""
+    calls, enqueue = [0], cuda.enqueue
+
+    def failing_enqueue(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nAnd more.")
+        return enqueue(*arguments)
+
+    monkeypatch.setattr(cuda, "enqueue", failing_enqueue)
+    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 2 * 8)
+    monkeypatch.setattr(mask_device, "_may_have_gpu", lambda: True)
+    options: dict[str, Any] = {"model": model, "method": "emp-magnitude", "targets": "0.mlp.up_proj,0.mlp.gate_proj"}
+    prune(output=tmp_path / "auto", **options)
+    assert calls == [failing], "the GPU is not tried again"
+    assert [record.message for record in caplog.records if "masks are decided" in record.message] == [
+        f"warning: masks are decided on the CPU, because {DEVICE} fails (CUDA out of memory. Tried to allocate 2.00 MiB)."
+    ]
+    prune(output=tmp_path / "cpu", mask_device="cpu", **options)
+    assert files_of(tmp_path / "auto") == files_of(tmp_path / "cpu")
+    calls[0] = 0
+    with pytest.raises(UserError, match=rf"--mask-device cuda: out of memory on {DEVICE}\. Free some"):
+        prune(output=tmp_path / "cuda", mask_device="cuda", **options)
+
+
+def test_a_gpu_that_cannot_be_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver refuses new processes, for instance because another one has reserved the GPU."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with ...")
+
+    monkeypatch.setattr(mask_device, "GpuRowPruner", refuse)
+    monkeypatch.setattr(mask_device, "_may_have_gpu", lambda: True)
+    options: dict[str, Any] = {"model": model, "method": "emp-magnitude", "targets": "q_proj"}
+    with pytest.raises(UserError, match=r"the GPU cannot be used \(CUDA error: .* unavailable\)\. Leave the option out"):
+        prune(output=tmp_path / "out", mask_device="cuda", **options)
+    prune(output=tmp_path / "out", **options)
+    assert "masks are decided on the CPU, because the GPU cannot be used (CUDA error" in caplog.text
+
+
+def test_the_interpreter_is_not_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not mask_device._may_have_gpu()
 
 
 def test_a_sweep_masks_weights_where_they_lie(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
+from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
 from torch import Tensor
 
 from emp_llm.selection.arithmetic.hill import NonFiniteError

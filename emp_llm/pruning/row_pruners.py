@@ -1,15 +1,19 @@
 """Blocks of rows pruned in place, each row being one group: on the CPU, or on a GPU through pinned memory."""
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from emp_llm.checkpoint.matrix import as_tensor
 from emp_llm.checkpoint.words import Words
+from emp_llm.common.errors import reason
+from emp_llm.common.memory import OutOfMemory, ran_out
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.available_kernels import has_numba, kernels_support
 from emp_llm.selection.budgets import Budget
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
 _IN_FLIGHT = 3  # blocks on the GPU, or on their way there and back
 
 
@@ -98,29 +103,57 @@ class GpuRowPruner:
 
     Args:
         device: an NVIDIA GPU; with Triton's interpreter, the CPU.
+        fallback: if the GPU fails, log a warning and continue on the CPU; else the failure is raised.
     """
 
-    def __init__(self, device: "torch.device") -> None:
+    def __init__(self, device: "torch.device", fallback: bool = False) -> None:
         import torch
 
         self.device = device
         self._cuda = device.type == "cuda"
+        self._fallback = fallback
+        self._failed = False
         self.buffers = BufferPool(_pinned if self._cuda else None)
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._norms: tuple[Block | None, Tensor | None] = (None, None)
 
     def prune(self, blocks: Iterable[tuple[int, Words]], rule: RowRule, back: bool = True) -> Iterator[PrunedBlock]:
-        if not kernels_support(rule.dtype, rule.criterion, rule.budget):
-            yield from CpuRowPruner().prune(blocks, rule, back)  # float64 weights
+        if self._failed or not kernels_support(rule.dtype, rule.criterion, rule.budget):  # float64 weights
+            yield from CpuRowPruner().prune(blocks, rule, back)
             return
-        norms = self._norms_on_device(rule.norms)
+        rest = iter(blocks)
         in_flight: deque[_BlockOnGpu] = deque()
-        for first, words in blocks:
-            in_flight.append(self._launch(first, words, rule, norms, back))
-            if len(in_flight) >= _IN_FLIGHT:
+        try:
+            for first, words in rest:
+                block = self._launch_or_fail(first, words, rule, back)
+                if block is None:
+                    while in_flight:
+                        yield in_flight.popleft().finish()
+                    yield from CpuRowPruner().prune(chain([(first, words)], rest), rule, back)
+                    return
+                in_flight.append(block)
+                if len(in_flight) >= _IN_FLIGHT:
+                    yield in_flight.popleft().finish()
+            while in_flight:
                 yield in_flight.popleft().finish()
-        while in_flight:
-            yield in_flight.popleft().finish()
+        finally:
+            for block in in_flight:  # after an error, the GPU still writes to their memory
+                block.wait()
+
+    def _launch_or_fail(self, first: int, words: Words, rule: RowRule, back: bool) -> "_BlockOnGpu | None":
+        """As `_launch`; None if the GPU fails and the CPU shall continue. `words` are unchanged after a failure."""
+        try:
+            return self._launch(first, words, rule, self._norms_on_device(rule.norms), back)
+        except Exception as error:  # out of memory; no C compiler for Triton; a driver that is too old for it
+            if not self._fallback:
+                if not ran_out(error):
+                    raise
+                raise OutOfMemory(
+                    f"--mask-device cuda: out of memory on {self.device}. Free some of it, leave the option out, or give cpu."
+                ) from error
+            logger.warning("warning: masks are decided on the CPU, because %s fails (%s).", self.device, reason(error))
+            self._failed = True
+            return None
 
     def _launch(self, first: int, words: Words, rule: RowRule, norms: "Tensor | None", back: bool) -> "_BlockOnGpu":
         import torch
@@ -132,12 +165,12 @@ class GpuRowPruner:
             weights = host.to(self.device, non_blocking=True)
             keep = rule.budget.keep_rule(words.shape, rule.offset + first * words.shape[1])
             results = cuda.enqueue(weights, norms, keep)
-            if back and weights is not host:
-                host.copy_(weights, non_blocking=True)
             copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=self._cuda) for part in results]
             for copy, part in zip(copies, results, strict=True):
                 copy.copy_(part, non_blocking=True)
             event: Any = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+            if back and weights is not host:  # last, because nothing may fail after it
+                host.copy_(weights, non_blocking=True)
             if event is not None:
                 event.record()
         return _BlockOnGpu(first, words, weights, copies, event)
@@ -167,10 +200,19 @@ class _BlockOnGpu:
     results: "list[Tensor]"  # flag, integers, floats, as `cuda.enqueue` returns them
     event: Any
 
-    def finish(self) -> PrunedBlock:
-        """Wait for the block and its results."""
+    def wait(self) -> None:
+        """Wait until the GPU no longer uses the memory of the block."""
         if self.event is not None:
             self.event.synchronize()
+
+    def finish(self) -> PrunedBlock:
+        """Wait for the block and its results."""
+        self.wait()
+        if self.event is not None:
+            import torch
+
+            # The caller uses the weights on its own stream. Their memory is not reused before that stream is done.
+            self.weights.record_stream(torch.cuda.current_stream(self.weights.device))
         flag, integers, floats = self.results
         with naming_block(self.first, self.words):
             if int(flag):
@@ -210,7 +252,11 @@ def naming_block(first: int, words: Words) -> Iterator[None]:
 
 
 def _pinned(size: int) -> Block:
+    """Pinned memory. Ordinary memory if the system refuses to pin more; copies are then slower."""
     import torch
 
-    memory: Block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-    return np.asarray(memory)
+    try:
+        memory: Block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError:
+        memory = np.empty(size, np.uint8)
+    return memory

@@ -1,0 +1,201 @@
+"""Shared by the benchmarks: models to measure, measurements in turn, and the memory of a process."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from emp_llm.common.errors import reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from emp_llm.architecture.layers import Layer
+
+_TOKENIZER = Path(__file__).parent / "demo" / "model"
+
+
+def make_llama(folder: Path, sizes: Mapping[str, int], device: str = "cpu", shard_size: str = "2GB") -> int:
+    """Write a random Llama in bfloat16 with the tokenizer of the demo model; returns the bytes of its shards.
+
+    Args:
+        sizes: fields of the config; others are Llama 2's.
+        device: the device that makes the random numbers.
+    """
+    import transformers
+
+    config = transformers.LlamaConfig(**({"vocab_size": 32000, "max_position_embeddings": 4096} | dict(sizes)))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(_TOKENIZER / name, folder / name)
+    return bytes_of_shards(folder)
+
+
+def bytes_of_shards(folder: Path) -> int:
+    """The bytes of a folder's weights."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def offloaded_blocks(place: str, device: int | str = 0) -> str:
+    """The device map of a Llama with its blocks on the CPU or on disk, and everything else on a device."""
+    outside = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    return json.dumps({"model.layers": place} | dict.fromkeys(outside, device))
+
+
+def layers_in_blocks(model: "PreTrainedModel") -> "list[Layer]":
+    """The linear layers of a model's decoder blocks."""
+    from emp_llm.architecture.model_layers import model_layers
+
+    return [layer for layer in model_layers(model) if layer.block is not None]
+
+
+def plain_pass(model: "PreTrainedModel", tokens: Tensor, batch_size: int = 1) -> None:
+    """A forward pass without hooks and without the head, as a calibration makes it."""
+    from emp_llm.architecture.blocks import body_of
+    from emp_llm.execution.loading import input_device
+
+    with torch.no_grad():
+        for batch in torch.split(tokens, batch_size):
+            body_of(model)(input_ids=batch.to(input_device(model)), use_cache=False)
+
+
+def random_tokens(samples: int, seqlen: int, vocabulary: int = 32000) -> Tensor:
+    """Random token ids, int64, shape (samples, seqlen)."""
+    return torch.randint(0, vocabulary, (samples, seqlen), generator=torch.Generator().manual_seed(0))
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int,
+    seconds: float = float("inf"),
+    measure: Callable[[Callable[[], object]], float] | None = None,
+    warm_up: bool = False,
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Measure several ways of doing something in turn, so that a slow moment of the machine does not fall on one of them.
+
+    Args:
+        ways: name -> what to do.
+        rounds: at most; a further round starts only if it is likely to end within `seconds`.
+        measure: measures one of them in seconds; default: its wall time.
+        warm_up: the first round is not counted.
+
+    Returns:
+        The measurements of each way, and the error of each way that fails. A failed way is
+        not repeated; the others continue. An interrupt ends the measurements early.
+    """
+    measure = measure or wall_time
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    failed: dict[str, str] = {}
+    start = time.perf_counter()
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(rounds + warm_up):
+            began = time.perf_counter()
+            for name, run in ways.items():
+                if name in failed:
+                    continue
+                try:
+                    taken = measure(run)
+                except (Exception, SystemExit) as error:
+                    traceback.print_exc()
+                    failed[name] = f"{type(error).__name__}: {reason(error)}"
+                    continue
+                if number or not warm_up:
+                    found[name].append(taken)
+            now = time.perf_counter()
+            if number >= warm_up and now - start + (now - began) > seconds:
+                break
+    failed |= {name: "interrupted" for name, taken in found.items() if not taken and name not in failed}
+    return found, failed
+
+
+def wall_time(run: Callable[[], object]) -> float:
+    """Seconds until the work is done, on the GPU too."""
+    _synchronize()
+    start = time.perf_counter()
+    run()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run_and_watch(command: list[str]) -> int:
+    """Run to the end; returns the highest resident memory in bytes.
+
+    The kernel's high-water mark is read from outside all along. (getrusage would count what this process held at the fork.)
+
+    Raises:
+        SystemExit: with the code of a command that fails.
+    """
+    process = subprocess.Popen(command)
+    peak = 0
+    while process.poll() is None:
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            peak = max(peak, 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]))
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return peak
+
+
+def forget(folder: Path) -> None:
+    """Throw the pages of a folder's files out of the cache."""
+    os.sync()
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def processor_name() -> str:
+    """The name of the CPU."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def hardware(device: str) -> str:
+    """The machine and the versions, in words."""
+    words = []
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        words = [f"{found.name}, {found.total_memory / 2**30:.0f} GiB", f"driver {_driver()}", f"CUDA {torch.version.cuda}"]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    words += [
+        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB",
+        f"Python {platform.python_version()}",
+    ]
+    for package in ("torch", "triton", "transformers", "accelerate", "numba"):
+        try:
+            words.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            words.append(f"no {package}")
+    return ", ".join(words)
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d{3,}\.[\d.]+\b", path.read_text()) if path.is_file() else None
+    if found is None and shutil.which("nvidia-smi"):
+        line = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = re.search(r"[\d.]+", subprocess.run(line, capture_output=True, text=True, check=False).stdout)
+    return found.group() if found is not None else "unknown"

@@ -1,0 +1,201 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in under ten minutes: tests of the kernels, masks and calibration, then measurements.
+# Writes one table, gpu.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
+#
+#     bash scripts/on_gpu.sh                 # from the root of the repository
+#     DRY_RUN=1 bash scripts/on_gpu.sh       # prints the commands
+#     DEVICE=cpu SIZE=tiny bash scripts/on_gpu.sh   # tries the script without a GPU
+#
+# PYTHON   the interpreter, with a CUDA build of torch; default: python3
+# OUT      the folder for gpu.md and gpu_logs; default: scripts/results
+# WHEELS   a folder of wheels, from which missing packages are installed in an environment of their own; torch is not touched
+# SCRATCH  where to work (15 GB for SIZE=4B); default: a temporary folder, deleted at the end
+# SIZE     of the measured model: 4B, 7B or 1B
+# SECONDS_IN_ALL  default: 570
+set -uo pipefail
+
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-scripts/results}
+DEVICE=${DEVICE:-cuda}
+SIZE=${SIZE:-4B}
+SECONDS_IN_ALL=${SECONDS_IN_ALL:-570}
+DRY_RUN=${DRY_RUN:-}
+
+[ -f scripts/on_gpu.sh ] || { echo "Run it from the root of the repository: bash scripts/on_gpu.sh" >&2; exit 2; }
+ROOT=$PWD
+mkdir -p "$OUT/gpu_logs"
+LOGS=$(cd "$OUT/gpu_logs" && pwd)
+if [ -z "${SCRATCH:-}" ]; then
+    SCRATCH=$(mktemp -d)
+    trap 'rm -rf "$SCRATCH"' EXIT
+fi
+mkdir -p "$SCRATCH"
+TESTS=$SCRATCH/tests.tsv
+: > "$TESTS"
+
+unset TRITON_INTERPRET  # the real GPU, not the interpreter
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$ROOT:$ROOT/scripts EMP_LLM_CACHE=$SCRATCH/cache TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$SCRATCH/triton}
+
+failed=0
+
+# left LIMIT: the seconds that a step may take, at most LIMIT
+left() {
+    local rest=$((SECONDS_IN_ALL - SECONDS - 15))  # 15 to end a step that is out of time
+    echo $((rest < $1 ? (rest > 1 ? rest : 1) : $1))
+}
+
+# step NAME LIMIT COMMAND...: run a command with a limit in seconds; its output goes to a log and to the terminal
+step() {
+    local name=$1 limit start=$SECONDS code
+    limit=$(left "$2")
+    shift 2
+    echo "== $name (at most $limit s): $*"
+    [ -n "$DRY_RUN" ] && return 0
+    timeout -k 10 "$limit" "$@" 2>&1 | tee "$LOGS/${name// /_}.log"
+    code=${PIPESTATUS[0]}
+    ended "$name" "$code" "$start"
+}
+
+# ended NAME CODE START: say how a step ended
+ended() {
+    local how=done
+    [ "$2" -ne 0 ] && { how="FAILED ($2)"; failed=1; }
+    [ "$2" -eq 124 ] && how="FAILED (out of time)"
+    echo "== $1: $how, $((SECONDS - $3)) s"
+}
+
+# missing PACKAGE...: the packages that cannot be imported
+missing() {
+    "$PYTHON" - "$@" <<'END'
+import importlib.util
+import sys
+
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+END
+}
+
+NEEDED="msgspec blake3 numpy safetensors transformers accelerate tokenizers huggingface_hub typer tqdm"
+USEFUL="numba datasets triton pytest hypothesis"
+
+# install: missing packages from WHEELS, in an environment that also sees those of PYTHON
+install() {
+    local lacking here=$SCRATCH/environment site name
+    "$PYTHON" -c "import torch" || { echo "$PYTHON has no torch. Set PYTHON to an interpreter that has it." >&2; return 2; }
+    # shellcheck disable=SC2086
+    lacking=$(missing $NEEDED $USEFUL)
+    if [ -n "$lacking" ] && [ -n "${WHEELS:-}" ]; then
+        echo "installing from $WHEELS: $lacking"
+        "$PYTHON" -c "import torch; print('torch==' + torch.__version__)" > "$SCRATCH/constraints.txt"
+        "$PYTHON" -m venv --system-site-packages --without-pip "$here" || return 2
+        site=$("$here/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+        "$PYTHON" -c "import sys; print(*(path for path in sys.path if path.endswith('-packages')), sep='\n')" > "$site/outer.pth"
+        for name in $lacking; do
+            "$PYTHON" -m pip --python "$here/bin/python" install --quiet --disable-pip-version-check --no-index \
+                --find-links "$WHEELS" --constraint "$SCRATCH/constraints.txt" "$name" || echo "no wheel for $name in $WHEELS"
+        done
+        PYTHON=$here/bin/python
+    fi
+    # shellcheck disable=SC2086
+    lacking=$(missing $NEEDED)
+    if [ -n "$lacking" ]; then
+        echo "Missing packages: $lacking. Put their wheels in a folder and give it: WHEELS=DIR bash scripts/on_gpu.sh" >&2
+        return 2
+    fi
+    # shellcheck disable=SC2086
+    lacking=$(missing $USEFUL)
+    [ -z "$lacking" ] || echo "without $lacking"
+}
+
+# shards: the tests in groups that run at the same time, because a kernel takes a second or two to compile.
+# NAME|FILES|EXPRESSION of pytest
+shards() {
+    local dtype shape
+    for dtype in "bfloat16" "float16 and not bfloat16" "float32"; do
+        for shape in 0 1 2 3; do
+            echo "masks ${dtype%% *} shape$shape|tests/test_triton.py|test_cpu_and_cuda and shape$shape and $dtype"
+        done
+    done
+    echo "kernel budgets|tests/test_triton.py|test_every"
+    echo "kernel shapes|tests/test_triton.py|test_any_shape"
+    echo "kernel edges|tests/test_triton.py|test_edges"
+    echo "kernel others|tests/test_triton.py|not test_cpu_and_cuda and not test_every and not test_any_shape and not test_edges"
+    echo "mask device|tests/test_mask_device.py|"
+    echo "norms|tests/test_cuda.py|norms or pruning"
+    echo "checkpoints wanda|tests/test_cuda.py|checkpoints and wanda"
+    echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"
+    echo "effective masks and sweep|tests/test_cuda.py|effective or sweep"
+}
+
+# tests LIMIT: all shards at once
+tests() {
+    local limit start=$SECONDS name files expression pids=() names=() code index
+    limit=$(left "$1")
+    echo "== tests (at most $limit s)"
+    while IFS='|' read -r name files expression; do
+        set -- "$PYTHON" -m pytest -p no:cacheprovider --durations=3 "--basetemp=$SCRATCH/pytest/${name// /_}" "$files" -k "$expression"
+        echo "   $name: $*"
+        [ -n "$DRY_RUN" ] && continue
+        mkdir -p "$SCRATCH/pytest"
+        (
+            began=$SECONDS
+            OMP_NUM_THREADS=1 timeout -k 10 "$limit" "$@" > "$LOGS/test_${name// /_}.log" 2>&1
+            code=$?
+            echo $((SECONDS - began)) > "$SCRATCH/pytest/${name// /_}.seconds"
+            exit $code
+        ) &
+        pids+=($!)
+        names+=("$name")
+    done < <(shards)
+    [ -n "$DRY_RUN" ] && return 0
+    for index in "${!pids[@]}"; do
+        wait "${pids[$index]}"
+        code=$?
+        summarize "${names[$index]}" "$code"
+    done
+    echo "== tests: $((SECONDS - start)) s"
+}
+
+# summarize NAME CODE: print the result of a shard, and note it for the table
+summarize() {
+    local log="$LOGS/test_${1// /_}.log" result
+    result=$(grep -oE '[0-9]+ (passed|failed|skipped|errors?)' "$log" | tail -4 | paste -sd, | sed 's/,/, /g')
+    [ "$2" -eq 124 ] && result="failed: out of time${result:+ ($result)}"
+    if [ "$2" -ne 0 ]; then
+        failed=1
+        [ "${result#failed}" = "$result" ] && result="failed: ${result:-exit code $2}"
+        grep -E '^(FAILED|ERROR|E  )' "$log" | head -20
+        tail -2 "$log"
+    fi
+    echo "   $1: $result"
+    printf '%s\t%s\t%s\n' "$1" "$result" "$(cat "$SCRATCH/pytest/${1// /_}.seconds")" >> "$TESTS"
+}
+
+# bench SECTION LIMIT RESERVE: one section of the table. No new round of it starts in the last RESERVE seconds.
+bench() {
+    local rounds=$(($(left "$2") - $3))
+    step "$1" "$2" "$PYTHON" scripts/bench_gpu.py --device "$DEVICE" --size "$SIZE" --only "$1" \
+        --seconds $((rounds > 1 ? rounds : 1)) --folder "$SCRATCH/bench" --output "$OUT/gpu.md" --tests "$TESTS"
+}
+
+if [ -z "$DRY_RUN" ]; then
+    install || exit 2
+    if [ "$DEVICE" = cuda ]; then
+        "$PYTHON" -c "import torch; raise SystemExit(not torch.cuda.is_available())" ||
+            { echo "torch sees no GPU. Without one: DEVICE=cpu SIZE=tiny bash scripts/on_gpu.sh" >&2; exit 2; }
+    fi
+    "$PYTHON" -c "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
+fi
+echo "== environment: $SECONDS s"
+
+if [ "$DEVICE" = cuda ]; then
+    tests 190
+else
+    echo "== tests: not without a GPU; python -m pytest runs the kernels in Triton's interpreter"
+fi
+bench masks 90 0
+bench calibration 130 70
+bench prune 300 20  # the rest of the time
+
+[ -z "$DRY_RUN" ] && echo "== all: $SECONDS s; table: $OUT/gpu.md; logs: $OUT/gpu_logs"
+exit $failed
