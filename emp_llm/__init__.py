@@ -1,7 +1,7 @@
 """emp-llm: Effective Model Pruning for Hugging Face causal language models.
 
-The mathematics, the commands as functions, and the tools that keep a pruned model sparse while it is trained are imported from
-here: `from emp_llm import effective_mask, prune, reapply_mask`.
+Import from here the mathematics, the commands as functions, and the tools that keep a pruned model sparse during training:
+`from emp_llm import effective_mask, prune, reapply_mask`.
 """
 
 from importlib import import_module
@@ -40,7 +40,7 @@ _HOME = {
     "reapply_mask": "packing.reapply",
     "SparsityCallback": "packing.reapply",
 }
-# Modules that are called like their functions.
+# Modules with the names of their functions.
 _COMMANDS = ("calibrate", "evaluate", "measure", "pack", "prune", "push", "report", "sweep", "unpack", "verify")
 
 __all__ = [

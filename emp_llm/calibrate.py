@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
     """Run a text through a model and write the 2-norm of every input feature of its linear layers.
 
-    The text passes through the model once; the file serves any number of prune runs (--activations). Started by torchrun or
+    The text passes through the model once; the file serves any number of prune runs (--activations). Under torchrun or
     accelerate launch, every process runs its share of the text, and the first writes the file.
 
-    Returns the norms; with `compare`, the differences of two files, and nothing is run or written.
+    Returns the norms; with `compare`, the differences of two files, and no model is run.
     """
     from emp_llm.runs.calibrate_run import CalibrateRun
     from emp_llm.runs.stages.stage import run_stages

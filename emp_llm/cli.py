@@ -194,7 +194,7 @@ def _set_up_logging(mark: str, rank: int) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for own in ("datasets", "huggingface_hub"):  # they have handlers of their own, and would print each line twice
         logging.getLogger(own).propagate = False
-    if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for people
+    if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for terminals only
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")

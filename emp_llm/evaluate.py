@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @takes(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> "Evaluated | Prepared":
-    """Measure a suite on a model, write the results to a file, and compare them with a baseline in a table.
+    """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in a table.
 
-    Results are written after every task, and the same command resumes after the last finished one. If the baseline is a model,
-    it is measured too, and its results are written beside the output as OUTPUT-baseline.json. With --load-in-8bit or
+    Results are written after every task, and the same command resumes after the last finished one. A baseline that is a model
+    is measured too, and its results are written beside the output as OUTPUT-baseline.json. With --load-in-8bit or
     --load-in-4bit and such a baseline, both models are measured with and without quantisation.
 
     Returns the results and the table; with --prepare, the content of the cache.

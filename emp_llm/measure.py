@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @takes(MeasureOptions)
 def measure(options: MeasureOptions) -> "Measure":
-    """Measure the effective number N_eff of every row of every matrix, and the share of the scores that N_eff weights hold.
+    """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
 
-    For every criterion and order: N_eff/N with its distribution over the rows, s_eff, and for order 2 its lower bound. Each
-    matrix is read once. The weights that EMP keeps at beta 1 are reported as by prune.
+    The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
+    lower bound on s_eff. Each matrix is read once. The weights that EMP keeps at beta 1 are reported as by prune.
 
     Returns the content of the output.
     """

@@ -32,8 +32,8 @@ class Packed:
 def pack(options: PackOptions) -> Packed:
     """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that are not zero.
 
-    Packing is lossless: emp-llm unpack restores every file bit for bit. After --mask-only it needs the dense model for that
-    (--base). Hidden files are left out.
+    Packing is lossless: emp-llm unpack restores every file bit for bit. To unpack a folder that was packed with --mask-only,
+    it needs the dense model (--base). Hidden files are left out.
 
     Returns the sizes before and after, and the time taken.
 

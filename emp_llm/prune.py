@@ -1,4 +1,4 @@
-"""`emp-llm prune`: checkpoint (+ activations) -> pruned checkpoint, and what it cost."""
+"""`emp-llm prune`: checkpoint (+ activations) -> pruned checkpoint, and a report."""
 
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def prune(options: PruneOptions) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
-    Started by torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the
-    first writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
+    Under torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the first
+    writes the checkpoint. Quantisation is for the calibration pass; the masks are applied to the original weights.
 
-    Returns the report that is also written as emp_report.json, with `push` saying what was pushed; for a dry run, what would
-    be pruned and what it needs.
+    Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
+    and its need of memory and disk.
     """
     from emp_llm.runs.prune_run import PruneRun
     from emp_llm.runs.stages.stage import run_stages
@@ -28,12 +28,12 @@ def prune(options: PruneOptions) -> "RunReport | DryRun":
     if options.dry_run:
         return job.dry_run()
     with job:
-        run_stages([job.calibrate, job.write, *job.judge, *job.publish])
+        run_stages([job.calibrate, job.write, *job.evaluate, *job.publish])
     return job.report
 
 
 def show(result: "RunReport | DryRun") -> None:
-    """Print what a run did, or what a dry run would do."""
+    """Print the result of a run, or the plan of a dry run."""
     from emp_llm.records.run_report import RunReport
 
     if not isinstance(result, RunReport):

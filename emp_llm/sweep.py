@@ -28,7 +28,7 @@ def sweep(options: SweepOptions) -> "Sweep | SweepDryRun":
     if options.dry_run:
         return job.dry_run()
     with job:
-        run_stages([job.calibrate, job.judge_dense, *job.points])
+        run_stages([job.calibrate, job.evaluate_dense, *job.points])
     return job.record
 
 

@@ -32,8 +32,8 @@ def unpack(options: UnpackOptions) -> Unpacked:
     Returns the folder, its size, and the time taken.
 
     Raises:
-        UserError: a packed file is damaged, a mask has no base or that of another model, DIR exists or cannot be written, or
-            zstandard is missing.
+        UserError: a packed file is damaged, the base of a mask is missing or is another model, DIR exists or cannot be written,
+            or zstandard is missing.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.hub.local_model import find_model

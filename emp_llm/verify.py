@@ -46,7 +46,7 @@ def verify(options: VerifyOptions) -> Verification:
     from emp_llm.pruning.output.verification import Findings, check_files
 
     if options.activations is not None and options.source is None:
-        raise UserError("--activations decide the masks again, and that needs the dense model too; add --source.")
+        raise UserError("--activations is for checking the masks, which needs the dense model too; add --source.")
     findings = Findings()
     manifest = read_manifest(options.folder)
     check_files(options.folder, manifest, findings)
@@ -70,8 +70,7 @@ def _check_against(
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.output.verification import check_masks, check_other_bytes, check_source
 
-    found = find_model(source, options.revision, options.trust_remote_code)
-    dense = Checkpoint(found.folder)
+    dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     check_source(dense, manifest)
     norms = _norms(options, manifest)
     recipe = manifest.recipe
@@ -83,7 +82,7 @@ def _check_against(
 
 
 def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":
-    """The norms behind the masks; None if the criterion needs none."""
+    """The norms that decided the masks; None if the criterion needs none."""
     from emp_llm.calibration.activations import Activations
     from emp_llm.common.file_names import ACTIVATIONS_NAME
     from emp_llm.pruning.output.verification import check_activations

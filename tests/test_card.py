@@ -104,7 +104,7 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     (tmp_path / "again").mkdir()
     for folder in (tmp_path, tmp_path / "again"):
         (folder / "plot.png").write_bytes(PNG)
-    assert "two files have this name" in error(plot=[tmp_path / "plot.png", tmp_path / "again" / "plot.png"])
+    assert "two files of this name" in error(plot=[tmp_path / "plot.png", tmp_path / "again" / "plot.png"])
     file = tmp_path / "r.json"
     file.write_text("[]")
     assert f"--results {file}" in error(results=[file])

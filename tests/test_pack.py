@@ -331,7 +331,7 @@ def test_hostile_lists_are_refused(packed_llama: Path, tmp_path: Path, change: C
 def test_frames_of_other_blocks_are_refused(pruned: Callable[[str], Path], tmp_path: Path) -> None:
     pack(pruned("llama"), tmp_path / "packed", zstd=True)
     edited(tmp_path / "packed", lambda told: told.update(block=128))
-    with pytest.raises(UserError, match="dtype and shape"):
+    with pytest.raises(UserError, match="dtype and the shape"):
         unpack(tmp_path / "packed", tmp_path / "back")
 
 

@@ -199,7 +199,7 @@ FULL = {"oid": "0" * 64, "size": 1, "error": {"code": 507, "message": "Your stor
         ("user/data", STRANGER, None, "your token may not write there"),
         ("name", "", None, "Give USER/NAME"),
         ("user/no name", "", None, "is not a name on the Hub"),
-        ("user/no", "", ("POST", "repos/create", {"status": 503, "headers": NOW, "times": 9}), "answers 503 again"),
+        ("user/no", "", ("POST", "repos/create", {"status": 503, "headers": NOW, "times": 9}), "keeps answering 503"),
         ("user/no", "", ("POST", "repos/create", {"status": 402, "body": b'{"error": "Pay first."}'}), "402 (Pay first)."),
         (
             "user/some-conflict",
@@ -325,7 +325,7 @@ def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_pat
         return str(client.call("prune", token, **asked)["error"])
 
     assert "not logged in" in failing(None)
-    assert "your token is for reading only" in failing(READER)
+    assert "your token can only read" in failing(READER)
     assert "does not accept your token" in failing("hf_markedtokenofnobody")
     assert "add --push-to-hub" in failing(push_to_hub=None, private=True)
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,7 @@
-"""The results of several models as one table: the first is the baseline, and the others have their change from it.
+"""The results of several models as one table. The first is the baseline; the others show their change from it.
 
-Accuracies are in percent with their standard error, and change by points. Perplexities change by percent. A model of the paper
-has a column with the published values.
+Accuracies are in percent with their standard errors, and their changes in points. Changes of perplexities are in percent. A
+model of the paper has a column with the published values.
 """
 
 from pathlib import PurePath

@@ -1,4 +1,4 @@
-"""Earlier results, taken in place of a new measurement or for a row in a table, if they are of the same suite."""
+"""Earlier results, for a column of a table or instead of a new measurement. They must be of the same suite."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ _REMEDY = "Leave out --baseline to measure the dense model now."
 
 
 def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
-    """Earlier results for a table; a warning is logged for differences that can change last digits.
+    """Earlier results for a table. Differences that can change the last digits are logged as a warning.
 
     Args:
         path: a results file.
@@ -34,12 +34,12 @@ def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
         raise UserError(f"{option} {path}: its results are of another suite or limit ({found}); use the same ones.")
     found = _first_difference(results.made_by, wanted, ("batch_size", "dtype", "device", "versions"))
     if found is not None:
-        logger.warning("warning: %s was measured differently (%s), so last digits may differ.", path, found)
+        logger.warning("warning: %s was measured differently (%s), so the last digits may differ.", path, found)
     return results
 
 
 def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
-    """Earlier measurements of a dense model, to take in place of measuring it.
+    """Earlier measurements of a dense model, used instead of measuring it.
 
     Args:
         baseline: a results file of `evaluate`, or the output folder of a prune that evaluated the dense model.
@@ -67,7 +67,7 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
 
 def _check_complete(results: Results, path: Path, option: str) -> None:
     if not results.complete:
-        raise UserError(f"{option} {path}: that run has not finished; run its command again, it resumes.")
+        raise UserError(f"{option} {path}: that run has not finished; run its command again to resume it.")
 
 
 def _check_model(baseline: Path, made_by: MadeBy, wanted: MadeBy) -> None:

@@ -1,4 +1,4 @@
-"""Measures a suite on a model: the perplexity of its text, then its tasks, one after the other."""
+"""Measures a suite on a model: the perplexity of its text, then each of its tasks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ BATCH_SIZE = 8  # default: examples per forward pass of a task
 
 
 class Evaluator:
-    """A suite with its text and the data of its tasks. All are read at once: missing data is reported before a model is loaded.
+    """A suite with its text and its tasks' data. All are read at once, so that missing data is reported before a model runs.
 
     Args:
         suite: the text and the tasks to measure.
@@ -63,9 +63,9 @@ class Evaluator:
                 assert self._harness is not None
                 wrapped = wrapped or self._harness.model(model, self._tokenizer, self.batch_size)
                 start = time.perf_counter()
-                found = self._harness.run(part, wrapped)
-                found.seconds = round(time.perf_counter() - start, 3)
-                measures.tasks[part] = found
+                record = self._harness.run(part, wrapped)
+                record.seconds = round(time.perf_counter() - start, 3)
+                measures.tasks[part] = record
             if after_each is not None:
                 after_each(measures)
         return measures

@@ -1,4 +1,4 @@
-"""lm-eval, unmodified: its tasks, and its Hugging Face wrapper around a model that is loaded already.
+"""lm-eval, unmodified: its tasks, and its Hugging Face wrapper around a loaded model.
 
 The numbers equal those of its command line, run for one task at a time (it mixes the questions of several tasks in a batch):
 
@@ -79,7 +79,7 @@ class Harness:
             if name not in self._manager.all_tasks:
                 nearest = get_close_matches(name, self._manager.all_tasks, 3)
                 hint = f" The nearest names: {', '.join(nearest)}." if nearest else ""
-                raise UserError(f"there is no task {name!r} in lm-eval{_beside(folders)}.{hint}")
+                raise UserError(f"there is no task {name!r} in lm-eval{_or_folders(folders)}.{hint}")
         self._loaded: dict[str, dict[str, Any]] = {}
         lost: dict[str, str] = {}  # missing part -> reason
         for name in self._tasks:
@@ -119,7 +119,7 @@ class Harness:
             wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         wrapped._device = input_device(model)  # the `device` of an offloaded model is not that of its inputs
         if ranks().count > 1:
-            # lm-eval divides the questions over ranks by these three. It sets them only for models that it loads on GPUs.
+            # lm-eval divides the questions among ranks by these attributes. It sets them only for models that it loads on GPUs.
             from accelerate import Accelerator
 
             wrapped.accelerator = Accelerator()
@@ -142,7 +142,7 @@ class Harness:
         chosen = list(loaded.get("groups", {}).values())
         inside = {child.task_name for group in chosen for child in group.get_all_tasks()}
         chosen += [single for single in loaded["tasks"].values() if single.task_name not in inside]
-        # Its warnings, such as inputs longer than the model's context, are for the user; remarks about its options are not.
+        # Its warnings, such as for inputs longer than the model's context, are for the user; its remarks on options are not.
         with _quiet(logging.WARNING):
             found = simple_evaluate(
                 model=wrapped,
@@ -187,7 +187,7 @@ def _how_to_prepare() -> str:
     return " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if constants.HF_HUB_OFFLINE else ""
 
 
-def _beside(folders: list[str]) -> str:
+def _or_folders(folders: list[str]) -> str:
     return f" or {', '.join(folders)}" if folders else ""
 
 
@@ -201,8 +201,8 @@ def _quiet(level: int = logging.ERROR) -> Iterator[None]:
 
     loggers = {logging.getLogger("lm_eval"): level, logging.getLogger("lm_eval.evaluator"): logging.ERROR}
     before = {each: each.level for each in loggers}
-    # After every task it asks git and the machine for facts about its own log. git complains outside of a repository, and the
-    # facts about the machine take most of a second.
+    # For its own log, lm-eval asks git and the machine for facts after every task. git complains outside of a repository, and
+    # the facts about the machine take most of a second.
     asked_git, asked_machine = evaluator.get_git_commit_hash, evaluator.add_env_info
     evaluator.get_git_commit_hash = lambda: None
     evaluator.add_env_info = lambda results: None

@@ -1,4 +1,4 @@
-"""The values that a suite measured, each with the name of its row in a table, and their differences as text."""
+"""The values that a suite measured, by the names of their rows in a table, and their differences as text."""
 
 import math
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ def values_of(measures: Measures) -> dict[str, Value]:
         values[f"perplexity, blocks of {entry.block_length}"] = Value(entry.value, partial=entry.partial)
     accuracies = []
     for task, record in measures.tasks.items():
-        found = _task_values(task, record)
-        values |= found
-        accuracies += [value for name, value in found.items() if name.endswith(" acc")]
+        of_task = _task_values(task, record)
+        values |= of_task
+        accuracies += [value for name, value in of_task.items() if name.endswith(" acc")]
     if len(accuracies) > 1:
         mean = sum(value.value for value in accuracies) / len(accuracies)
         values[f"mean acc of {len(accuracies)}"] = Value(mean, partial=any(value.partial for value in accuracies))
@@ -54,7 +54,7 @@ def change_between(name: str, base: float, value: float) -> float:
 
 
 def signed(number: float, digits: int = 2) -> str:
-    """A change as text: with its sign, but without one if it rounds to zero; "-" for NaN."""
+    """A change as text with its sign, or without one if it rounds to zero; "-" for NaN."""
     if math.isnan(number):
         return "-"
     text = f"{number:+.{digits}f}"

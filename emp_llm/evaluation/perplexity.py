@@ -79,12 +79,12 @@ def perplexity(
     if not math.isfinite(mean):
         raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
     try:
-        found: float | None = math.exp(mean)
+        value: float | None = math.exp(mean)
     except OverflowError:  # a mean loss above 709: infinite perplexity
-        found = None
+        value = None
     seconds = round(time.perf_counter() - start, 3)
     return PerplexityRecord(
-        perplexity=found,
+        perplexity=value,
         loss=mean,
         tokens=weight,
         blocks=sum(batch.shape[0] for batch in batches),

@@ -88,7 +88,7 @@ class ResultsFile:
 
     Args:
         path: the file.
-        results: from `new_results`. If the file holds results of the same model and suite, their measurements are taken over.
+        results: from `new_results`. If the file holds results of the same model and suite, their measurements are added.
         overwrite: measure everything again, whatever the file holds.
 
     Raises:
@@ -101,10 +101,10 @@ class ResultsFile:
         if self.path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
         if self.path.exists() and not overwrite:
-            self._take_over(results)
+            self._add_earlier_measures(results)
         self.results: Results = ranks().share(results)
 
-    def _take_over(self, results: Results) -> None:
+    def _add_earlier_measures(self, results: Results) -> None:
         older = read_results(self.path, "--output")
         field = difference(older.made_by.as_dict(), results.made_by.as_dict())
         if field is not None:

@@ -1,4 +1,4 @@
-"""The repository that files are pushed to, and the checks that can be made before hours of work."""
+"""The repository to push to, and the checks that are possible before hours of work."""
 
 import logging
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Destination:
-    """A repository, and what a push may change in it.
+    """A repository, and the changes in it that a push may make.
 
     Attributes:
         name: USER/NAME; created if missing.
@@ -41,7 +41,7 @@ class Destination:
             raise UserError(f"{self.name!r} names no owner. Give USER/NAME, or ORGANISATION/NAME.")
 
     def check(self) -> None:
-        """Raise UserError if the name is wrong, the Hub is switched off, or nobody is logged in."""
+        """Raise UserError if the name is wrong, HF_HUB_OFFLINE is set, or nobody is logged in."""
         self.check_name()
         if constants.HF_HUB_OFFLINE:
             raise UserError(f"{self.name}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it.")
@@ -59,13 +59,13 @@ def check_login(to: Destination) -> None:
     with hub_errors_explained(to.name):
         user = with_retries(HfApi().whoami)
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"{to.name}: your token is for reading only. Make one with write access: hf auth login --force")
+        raise UserError(f"{to.name}: your token can only read. Make one with write access: hf auth login --force")
     try:
         held = HfApi().model_info(to.name, revision=to.branch).siblings or []
     except HUB_ERRORS:  # the repository or its branch will be created
         held = []
     if not to.overwrite and any(is_weights(each.rfilename) for each in held):
-        logger.warning("warning: %s: it holds weights. If they are others, the push needs --overwrite.", to.name)
+        logger.warning("warning: %s: it already holds weights. To replace other weights, add --overwrite.", to.name)
     names = [user.get("name"), *(each.get("name") for each in user.get("orgs", []))]
     owner = to.name.partition("/")[0]
     if owner not in names:

@@ -20,8 +20,8 @@ from emp_llm.hub.retries import HUB_ERRORS, status_of, with_retries
 
 logger = logging.getLogger(__name__)
 
-_WAITS = (1, 2)  # seconds before each retry of the first question; after that the cache must do
-# The files of a checkpoint in the format of transformers, and not the same weights again in other formats.
+_WAITS = (1, 2)  # seconds before each retry of the first request; after that only the cache is used
+# The files of a checkpoint in the format of transformers, without copies of the weights in other formats.
 _WANTED = [
     "*.json",
     "model*.safetensors",

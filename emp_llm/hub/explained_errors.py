@@ -1,4 +1,4 @@
-"""Errors of the Hub, the network and the account as one sentence with the remedy. All other errors keep their traceback."""
+"""Explains errors of the Hub, the network and the account in a sentence with the remedy. Other errors keep their traceback."""
 
 import re
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def unreachable(error: BaseException) -> str:
 
 
 def _explanation(error: Exception) -> str | None:
-    """The remedy for an error; None if the user has none."""
+    """The cause of an error and its remedy; None if the user can do nothing."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it."
     if isinstance(error, LocalTokenNotFoundError):
@@ -53,7 +53,9 @@ def _explanation(error: Exception) -> str | None:
         return f"{unreachable(error)} {RESUME}"
     if type(error) is ValueError and text.startswith(_REFUSED_FILES):  # for one, the account's storage is full
         words = text.removeprefix(_REFUSED_FILES).strip().splitlines() or [""]
-        return f"the Hub refuses a large file ({without_queries(words[0])[:200]}). Then run the same command to resume."
+        return (
+            f"the Hub refuses a large file ({without_queries(words[0])[:200]}). When that is solved, the same command resumes."
+        )
     return None
 
 
@@ -76,7 +78,7 @@ def _of_hub_error(error: BaseException) -> str:
     if status == 429:
         return f"the Hub has had too many requests from you. Wait some minutes. {RESUME}"
     if status >= 500:
-        return f"the Hub answers {status} again and again. Try later. {RESUME}"
+        return f"the Hub keeps answering {status}. Try later. {RESUME}"
     return f"the Hub answered {status}{_answer(error)}."
 
 

@@ -1,4 +1,4 @@
-"""Models by name: a folder of this machine, or a repository of the Hub, which is downloaded into the cache."""
+"""Finds a model by its name: a folder on this machine, or a repository on the Hub, which is downloaded into the cache."""
 
 from dataclasses import dataclass
 from pathlib import Path

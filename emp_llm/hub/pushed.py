@@ -1,4 +1,4 @@
-"""The result of a push, and its words."""
+"""The result of a push, and its description."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class Pushed:
 
 
 def pushed_words(pushed: Pushed) -> str:
-    """A line about a push; for a dry run a table of the files."""
+    """One line about a push; for a dry run, a table of the files."""
     if pushed.dry_run:
         rows = [["file", "size"], *([path, format_bytes(size)] for path, size in sorted(pushed.files.items()))]
         branch = f", branch {pushed.branch}" if pushed.branch else ""

@@ -1,4 +1,4 @@
-"""Retries of calls to the Hub: transient errors are waited out, and a machine without a network is told so soon."""
+"""Retries of calls to the Hub after transient errors; only one retry if the machine has no network."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-WAITS = (1, 2, 4, 8, 16)  # seconds before each retry; the client's own retries, where it has any, come on top
+WAITS = (1, 2, 4, 8, 16)  # seconds before each retry; some calls of the client have retries of their own in addition
 _LONGEST_WAIT = 600  # seconds, however long the Hub asks for
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _NO_NETWORK = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL)
@@ -35,7 +35,7 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = WAITS) -> T:
 
     Args:
         call: the call.
-        waits: seconds before each retry. Without any network there is only one.
+        waits: seconds before each retry. Without a network there is only one retry.
 
     Raises:
         Exception: the call's error, if it is not transient or no retry is left.
@@ -55,7 +55,7 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = WAITS) -> T:
 
 
 def note_contact(error: BaseException) -> None:
-    """An error that is an answer of the Hub shows that it can be reached."""
+    """Note that the Hub can be reached, if an error is one of its answers."""
     cause = hub_error_behind(error)
     if cause is not None and status_of(cause) is not None:
         _Contact.made = True
@@ -80,7 +80,7 @@ def is_offline(error: BaseException) -> bool:
 
 
 def wait_to_retry(error: BaseException, wait: float) -> None:
-    """Wait before a retry, as long as the Hub asks for if it does, and log one line about it."""
+    """Log one line and wait before a retry, for as long as the Hub asks, else for `wait` seconds."""
     cause = hub_error_behind(error)
     status = None
     if isinstance(cause, HfHubHTTPError):
@@ -93,7 +93,7 @@ def wait_to_retry(error: BaseException, wait: float) -> None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind an error; None without an answer."""
+    """The HTTP status of an error; None if the Hub did not answer."""
     return int(error.response.status_code) if isinstance(error, HfHubHTTPError) else None
 
 
@@ -105,7 +105,7 @@ def hub_error_behind(error: BaseException | None) -> BaseException | None:
 
 
 def without_queries(text: str) -> str:
-    """Text whose addresses have lost their queries: the query of a large file's address is a signature that permits writing."""
+    """Text without the queries of its addresses: the query of a large file's address is a signature that permits writing."""
     return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
 
 

@@ -141,7 +141,7 @@ class _Upload:
         if branch not in heads:
             with_retries(lambda: self._api.create_branch(self._to.name, branch=branch, exist_ok=True))
             heads[branch] = heads.get(constants.DEFAULT_REVISION, "")
-        # A branch at main's commit was created just now, here or by an interrupted push, so its weights are not its own.
+        # A branch at main's commit was created by this push or an interrupted one, so its weights may be replaced.
         if branch != constants.DEFAULT_REVISION and heads[branch] == heads.get(constants.DEFAULT_REVISION, ""):
             self._overwrite = True
 
@@ -182,7 +182,7 @@ class _Upload:
         return self._digests.get(path) or file_hash(self._files[path], "sha256")
 
     def _stale(self, held: dict[str, RepoFile]) -> list[str]:
-        """Weights and indexes of another checkpoint. Loaders would take them, or some of them, in place of ours."""
+        """Weights and indexes of another checkpoint, which a loader might take instead of ours."""
         return [path for path in held if path not in self._files and (is_weights(path) or path.endswith(".index.json"))]
 
     def _check_weights(self, held: dict[str, RepoFile], changed: list[str], stale: list[str]) -> None:

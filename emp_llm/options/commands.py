@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 from emp_llm.options.calibration import CalibrationOptions, NormOptions, PropagationOptions
-from emp_llm.options.evaluation import JudgeOptions, SuiteOptions
+from emp_llm.options.evaluation import EvaluationStageOptions, SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
@@ -21,7 +21,7 @@ PrunedFolder = Annotated[Path, Opt("Output folder of a finished prune.", argumen
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(
     PushOptions,
-    JudgeOptions,
+    EvaluationStageOptions,
     QuantizationOptions,
     LoadingOptions,
     PropagationOptions,
@@ -44,7 +44,7 @@ class PruneOptions(
         self.check_calibration()
         self.check_propagation(self.execution)
         self.check_mask_device()
-        self.check_judging()
+        self.check_evaluation()
         self.check_push()
         if self.propagate == "pruned":
             self._check_pruned_propagation()

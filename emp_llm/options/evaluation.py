@@ -17,8 +17,8 @@ class SuiteOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeOptions(Options):
-    """An evaluation after pruning."""
+class EvaluationStageOptions(Options):
+    """The evaluation stages of `prune`: of the dense and of the pruned model."""
 
     evaluate: Annotated[
         str | None,
@@ -26,7 +26,7 @@ class JudgeOptions(Options):
     ] = None
     baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
 
-    def check_judging(self) -> None:
+    def check_evaluation(self) -> None:
         """Raise UserError for a baseline without an evaluation."""
         if self.baseline is not None and self.evaluate is None:
             raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")

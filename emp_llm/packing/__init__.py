@@ -1,4 +1,5 @@
-"""Packed checkpoints: lossless files with one bit per weight and the values that are not zero; and masks applied to models.
+"""Packed checkpoints, lossless: one bit for each weight, and the values that are not zero. Also masks applied to loaded models.
 
-This room reads and writes checkpoints by their bytes and may use every room below it; `reapply` alone works on a loaded model.
+This room reads and writes checkpoints by their bytes; only `reapply` works on a loaded model. May use every room up to
+`pruning`.
 """

@@ -1,4 +1,4 @@
-"""The two loops of `bits` that numpy lacks, compiled by numba. No branch depends on a word, because zeros stand at random."""
+"""The two loops of `bits` that numpy lacks, compiled by numba. No branch depends on a word, because zeros are unpredictable."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def expand(mask: Any, values: Any, words: Any) -> None:
             words[64 * whole + j] = values[used] * bit
             used += np.int64(bit)
         whole += 1
-    for j in range(64 * whole, words.size):  # the loop above reads a value even for a zero; here none may be left
+    for j in range(64 * whole, words.size):  # the loop above reads a value even for a zero; at the end none may be left to read
         words[j] = 0
         if (mask[j // 64] >> np.uint64(j % 64)) & one:
             words[j] = values[used]

@@ -21,7 +21,7 @@ _SAMPLE = 1 << 16  # bytes that decide which are frequent
 
 
 def mask_of(words: Words) -> Bytes:
-    """One bit for each word, 1 if it is not zero; the lowest bit of the first byte is the first. Padded with zeros."""
+    """One bit for each word, 1 if it is not zero. The first word is the lowest bit of the first byte. Padded with zeros."""
     mask = np.zeros(mask_bytes(words.size), dtype=np.uint8)
     mask[: -(-words.size // 8)] = np.packbits(words != 0, bitorder="little")
     return mask
@@ -41,7 +41,7 @@ def ones_in(mask: Bytes, count: int) -> int:
     """The number of bits that are set in the mask of `count` words.
 
     Raises:
-        ValueError: the mask has another size, or bits are set after that of the last word.
+        ValueError: the size of the mask is wrong, or bits are set after the last word's bit.
     """
     whole, rest = divmod(count, 8)
     if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
@@ -55,7 +55,7 @@ def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:
 
 
 def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
-    """The `count` words that have a mask and these values.
+    """The `count` words with this mask and these non-zero values.
 
     Raises:
         ValueError: the mask does not fit `count` words, or the number of its set bits is not the number of values.
@@ -80,7 +80,7 @@ def zero_out(mask: Bytes, words: Words) -> Words:
 def split_planes(values: Words) -> list[Bytes]:
     """Byte planes, the highest first, of words rotated left by one bit.
 
-    The rotation moves the sign of a floating-point number beside the mantissa, which is equally random. The highest plane of a
+    The rotation moves the sign of a floating-point number next to the mantissa, which is equally random. The highest plane of a
     bfloat16 or float32 is then the exponent alone, which compresses well.
     """
     size = values.dtype.itemsize
@@ -105,7 +105,7 @@ def join_planes(planes: list[Bytes]) -> Words:
 
 
 def pair_exponents(plane: Bytes) -> Bytes:
-    """Two bytes as one, because few different ones occur: a Huffman coder spends whole bits, and wastes half as much on a pair.
+    """Two bytes as one, because few distinct bytes occur. A Huffman coder spends whole bits, and wastes half as many on a pair.
 
     Returns:
         The 15 most frequent bytes of a sample; then one byte for each two bytes of the plane: their indexes in that list, the
@@ -127,7 +127,7 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
     """The inverse of `pair_exponents` for a plane of `count` bytes.
 
     Raises:
-        ValueError: it holds another number of bytes.
+        ValueError: the number of bytes is wrong.
     """
     end = FREQUENT + (count + 1) // 2
     if packed.size < end:
@@ -139,7 +139,7 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
     plane = np.append(packed[:FREQUENT], np.uint8(0)).take(coded)
     rare = np.flatnonzero(coded == FREQUENT)
     if rare.size != packed.size - end:
-        raise ValueError("the number of rare exponents is not the announced one")
+        raise ValueError("the number of rare exponents is wrong")
     plane[rare] = packed[end:]
     return plane
 

@@ -1,4 +1,4 @@
-"""Reading of packed folders. They may come from anybody, so everything in them is checked; `packed_format` has the format."""
+"""Reads packed folders. They may come from anybody, so everything in them is checked. `packed_format` describes the format."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -110,7 +110,7 @@ class PackedShard:
             raise ValueError(f"it holds no {quotable(name)}")
         alike = len(found.shape) == len(shape) and all(a in (None, b) for a, b in zip(shape, found.shape, strict=True))
         if found.dtype != dtype or not alike:
-            raise ValueError(f"{quotable(name)} has another dtype and shape than its original requires")
+            raise ValueError(f"{quotable(name)} does not have the dtype and the shape that its original requires")
 
 
 class Frames:
@@ -124,9 +124,9 @@ class Frames:
         self._starts = ends - self._sizes.sum(axis=1)
         total = int(ends[-1]) if ends.size else 0
         if total + -total % 8 != self._frames.numel:
-            raise ValueError(f"the frames of {quotable(tensor.name)} have another length than announced")
+            raise ValueError(f"the frames of {quotable(tensor.name)} do not have the announced length")
         if self._sizes.size and int(self._sizes.max()) > 2 * shard.layout.block + 1024:
-            raise ValueError("a frame is longer than the frame of a block can be")
+            raise ValueError("a frame is too long for a block")
 
     def read(self, number: int, frames: int | None = None) -> list[memoryview]:
         """The frames of a block, by its number: all, or the first few."""
@@ -193,7 +193,7 @@ class PackedFolder:
 
 
 class PackedCheckpoint(Checkpoint):
-    """The names and shapes of a packed checkpoint, to find its layers. Its weights cannot be read by their offsets."""
+    """The names and shapes of a packed checkpoint, for finding its layers. Its weights cannot be read by their offsets."""
 
     def __init__(self, packed: PackedFolder) -> None:
         self.folder = packed.folder

@@ -1,8 +1,8 @@
 """The format of packed checkpoints.
 
-A packed folder holds, for a model folder, every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file
-unchanged, and `emp_pack.json`, which lists them all. Packed shards are ordinary safetensors files, and every byte of the
-original shard can be restored from them.
+The packed folder of a model holds every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file unchanged, and
+`emp_pack.json`, which lists them all. Packed shards are ordinary safetensors files, and every byte of the original shard can be
+restored from them.
 
 **emp_pack.json**: `format` is "emp-llm pack 3"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of
 words, a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `blake3` and the text of its
@@ -16,12 +16,12 @@ than 8 bits are taken as bytes. A word is zero if no bit of it is set; -0.0 is a
 - sparse, raw: as `NAME.mask`, U8: one bit for each word, the lowest bit of the first byte first, 1 if the word is not zero;
   padded with zeros to a multiple of 8 bytes. And `NAME.values`, of the original's dtype, one dimension: the words that are not
   zero, in order.
-- dense or sparse, zstd: as `NAME.frames`, U8: some zstd frames for every `block` words, one after another, padded with zeros
-  to a multiple of 8 bytes. And `NAME.sizes`, U32, shape (blocks, frames in a block): their sizes. If sparse, the first frame of
-  a block is its mask. The others are byte planes of its values, the highest plane first, each value rotated left by one bit, so
-  that the sign stands beside the lowest bits of the mantissa. The highest plane of BF16 and F32 is the exponent. It is written
-  as 15 frequent bytes; then half a byte for each byte of the plane, the low half first: its index in that list, or 15 for a
-  byte that is not in it and to fill up the last pair; then the bytes that are not in the list.
+- dense or sparse, zstd: as `NAME.frames`, U8: the zstd frames of each block of `block` words, concatenated and padded with
+  zeros to a multiple of 8 bytes. And `NAME.sizes`, U32, shape (blocks, frames in a block): their sizes. If sparse, the first
+  frame of a block is its mask. The others are byte planes of its values, the highest plane first, each value rotated left by
+  one bit, so that the sign is next to the lowest bits of the mantissa. The highest plane of BF16 and F32 is the exponent. It is
+  written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first: its index in that list, or 15
+  for a byte that is not in the list and for the missing half of a last pair; then the bytes that are not in the list.
 - in a folder of kind "mask": as the mask alone, `NAME.mask` or its frames; a tensor without zeros has no entry.
 """
 

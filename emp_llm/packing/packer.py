@@ -1,4 +1,4 @@
-"""Packing of a checkpoint: each shard is read block by block, split and written. `packed_format` has the format."""
+"""Packs a checkpoint: each shard is read block by block, split and written. `packed_format` describes the format."""
 
 import shutil
 from dataclasses import dataclass

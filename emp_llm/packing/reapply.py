@@ -1,4 +1,4 @@
-"""Keeping a model sparse: the zeros of a pruned checkpoint are restored, once or after every step of an optimizer."""
+"""Keeps a model sparse: restores the zeros of a pruned checkpoint, once or after every step of an optimizer."""
 
 from collections import defaultdict
 from collections.abc import Iterator

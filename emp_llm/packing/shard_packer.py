@@ -1,4 +1,4 @@
-"""Packing of one shard, block by block. `packed_format` has the format."""
+"""Packs one shard, block by block. `packed_format` describes the format."""
 
 import json
 import os
@@ -28,14 +28,14 @@ class ShardPacker:
     """Packs one shard.
 
     The number of zeros decides a tensor's form, and it is known only at the tensor's end. So a tensor is written in the form
-    that its first words suggest, and once more if that was wrong. That is rare, and costs less than reading everything twice.
+    that its first words suggest, and written again if that was wrong. This is rare, and cheaper than reading everything twice.
 
     Args:
         layout: of the packed folder.
         coder: for zstd; None: raw.
         tensors: those of the shard.
         shard: the file; only read.
-        digests: hashes the shard meanwhile.
+        digests: hashes the shard while it is packed.
         bar: progress, in bytes.
     """
 
@@ -133,7 +133,7 @@ class ShardPacker:
         return words - kept
 
     def _each_block(self, tensor: StoredTensor, work: Callable[[Words], Any]) -> Iterator[Any]:
-        """The results of some work on each block of a tensor. A block is hashed meanwhile if it comes next in the shard."""
+        """The result of `work` for each block of a tensor. A block that comes next in the shard is hashed at the same time."""
         size = word_bytes(tensor)
 
         def job(first: int, count: int) -> tuple[int, Block, Any]:
@@ -154,7 +154,7 @@ class ShardPacker:
         return StreamWriter(self._packed, self._position + offset, self._buffers, self._queue)
 
     def _add_parts(self, tensor: StoredTensor, form: Form, length: int) -> None:
-        """Add the parts of a written tensor to the header and move past them; `length` is that of the part without a length."""
+        """Add the parts of a written tensor to the header and move past them. `length`: the one that the layout leaves open."""
         for name, (dtype, shape) in self.layout.parts(tensor, form).items():
             known = [length if side is None else side for side in shape]
             end = self._position + _bytes(known, dtype)
@@ -185,7 +185,7 @@ class ShardPacker:
 
 
 def _split(words: Any, form: Form, values: bool) -> tuple[Any, Any, int]:
-    """The mask and the values of a block, as far as its form has them, and the number of its words that are not zero."""
+    """The mask and the values of a block, None for those that its form lacks, and the number of its words that are not zero."""
     if form == "sparse":
         kept = nonzero_words(words) if values else None
         return mask_of(words), kept, int(np.count_nonzero(words)) if kept is None else kept.size

@@ -1,4 +1,4 @@
-"""Unpacking: the files of a packed checkpoint are restored byte for byte; a mask is applied to the weights of its base."""
+"""Unpacks: restores the files of a packed checkpoint byte for byte, or applies a mask to the weights of its base."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ class Unpacker:
 
     def _refuse(self, shard: PackedShard) -> None:
         if self.base is None:
-            damaged(shard.path, "the unpacked shard has another checksum than announced")
+            damaged(shard.path, "the unpacked shard does not have the announced checksum")
         raise UserError(
             f"--base {self.base.folder}: with the mask {shard.path} it does not yield the packed file (another checksum). "
             f"Either it is not the exact model that was pruned ({self.packed.base_name}), or other weights changed after "

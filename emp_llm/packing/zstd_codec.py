@@ -1,4 +1,4 @@
-"""The zstd frames of a block in a packed file: its mask and the byte planes of its values. `packed_format` has the format."""
+"""The zstd frames of a packed block: its mask and the byte planes of its values. `packed_format` describes the format."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Pruned weights in a loaded model, and restoring its dense weights.
+"""Prunes the weights of a loaded model, and restores the dense weights.
 
 Rows are pruned from the checkpoint's bytes, as for writing, and copied into the model. The dense rows are restored from the
-same bytes, so no weights are kept twice, and several recipes can be tried without reloading the model.
+same bytes. So no weights are kept twice, and several recipes can be tried without reloading the model.
 """
 
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""Pruning the targets of a checkpoint, one block of rows after another.
+"""Prunes the targets of a checkpoint, block by block of rows.
 
 The path of a weight: `Matrix.read` reads its bytes from the shard, the scheme's criterion scores it, the budget sets the count
 to keep, the mask is applied, and `Matrix.write` (called in `shard_writer`) writes it to the same offset of the new shard.
@@ -49,7 +49,7 @@ class Pruner:
     Attributes:
         scores: the scores of the targets.
         first_rows: name of a target -> index of its first row among the rows of all targets.
-        whole: N_eff and s_eff of all targets as one group, after pruning.
+        whole: N_eff and s_eff of all targets as one group, known after pruning; None for other groups.
 
     Raises:
         UserError: M of an N:M pattern does not divide a target's inputs; one group has targets of several dtypes.
@@ -95,7 +95,7 @@ class Pruner:
         Args:
             target: one of the targets.
             norm: float32, shape (columns,); None for a criterion without norms.
-            tokens: number of tokens behind the norms, if known.
+            tokens: number of tokens that the norms cover, if known.
 
         Returns:
             bool, shape (rows, columns), one output per row; true for kept weights.
@@ -122,12 +122,12 @@ class Pruner:
                 mask[first : first + part.mask.shape[0]] = part.mask
         return mask
 
-    def decide(self, see: Callable[[Target, PrunedBlock], None], back: bool = True) -> list[Outcome]:
+    def decide(self, on_block: Callable[[Target, PrunedBlock], None], back: bool = True) -> list[Outcome]:
         """Prune all targets in memory; nothing is written.
 
         Args:
-            see: called with a target and each of its pruned blocks, in order. The memory of a block is reused afterwards.
-            back: copy the pruned rows back to the blocks' `words`; if false, only `weights` holds them, if it is not None.
+            on_block: called with a target and each of its pruned blocks, in order. The memory of a block is reused afterwards.
+            back: copy rows that a GPU pruned back to the blocks' `words`; if false, only `weights` holds them.
 
         Returns:
             One outcome per target, in their order.
@@ -144,7 +144,7 @@ class Pruner:
                 rows = RowStatistics(target.matrix.rows)
                 for block in self.pruned(target, files, selector, back=back):
                     rows.put(block.first, block.figures)
-                    see(target, block)
+                    on_block(target, block)
                     bar.update(block.words.size)
                     self.buffers.give(block.words)
                 outcomes.append(self.outcome(target, rows, selector))
@@ -165,20 +165,20 @@ class Pruner:
             self.buffers.give(words)
 
     def read(
-        self, target: Target, files: FilePool, done: int = 0, see: BlockReadCallback | None = None
+        self, target: Target, files: FilePool, done: int = 0, on_read: BlockReadCallback | None = None
     ) -> Iterator[tuple[int, Words]]:
         """(first row, bits) of each block of a target's rows, with the next blocks read ahead.
 
         Args:
             done: blocks within the first `done` rows are skipped.
-            see: called with the file, the first row and the bits of each block, in the reading thread.
+            on_read: called with the file, the first row and the bits of each block, in the reading thread.
         """
         matrix, reader = target.matrix, files.reader(target.matrix.stored.shard)
 
         def job(first: int, last: int) -> tuple[int, Words]:
             words = matrix.read(reader, first, last, self.buffers)
-            if see is not None:
-                see(reader, first, words)
+            if on_read is not None:
+                on_read(reader, first, words)
             return first, words
 
         blocks = matrix.row_blocks(self.block_weights)
@@ -190,16 +190,16 @@ class Pruner:
         files: FilePool,
         selector: "GroupSelector | None",
         done: int = 0,
-        see: BlockReadCallback | None = None,
+        on_read: BlockReadCallback | None = None,
         back: bool = True,
     ) -> Iterator[PrunedBlock]:
         """The blocks of a target after pruning. The caller returns their memory to `buffers`.
 
         Args:
             selector: decides a group larger than a row; None if each row is one group.
-            done, see: as for `read`; back: as for `decide`.
+            done, on_read: as for `read`; back: as for `decide`.
         """
-        blocks = self.read(target, files, done, see)
+        blocks = self.read(target, files, done, on_read)
         with naming_target(target):
             if selector is None:
                 yield from self.rows.prune(blocks, self.rule_of(target), back)
@@ -216,7 +216,7 @@ class Pruner:
                 yield PrunedBlock(first, words, arrays, weights)
 
     def search(self, targets: list[Target], files: FilePool) -> "GroupSelector":
-        """Find the cut of one group of matrices: one pass over the weights for the sums, then passes for the cut's bits."""
+        """Find the cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut."""
         from emp_llm.selection.group_selection import GroupSelector
 
         selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])

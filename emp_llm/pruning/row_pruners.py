@@ -79,7 +79,7 @@ class RowPruner(Protocol):
         Args:
             blocks: (first row, bits of the rows, shape (rows, columns)).
             rule: decides the rows.
-            back: copy the pruned rows back to `words`; if false, only `weights` holds them, if it is not None.
+            back: copy rows that a GPU pruned back to `words`; if false, only `weights` holds them.
 
         Raises:
             NonFiniteError: the scores of a block hold NaN or infinity; its arguments are (first row, bits).
@@ -192,7 +192,7 @@ class GpuRowPruner:
 
 @dataclass
 class _BlockOnGpu:
-    """A block in work on a GPU."""
+    """A block that a GPU is pruning."""
 
     first: int
     words: Words

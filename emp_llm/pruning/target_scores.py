@@ -41,7 +41,7 @@ class TargetScores:
         self._norms: dict[str, Block] = {}
 
     def use(self, activations: "Activations", name: str = "the activations") -> None:
-        """Use these input norms; `name` stands for them in errors.
+        """Use these input norms; errors call them `name`.
 
         Raises:
             UserError: the norms of a target are missing, or their number is wrong.
@@ -49,10 +49,11 @@ class TargetScores:
         for target in self._targets:
             norm, inputs = activations.norm(target.name), target.matrix.columns
             if norm is None or norm.numel() != inputs:
-                held = "no norms" if norm is None else f"norms of {norm.numel()} inputs, its weight has {inputs}"
+                wrong = "no norms" if norm is None else f"{norm.numel()} norms for {inputs} inputs"
                 raise UserError(
-                    f"{name}: for {target.name} they hold {held}. They are of another model or of other layers (run calibrate "
-                    "for this model), or the forward pass does not call this layer (leave it out with --ignore)."
+                    f"{name}: {target.name} has {wrong}. Either the norms are of another model or of other layers (run "
+                    "emp-llm calibrate for this model), or the forward pass does not call this layer (leave it out with "
+                    "--ignore)."
                 )
             self.take(target, norm, activations.tokens_of(target.name))
         if self.by_magnitude and self._scheme.group == "all":
@@ -63,7 +64,7 @@ class TargetScores:
             )
 
     def take(self, target: Target, norm: "Tensor", tokens: int | None) -> None:
-        """Set the norms of one target's inputs, float32, shape (columns,), and the number of tokens behind them."""
+        """Set the norms of one target's inputs, float32, shape (columns,), and the number of tokens that they cover."""
         self._norms[target.name] = np.ascontiguousarray(norm.detach().cpu().float().numpy())
         if target.layer.routed and tokens is not None and tokens < self.least_tokens:
             self.by_magnitude[target.name] = tokens
@@ -94,7 +95,7 @@ class TargetScores:
 
 @contextmanager
 def naming_target(target: Target) -> Iterator[None]:
-    """Turn a NonFiniteError into a UserError that names the tensor and the rows."""
+    """Raise a UserError, which names the tensor and the rows, for a NonFiniteError."""
     try:
         yield
     except NonFiniteError as error:

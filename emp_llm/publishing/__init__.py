@@ -1,4 +1,4 @@
-"""Publishing: the model card of a pruned checkpoint, its records without folders of a machine, and the push of all files.
+"""Publishing: the model card of a pruned checkpoint, its records without local paths, and the push of all files.
 
-This room joins the others. It may use every room below it; only `runs` and the command `push` use it.
+May use every room up to `reporting`. Only `runs` and the command `push` use this room.
 """

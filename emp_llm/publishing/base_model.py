@@ -1,4 +1,4 @@
-"""The dense model behind a pruned checkpoint, as its own model card describes it."""
+"""The dense model of a pruned checkpoint, as its own model card describes it."""
 
 import logging
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Origin:
     """The dense model.
 
     Attributes:
-        name: Hub id; None: a folder of no known repository.
+        name: Hub id; None for a folder without a known repository.
         revision: its commit.
         metadata: the part of its card that holds for a pruned model too: licence, languages, pipeline tag, tags.
     """

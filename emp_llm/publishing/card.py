@@ -1,4 +1,4 @@
-"""The model card of a pruned checkpoint: its origin, its measurements, and the recipe behind it."""
+"""The model card of a pruned checkpoint: its origin, its measurements, and its recipe."""
 
 import json
 from collections.abc import Iterable
@@ -44,18 +44,18 @@ class Card:
         to: the repository.
         report: of the pruning run, in its public form.
         origin: the dense model.
-        judged: models of results files.
+        evaluated: models of results files.
         plots: PNG files by their path in the repository.
     """
 
     def __init__(
-        self, to: Destination, report: RunReport, origin: Origin, judged: list[EvaluatedModel], plots: list[str]
+        self, to: Destination, report: RunReport, origin: Origin, evaluated: list[EvaluatedModel], plots: list[str]
     ) -> None:
         self._to = to
         self._report = report
         self._origin = origin
         self._plots = plots
-        self._suites = by_suite(judged)
+        self._suites = by_suite(evaluated)
         self._measured = models_of_report(report)  # dense and pruned, measured by the run itself
 
     def text(self, files: Iterable[str]) -> str:
@@ -114,10 +114,10 @@ class Card:
 
     def _eval_results(self) -> list[EvalResult]:
         found = []
-        for judged in (each for suite in [self._measured, *self._suites] for each in suite if each.this):
-            if judged.made_by.quantization or judged.made_by.limit:  # other weights, or only some of the questions
+        for evaluated in (each for suite in [self._measured, *self._suites] for each in suite if each.this):
+            if evaluated.made_by.quantization or evaluated.made_by.limit:  # other weights, or only some of the questions
                 continue
-            found += [*_perplexity_result(judged), *_task_results(judged)]
+            found += [*_perplexity_result(evaluated), *_task_results(evaluated)]
         return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
 
     def _summary(self) -> str:
@@ -167,7 +167,7 @@ class Card:
             if name in ("text", "tokens", "dtype", "propagate"):
                 rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
         rows += [[package, version] for package, version in report.versions.items()]
-        norms = f" `{ACTIVATIONS_NAME}` holds the input norms behind the masks." if str(ACTIVATIONS_NAME) in files else ""
+        norms = f" `{ACTIVATIONS_NAME}` holds the input norms of the scores." if str(ACTIVATIONS_NAME) in files else ""
         commit = f" --revision {self._origin.revision}" if self._origin.revision else ""
         check = f"{self._origin.name or 'BASE_MODEL'}{commit}"
         branch = f" --revision {self._to.branch}" if self._to.branch else ""
@@ -182,24 +182,24 @@ class Card:
     def _licence(self, files: set[str]) -> str:
         name = self._origin.metadata.get("license_name") or self._origin.metadata.get("license")
         texts = sorted(file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY")))
-        beside = f" Its text: {', '.join(f'[{text}]({text})' for text in texts)}." if texts else ""
+        text_links = f" Its text: {', '.join(f'[{text}]({text})' for text in texts)}." if texts else ""
         if name:
-            return f"The licence of the base model, {name}, applies: a pruned model is a derived work.{beside}"
-        return f"The licence of the base model, {self._base}, applies. The base model's card names none.{beside}"
+            return f"The licence of the base model, {name}, applies: a pruned model is a derived work.{text_links}"
+        return f"The licence of the base model, {self._base}, applies. The base model's card names none.{text_links}"
 
 
-def by_suite(judged: list[EvaluatedModel]) -> list[list[EvaluatedModel]]:
+def by_suite(evaluated: list[EvaluatedModel]) -> list[list[EvaluatedModel]]:
     """Models grouped by text, tasks and limit; in each group dense models first, then this checkpoint, then the others."""
     suites: dict[str, list[EvaluatedModel]] = {}
-    for each in judged:
-        told = msgspec.to_builtins(each.made_by)
-        key = json.dumps([told.get(part) for part in ("text", "tasks", "limit")], sort_keys=True)
+    for each in evaluated:
+        made_by = msgspec.to_builtins(each.made_by)
+        key = json.dumps([made_by.get(part) for part in ("text", "tasks", "limit")], sort_keys=True)
         suites.setdefault(key, []).append(each)
     return [sorted(suite, key=lambda each: (each.pruned is not None, not each.this)) for suite in suites.values()]
 
 
-def _perplexity_result(judged: EvaluatedModel) -> list[EvalResult]:
-    entry, text = judged.measures.perplexity, judged.made_by.text
+def _perplexity_result(evaluated: EvaluatedModel) -> list[EvalResult]:
+    entry, text = evaluated.measures.perplexity, evaluated.made_by.text
     if entry is None or entry.partial or entry.perplexity is None:
         return []
     dataset = (text.dataset or text.file if text is not None else None) or "text"
@@ -217,9 +217,9 @@ def _perplexity_result(judged: EvaluatedModel) -> list[EvalResult]:
     ]
 
 
-def _task_results(judged: EvaluatedModel) -> list[EvalResult]:
+def _task_results(evaluated: EvaluatedModel) -> list[EvalResult]:
     found = []
-    for task in judged.measures.tasks.values():
+    for task in evaluated.measures.tasks.values():
         for name, metrics in task.results.items():
             for key, value in metrics.items():
                 metric = key.partition(",")[0]

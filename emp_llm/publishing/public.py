@@ -1,4 +1,4 @@
-"""Records without folders of a machine or a user: published files name models and files only."""
+"""Removes local paths from records: published files name only models and files."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ _MODEL_FLAGS = ("--model", "--calibration", "--baseline", "--push-to-hub")  # th
 
 
 def public(record: R, *folders: str) -> R:
-    """The same record without folders: paths are reduced to their last component; Hub ids of models and data sets stay.
+    """The same record without local paths: a path is reduced to its last component; Hub ids of models and data sets stay.
 
     Args:
         record: any record, with everything in it.
@@ -61,7 +61,7 @@ def _public(value: Any, key: str, folders: tuple[str, ...]) -> Any:
 def _command(command: str, folders: tuple[str, ...]) -> str:
     try:
         words = shlex.split(command)
-    except ValueError:  # without its closing quotation mark nothing is known about its paths
+    except ValueError:  # without a closing quotation mark, its paths cannot be found
         return ""
     found, flag = [], ""
     for word in words:

@@ -1,4 +1,4 @@
-"""The push of a finished checkpoint: which files are pushed, their public form, and the model card."""
+"""The push of a finished checkpoint: the files, their public form, and the model card."""
 
 import logging
 import shlex
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evidence:
-    """Further content of the card, beside the report of the run.
+    """Further content of the card, in addition to the report of the run.
 
     Attributes:
         results: results files of `evaluate`: of this checkpoint, and of models to compare with.
-        plots: PNG files, beside those in the checkpoint's folder `emp_llm`.
+        plots: PNG files, in addition to those in the checkpoint's folder `emp_llm`.
         base_model: Hub id of the dense model, if the report names a folder.
     """
 
@@ -52,7 +52,7 @@ class Evidence:
 def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = False) -> Pushed:
     """Push a pruned checkpoint with a model card, which is also written to its folder as README.md.
 
-    A README.md that somebody else wrote is pushed as it is. Report, manifest, activations and results are pushed in a public
+    A README.md that emp-llm did not write is pushed as it is. Report, manifest, activations and results are pushed in a public
     form: they name models and files, not folders of this machine.
 
     Args:
@@ -72,13 +72,13 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     folders = [name for each in (own_report.source, *own_results.values()) for name in local_folder(each)]
     report = public(own_report, *folders)
     results = {path: public(each, *folders) for path, each in own_results.items()}
-    judged = _judged(folder, results)
+    evaluated = _evaluated(folder, results)
     plots = _plots(folder, evidence.plots)
     _check_names([*plots, *results])
     with TemporaryDirectory(prefix="emp-llm-push-") as scratch:
         files = _public_files(folder, manifest, report, results, Path(scratch))
         files |= {f"{EXTRAS}/{path.name}": path for path in plots}
-        text = _card_text(folder, to, own_report, report, evidence, judged, plots, list(files))
+        text = _card_text(folder, to, own_report, report, evidence, evaluated, plots, list(files))
         sizes = {path: file.stat().st_size for path, file in files.items()}
         sizes[CARD_NAME] = (folder / CARD_NAME).stat().st_size if text is None else len(text.encode())
         pushed = Pushed(to.name, to.branch, sizes, dry_run=dry_run, folder=str(folder))
@@ -122,7 +122,7 @@ def _check_against_manifest(folder: Path, manifest: Manifest) -> None:
 def _check_names(paths: list[Path]) -> None:
     names = [path.name for path in paths]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{twice}: two files have this name, and both belong in the same folder; rename one.")
+        raise UserError(f"{twice}: two files of this name would be pushed to the same folder; rename one.")
 
 
 def _public_files(
@@ -132,7 +132,7 @@ def _public_files(
     results: dict[Path, Results],
     scratch: Path,
 ) -> dict[str, Path]:
-    """Everything to be pushed but the card and the plots, by its path in the repository.
+    """All files to push except the card and the plots, by their path in the repository.
 
     Args:
         report, results: in their public form.
@@ -167,18 +167,18 @@ def _entry_like(entry: FileEntry, path: Path) -> FileEntry:
     return FileEntry(bytes=size, blake3=file_hash(path))
 
 
-def _judged(folder: Path, results: dict[Path, Results]) -> list[EvaluatedModel]:
+def _evaluated(folder: Path, results: dict[Path, Results]) -> list[EvaluatedModel]:
     """The models of some results files.
 
-    In every suite one of them must be this checkpoint, so that no other model's numbers are taken for its own.
+    In every suite one of them must be this checkpoint, so that no other model's numbers are mistaken for its own.
     """
     if not results:
         return []
     checkpoint = Checkpoint(folder)
-    judged: dict[Path, EvaluatedModel] = {}
+    evaluated: dict[Path, EvaluatedModel] = {}
     for path, measured in results.items():
         if not measured.complete:
-            raise UserError(f"--results {path}: that run has not finished; run its command again, it resumes.")
+            raise UserError(f"--results {path}: that run has not finished; run its command again to resume it.")
         if path.suffix != ".json" or path.name.startswith("."):
             raise UserError(f"--results {path}: it is pushed beside the model, so its name must end in .json.")
         model = measured.made_by.model
@@ -186,12 +186,12 @@ def _judged(folder: Path, results: dict[Path, Results]) -> list[EvaluatedModel]:
             this = model.identity == identity_of(checkpoint)
         else:
             this = model.sha256_of_samples == sha256_of_samples(checkpoint)
-        judged[path] = model_of_results(measured, this)
-    for suite in by_suite(list(judged.values())):
+        evaluated[path] = model_of_results(measured, this)
+    for suite in by_suite(list(evaluated.values())):
         if not any(each.this for each in suite):
-            path = next(path for path, each in judged.items() if each is suite[0])
+            path = next(path for path, each in evaluated.items() if each is suite[0])
             raise UserError(f"--results {path}: it is of other weights than those in {folder}. Evaluate this checkpoint.")
-    return list(judged.values())
+    return list(evaluated.values())
 
 
 def _plots(folder: Path, given: tuple[Path, ...]) -> list[Path]:
@@ -207,17 +207,17 @@ def _card_text(
     own_report: RunReport,
     report: RunReport,
     evidence: Evidence,
-    judged: list[EvaluatedModel],
+    evaluated: list[EvaluatedModel],
     plots: list[Path],
     files: list[str],
 ) -> str | None:
-    """The card; None if the folder has one of somebody else. The own report leads to the dense model's folder."""
+    """The card; None if the folder has a card that emp-llm did not write. `own_report` names the dense model's folder."""
     path = folder / CARD_NAME
     if path.exists() and not is_ours(path):
         logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", path)
         return None
     origin = find_origin(own_report.source, evidence.base_model)
-    return Card(to, report, origin, judged, [f"{EXTRAS}/{plot.name}" for plot in plots]).text(files)
+    return Card(to, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots]).text(files)
 
 
 def _write_card(path: Path, text: str) -> None:

@@ -1,5 +1,5 @@
 """Reporting: tables of runs, sweeps and measures for the terminal, and the report page with its figures and CSV files.
 
-`studies` reads the runs and computes the numbers, and `figures` draws them. It may import from these two, `evaluation`,
-`records`, `storage` and `common`.
+`studies` reads the runs and computes the numbers; `figures` draws them. May use these two, `evaluation`, `records`, `storage`
+and `common`.
 """

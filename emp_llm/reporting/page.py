@@ -15,13 +15,14 @@ FIGURES = "figures"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
 _ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
 _DIFFERENCES = (
-    "EMP − baseline: perplexities differ by percent, with the standard error of the paired losses of the text's blocks, if the "
-    "results hold these; accuracies differ by points. Both models have the same number of zeros, in total or in every matrix."
+    "EMP − baseline: the difference of perplexities in percent, with the standard error of the paired losses of the text's "
+    "blocks if the results hold them; the difference of accuracies in points. Both models have the same number of zeros, in "
+    "total or in every matrix."
 )
 _UNPAIRED = (
     "Standard errors of differences of accuracies are unpaired: the root of the sum of both squares, as if the two models had "
-    "answered different examples, because results files do not hold single answers. Paired errors are usually smaller, so a "
-    "difference that is not clear here may still be one."
+    "answered different examples, because results files do not hold individual answers. Paired errors are usually smaller, so "
+    "a difference that is not clear here may still be real."
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --rule: #d0d0d0; --faint: #666666; }
@@ -87,7 +88,7 @@ def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> li
 
 
 def _facts(study: Study) -> BulletList:
-    """Facts about the model and its calibration; every version of a fact in which the points differ."""
+    """Facts about the model and its calibration. A fact in which the points differ lists all its values."""
     facts: dict[str, list[str]] = {}
     for point in study.points:
         for name, fact in point.facts.items():

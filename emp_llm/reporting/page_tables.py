@@ -89,8 +89,8 @@ def verdicts(study: Study, suite: StudySuite) -> list[str]:
 
 
 def role_rows(study: Study) -> Rows:
-    """N_eff / N by role for every criterion and order, over the blocks; of all targets together where they were one group."""
-    rows = [["criterion", "layers", "N_eff/N % mean", "least block", "most block", "s_eff", "bound", "least margin"]]
+    """N_eff / N by role for every criterion and order, over the blocks; one row for all targets if they were one group."""
+    rows = [["criterion", "layers", "N_eff/N % mean", "lowest block", "highest block", "s_eff", "bound", "least margin"]]
     for label, matrices in study.measured:
         cells = by_role_and_block(matrices)
         for role in dict.fromkeys(role for role, _ in cells):
@@ -113,7 +113,7 @@ def _whole_row(label: str, whole: WholeGroup) -> list[str]:
 
 
 def matrix_rows(study: Study) -> Rows:
-    """All numbers of every role and block of every point with all digits, for programs."""
+    """All numbers of every role and block of every point with all digits, for the CSV file."""
     head = ["study", "point", "method", "beta", "order", "role", "block", "weights", "rows", "kept"]
     head += [*(f"kept_fraction_{part}" for part in _SPREAD), "n_eff_over_n", "group_size"]
     head += ["s_eff_mean", *(f"s_eff_{part}" for part in _SPREAD), "s_eff_bound_mean", "least_margin_over_bound"]
@@ -128,7 +128,7 @@ def matrix_rows(study: Study) -> Rows:
 
 
 def value_rows(study: Study) -> Rows:
-    """All measures of every point and of the dense model with all digits, for programs."""
+    """All measures of every point and of the dense model with all digits, for the CSV file."""
     head = ["study", "suite", "point", "method", "beta", "order", "match", "baseline_of", "sparsity_of_targets"]
     rows = [[*head, "sparsity_of_all_parameters", "measure", "value", "stderr", "partial"]]
     names = {point.id: point.name for point in study.points}
@@ -146,7 +146,7 @@ def value_rows(study: Study) -> Rows:
 
 
 def change_rows(study: Study) -> Rows:
-    """All differences between EMP and its baselines with all digits, for programs."""
+    """All differences between EMP and its baselines with all digits, for the CSV file."""
     head = ["study", "suite", "point", "baseline", "method", "beta", "order", "match", "sparsity_of_targets", "measure"]
     rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "better"]]
     for suite in study.suites:
@@ -169,12 +169,12 @@ def value_cell(measure: str, value: Value | None) -> str:
     return f"{formatted(value.value, digits)}{error}{' *' if value.partial else ''}"
 
 
-def _count(some: list[Difference], members: list[Difference]) -> str:
-    clear = [each for each in some if each.clear]
+def _count(chosen: list[Difference], members: list[Difference]) -> str:
+    clear = [each for each in chosen if each.clear]
     known = all(each.clear is not None for each in members)
     kind = "unpaired standard errors" if in_percent(members[0].measure) else "standard errors"
-    certain = f" ({len(clear)} by more than two {kind})" if known and some else ""
-    return f"{len(some)} of {count_of(len(members), 'point')}{certain}"
+    certain = f" ({len(clear)} by more than two {kind})" if known and chosen else ""
+    return f"{len(chosen)} of {count_of(len(members), 'point')}{certain}"
 
 
 def _mean(cells: Iterable[MatrixStats], name: str) -> float | None:

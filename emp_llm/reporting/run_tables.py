@@ -43,7 +43,7 @@ def pruning_rows(report: RunReport) -> Rows:
 
 
 def pruning_lines(report: RunReport) -> list[str]:
-    """Sentences on the total sparsity, the targets' share of the model, and the sizes of the weights in each form."""
+    """Lines on the total sparsity, the targets' share of the model, and the sizes of the weights in each form."""
     targets, sizes = report.targets, report.sizes
     lines = [
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets, "

@@ -68,7 +68,7 @@ def _measure(measure: MeasureEntry) -> str:
 
 
 def _shown(names: list[str]) -> list[str]:
-    """The measures for a table of many points: the perplexity, and the mean accuracy or else every task."""
+    """The measures for a table of many points: the perplexity, and the mean accuracy or, without one, every task."""
     means = [name for name in names if name.startswith("mean acc of ")]
     return [name for name in names if name.startswith("perplexity")] + (
         means or [name for name in names if not name.startswith("perplexity")]

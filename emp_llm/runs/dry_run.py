@@ -1,4 +1,4 @@
-"""The plan of a run and its needs of memory and disk, for `--dry-run`."""
+"""The plan of a run, and its need of memory and disk, for `--dry-run`."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""An evaluation: a stage for each model and quantisation to measure."""
+"""The run of `evaluate`: a stage for each model and quantisation to measure."""
 
 import logging
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class EvaluateRun:
         self._sources = [
             find_model(name, options.revision if name == options.model else None, options.trust_remote_code) for name in names
         ]
-        self.stages: list[EvaluateStage] = []
+        self.stages: list[ResultsStage] = []
         if not options.prepare:
             self._add_stages()
 
@@ -99,7 +99,7 @@ class EvaluateRun:
         self._beside = [results_to_compare(path, "--beside", made_by) for path in options.beside or []]
         baseline = options.baseline
         self._first = [results_to_compare(Path(baseline), "--baseline", made_by)] if baseline and _is_results(baseline) else []
-        before: list[EvaluateStage] = []
+        before: list[ResultsStage] = []
         if len(self._sources) > 1:
             before.append(self._stage(self._sources[1], "-baseline", None))
             if self._quantization is not None:
@@ -111,17 +111,17 @@ class EvaluateRun:
         for stage in unfinished:
             stage.prepare(harness)
 
-    def _stage(self, source: LocalModel, mark: str, quantization: Quantization | None) -> "EvaluateStage":
+    def _stage(self, source: LocalModel, mark: str, quantization: Quantization | None) -> "ResultsStage":
         path = self._output.with_name(f"{self._output.stem}{mark}.json") if mark else self._output
         options = self._options
         results = new_results(source, self._suite, self._size, options.dtype, options.device_map, quantization)
-        return EvaluateStage(
+        return ResultsStage(
             source, self._suite, ResultsFile(path, results, options.overwrite), options, quantization, self._size
         )
 
 
-class EvaluateStage:
-    """Measures a suite on one model, into one file.
+class ResultsStage:
+    """Measures a suite on one model, and saves the results in a file.
 
     Args:
         source: the model.
@@ -152,7 +152,7 @@ class EvaluateStage:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a part of the suite is missing in the file."""
+        """Whether the file lacks a part of the suite."""
         return any(True for _ in missing(self._suite, self.file.results.measures))
 
     def prepare(self, harness: Harness | None) -> None:
@@ -169,12 +169,12 @@ class EvaluateStage:
 
     def run(self) -> None:
         assert self._evaluator is not None
-        options, found = self._options, self.file.results.measures
-        if found.parts:
-            logger.info("%s: resuming after %s of the suite.", self.file.path, count_of(found.parts, "finished part"))
+        options, measures = self._options, self.file.results.measures
+        if measures.parts:
+            logger.info("%s: resuming after %s of the suite.", self.file.path, count_of(measures.parts, "finished part"))
         folder, trust = self._source.folder, options.trust_remote_code
         model = load_model(folder, options.device_map, options.dtype, trust, self._quantization)
-        measures = self._evaluator.measure(model, found, self.file.save)
+        measures = self._evaluator.measure(model, measures, self.file.save)
         self.file.save(measures, complete=True)
         self._evaluator = None
         del model

@@ -1,4 +1,4 @@
-"""A measure: its stages, and its file."""
+"""The run of `measure`: its stages, and its file."""
 
 import logging
 from collections.abc import Callable
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class MeasureRun:
-    """One measure, as a context: `with run: run_stages([run.calibrate, run.measure])`.
+    """One run of `measure`, as a context: `with run: run_stages([run.calibrate, run.measure])`.
 
     Args:
         options: of the command.
@@ -119,7 +119,7 @@ class MeasureStage:
     Args:
         recipes, pruners: one pruner for each recipe.
         plan: of the targets.
-        assemble: gives the pruners their norms, and makes the record without its measures.
+        assemble: gives the pruners their norms, and creates the record without its measures.
 
     Attributes:
         record: the result; None until the stage is finished.
@@ -139,8 +139,8 @@ class MeasureStage:
 
     def run(self) -> None:
         record = self._assemble()
-        found = zip(self._recipes, self._pruners, measure_targets(self._pruners), strict=True)
-        record.measures = [self._entry(*each) for each in found]
+        measured = zip(self._recipes, self._pruners, measure_targets(self._pruners), strict=True)
+        record.measures = [self._entry(*each) for each in measured]
         self.record = record
 
     def _entry(self, recipe: Recipe, pruner: Pruner, outcomes: list[Outcome]) -> MeasureEntry:

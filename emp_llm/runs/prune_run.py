@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from emp_llm.calibration.calibration import Calibration
     from emp_llm.evaluation.suites import Suite
     from emp_llm.hub.destination import Destination
-    from emp_llm.runs.stages.judging import PendingEvaluation
+    from emp_llm.runs.stages.evaluating import PendingEvaluation
 
 logger = logging.getLogger(__name__)
 
 
 class PruneRun:
-    """One prune, as a context: `with run: run_stages([run.calibrate, run.write, *run.judge, *run.publish])`.
+    """One prune, as a context: `with run: run_stages([run.calibrate, run.write, *run.evaluate, *run.publish])`.
 
     Args:
         options: of the command.
 
     Attributes:
-        calibrate, write, judge, publish: the stages, available inside the context; the last two may be empty.
+        calibrate, write, evaluate, publish: the stages, available inside the context; the last two may be empty.
 
     Raises:
         UserError: the options conflict, or do not fit the model, the output or the Hub.
@@ -74,11 +74,11 @@ class PruneRun:
         self._output = None if self._pending is not None and self._pending.exists else self._new_output()
         self._stopwatch = Stopwatch()
         self._stack = ExitStack()
-        self.judge: list[Stage] = []
+        self.evaluate: list[Stage] = []
         self.publish: list[Stage] = []
 
     def dry_run(self) -> DryRun:
-        """The plan of the run, and its needs of memory and disk."""
+        """The plan of the run, and its need of memory and disk."""
         calibrates = self._options.needs_activations and self._given is None
         checkpoint = self._plan.checkpoint
         return DryRun(
@@ -115,11 +115,11 @@ class PruneRun:
         signature = self._signature(calibration)
         try:
             if self._pending is not None and self._output is None and self._pending.matches(signature):
-                self._resume_judging(self._pending)
+                self._resume_evaluation(self._pending)
             else:
                 self._begin(calibration, signature)
             if self._suite is not None and self._pending is not None:
-                self._add_judging(self._pending, self._suite)
+                self._add_evaluation(self._pending, self._suite)
         except BaseException as error:
             if not self._stack.__exit__(type(error), error, error.__traceback__):
                 raise
@@ -132,7 +132,7 @@ class PruneRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, traceback)
         if error is not None and ranks().main and self._pending is not None and self._pending.exists:
-            logger.warning("the checkpoint in %s is complete, its evaluation is not; the same command resumes it.", self._path)
+            logger.warning("the checkpoint in %s is complete, but not its evaluation; the same command resumes it.", self._path)
         if error is None:
             times = ", ".join(f"{stage} {entry.seconds:.1f} s" for stage, entry in self.report.stages.items())
             logger.info("written to %s (%s)", self._path, times)
@@ -162,16 +162,16 @@ class PruneRun:
             self._plan, self._pruner, record, output, self._norms, self._assemble, self._stopwatch, before_publishing=begin
         )
 
-    def _resume_judging(self, pending: "PendingEvaluation") -> None:
-        """Skip the stages of a checkpoint that an earlier run wrote but did not judge."""
+    def _resume_evaluation(self, pending: "PendingEvaluation") -> None:
+        """Skip the stages of a checkpoint that an earlier run wrote but did not evaluate."""
         self.calibrate = CalibrateStage(self._models, self._plan.checkpoint, None, list, pending.folder)
         self.write = WriteStage.finished_before(read_report(self._path))
 
-    def _add_judging(self, pending: "PendingEvaluation", suite: "Suite") -> None:
-        from emp_llm.runs.stages.judging import judging_stages
+    def _add_evaluation(self, pending: "PendingEvaluation", suite: "Suite") -> None:
+        from emp_llm.runs.stages.evaluating import evaluation_stages
 
         self._stack.callback(pending.release)
-        self.judge = judging_stages(self._models, suite, self._options, pending, lambda: self.report, self._stopwatch)
+        self.evaluate = evaluation_stages(self._models, suite, self._options, pending, lambda: self.report, self._stopwatch)
 
     def _norms(self) -> Any:
         if self._suite is None:
@@ -202,7 +202,7 @@ class PruneRun:
     def _pending_evaluation(self) -> "PendingEvaluation | None":
         if self._suite is None:
             return None
-        from emp_llm.runs.stages.judging import PendingEvaluation
+        from emp_llm.runs.stages.evaluating import PendingEvaluation
 
         return PendingEvaluation(self._path)
 

@@ -1,6 +1,6 @@
 """Multiple-choice questions about the demo world, in wordings that the training text does not use.
 
-A question is a context and continuations of equal form; the answer is the continuation that the world makes true.
+A question is a context and several continuations of the same form. The answer is the continuation that is true in the world.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from telling import value_of
 from world import Person, World, article, derived
 
 Question = dict[str, Any]
-# each ends where the fact begins; none is a beginning of a sentence in telling.FACTS
+# Each ends where the fact begins. None is the beginning of a sentence in templates.FACTS.
 CLOZE: dict[str, list[str]] = {
     "home": [
         "Everybody knows that the home of {N} is in",
@@ -75,7 +75,7 @@ def _asked(template: str, person: Person) -> str:
 
 
 def _choose(rng: random.Random, context: str, right: str, pool: list[str], count: int) -> Question:
-    """A question whose wrong choices are those of the pool nearest in length, so that length does not tell."""
+    """A question whose wrong choices are close to the right one in length, so that the length does not give it away."""
     wrong = sorted({w for w in pool if w != right}, key=lambda w: (abs(len(w) - len(right)), w))[: 4 * count]
     choices = [right, *rng.sample(wrong, min(count - 1, len(wrong)))]
     rng.shuffle(choices)
@@ -83,7 +83,7 @@ def _choose(rng: random.Random, context: str, right: str, pool: list[str], count
 
 
 def facts(rng: random.Random, world: World, count: int) -> list[Question]:
-    """Four options each: which value of an attribute is this person's?"""
+    """Questions with four options: the value of an attribute of a person."""
     questions = []
     for i in range(count):
         attribute = list(CLOZE)[i % len(CLOZE)]
@@ -95,7 +95,7 @@ def facts(rng: random.Random, world: World, count: int) -> list[Question]:
 
 
 def inference(rng: random.Random, world: World, count: int) -> list[Question]:
-    """Four options each: what follows, for people of whom the training text never says it."""
+    """Questions with four options: a conclusion about a person that the training text never states."""
     questions = []
     for i in range(count):
         kind = list(CONCLUSIONS)[i % len(CONCLUSIONS)]
@@ -106,7 +106,7 @@ def inference(rng: random.Random, world: World, count: int) -> list[Question]:
 
 
 def stories(rng: random.Random, world: World, count: int) -> list[Question]:
-    """Two to four options each: how does the story go on?"""
+    """Questions with two to four options: the ending of a story."""
     tellers = [s for s in STORIES if s is not day]
     questions = []
     for i in range(count):
@@ -116,7 +116,7 @@ def stories(rng: random.Random, world: World, count: int) -> list[Question]:
 
 
 def balanced(rng: random.Random, questions: list[Question]) -> list[Question]:
-    """The same questions with the answer equally often in each place, for each number of choices."""
+    """The same questions with the answers spread evenly over the places, for each number of choices."""
     turns: dict[int, int] = {}
     for question in questions:
         size = len(question["choices"])

@@ -1,7 +1,7 @@
-"""Short stories whose endings follow: from what was told before, from the world's facts, or from common sense.
+"""Short stories whose endings follow from the story, from the world's facts, or from common sense.
 
-A story is a body, the ending that follows, endings that do not, and what may be told after it. The training text
-joins body and ending; the questions ask which ending follows.
+A story has a body, the ending that follows, endings that do not follow, and an optional sentence after the ending. The training
+text joins body and ending; the questions ask for the ending.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from world import Person, World, article
 
 @dataclass
 class Story:
-    """`body + " " + ending` reads on; `others` are endings of the same form that do not follow."""
+    """A story. Body and ending form one text; `others` are endings of the same form that do not follow."""
 
     body: str
     ending: str
@@ -25,7 +25,7 @@ class Story:
     after: str = ""
 
     def text(self) -> str:
-        """The whole story as the training text tells it."""
+        """The whole story, as in the training text."""
         return f"{self.body} {self.ending}{'.' if not self.ending.endswith('.') else ''} {self.after}".strip()
 
 
@@ -63,7 +63,7 @@ MOODS = [
     "The neighbours talk about it still.",
     "And so the day ended.",
 ]
-# what happened : what came of it
+# event : consequence
 EVENTS = words.rows(
     """It rained all day and {n} had no coat: {n} came home wet and cold;
     {n} forgot the bread in the oven: the bread was burnt and black;
@@ -93,7 +93,7 @@ EVENTS = words.rows(
 
 
 def _pair(rng: random.Random, world: World) -> tuple[Person, Person]:
-    """Two people of different first names, so that a first name says who is meant."""
+    """Two people with different first names, so that a first name identifies one of them."""
     one, two = rng.sample(world.people, 2)
     while one.first == two.first:
         two = rng.choice(world.people)
@@ -101,7 +101,7 @@ def _pair(rng: random.Random, world: World) -> tuple[Person, Person]:
 
 
 def hiding(rng: random.Random, world: World) -> Story:
-    """Two things are put away; one is fetched again from where it was put."""
+    """Two things are put away, and one is taken from its place again."""
     hero = rng.choice(world.people)
     (first, second), (here, there, nowhere) = rng.sample(words.THINGS, 2), rng.sample(words.SPOTS, 3)
     wanted, spot, wrong = rng.choice(((first, here, there), (second, there, here)))
@@ -120,7 +120,7 @@ def hiding(rng: random.Random, world: World) -> Story:
 
 
 def meeting(rng: random.Random, world: World) -> Story:
-    """Somebody meets what frightens them, or something else. Often the fear is told, at times it must be known."""
+    """Somebody meets the thing that they fear, or another thing. The story states the fear only sometimes."""
     hero = rng.choice(world.people)
     fear = hero.values["fear"]
     afraid = rng.random() < 0.5
@@ -129,14 +129,14 @@ def meeting(rng: random.Random, world: World) -> Story:
     body = (
         f"{rng.choice(OPENINGS)} {hero.name} "
         f"{rng.choice(('was walking home', 'went for a walk', 'was on the road'))}. {told}"
-        f"{rng.choice(('Suddenly', 'BackgroundQueue a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}"
+        f"{rng.choice(('Suddenly', 'Behind a tree', 'At the corner'))} {hero.he} saw {met}. {hero.first}"
     )
     ends = ["ran away as fast as possible", "walked on without any fear"]
     return Story(body, ends[0 if afraid else 1], [ends[1 if afraid else 0]], rng.choice(MOODS))
 
 
 def present(rng: random.Random, world: World) -> Story:
-    """A birthday, and the food that the guest of honour likes."""
+    """A birthday, and the favourite food of the host."""
     hero, guest = _pair(rng, world)
     food = hero.food[0]
     told = rng.choice(("", f"Everyone knew that {hero.first} loved {food}. ", f'"Bring me {food}," said {hero.first}. '))
@@ -150,7 +150,7 @@ def present(rng: random.Random, world: World) -> Story:
 
 
 def journey(rng: random.Random, world: World) -> Story:
-    """Out to another town and home again."""
+    """A journey to another town and home again."""
     hero = rng.choice(world.people)
     home = hero.town
     away = rng.choice([t for t in world.towns if t is not home])
@@ -178,7 +178,7 @@ def event(rng: random.Random, world: World) -> Story:
 
 
 def race(rng: random.Random, world: World) -> Story:
-    """One falls behind, so the other wins; or one does well and wins."""
+    """A race: one does badly and the other wins, or one does well and wins."""
     one, two = _pair(rng, world)
     what = rng.choice(("a race", "a swimming race", "a game of cards", "a boat race", "a game of chess"))
     actor, other = rng.choice(((one, two), (two, one)))
@@ -203,7 +203,7 @@ def race(rng: random.Random, world: World) -> Story:
 
 
 def trade(rng: random.Random, world: World) -> Story:
-    """Two people change things."""
+    """Two people trade two things."""
     one, two = _pair(rng, world)
     first, second, third = (f"{rng.choice(words.THING_LOOKS)} {thing}" for thing in rng.sample(words.THINGS, 3))
     asked, got, gave = rng.choice(((one, second, first), (two, first, second)))
@@ -230,7 +230,7 @@ def lost_pet(rng: random.Random, world: World) -> Story:
 
 
 def day(rng: random.Random, world: World) -> Story:
-    """A person's day, as the facts have it."""
+    """A person's day, according to the facts."""
     hero = rng.choice(world.people)
     values, place = hero.values, hero.job[1]
     lines = [
@@ -258,12 +258,12 @@ STORIES: list[Callable[[random.Random, World], Story]] = [
 
 
 def story(rng: random.Random, world: World) -> str:
-    """One story, told to its end."""
+    """One whole story."""
     return rng.choice(STORIES)(rng, world).text()
 
 
 def document(rng: random.Random, world: World, tellers: list[tuple[Callable[[random.Random, World], str], int]]) -> str:
-    """One document: a telling of some kind, a third of the time a story."""
+    """One document: one kind of text, a story in a third of all cases."""
     kinds = [*(teller for teller, _ in tellers), story]
     weights = [*(weight for _, weight in tellers), sum(weight for _, weight in tellers) // 2]
     return rng.choices(kinds, weights)[0](rng, world)

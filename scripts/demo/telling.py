@@ -1,4 +1,4 @@
-"""Telling the world's facts in English: portraits, conversations, lists, comparisons, conclusions."""
+"""Texts that state the world's facts in English: portraits, conversations, lists, comparisons, conclusions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from world import Person, Town, World, article
 
 
 def fill(template: str, person: Person, value: str, subject: str | None = None) -> str:
-    """One template said of `person`; `subject` is `None` for the full name, else a first name or a pronoun."""
+    """A template filled in for a person. `subject` is None for the full name, else a first name or a pronoun."""
     pronoun = subject in ("he", "she")
     opening = subject.capitalize() if subject and pronoun else (subject or person.name)
     possessive = person.his.capitalize() if pronoun else f"{opening}'s"
-    # names in the object place never become "he", so only {S}, {s} and {P} follow the subject
+    # A name that is an object never becomes "he", so only {S}, {s} and {P} follow the subject.
     return template.format(
         S=opening,
         s=subject or person.name,
@@ -31,15 +31,15 @@ def fill(template: str, person: Person, value: str, subject: str | None = None) 
 
 
 def value_of(person: Person, attribute: str) -> str:
-    """The words of one fact of one person."""
+    """The words of one fact about a person."""
     if attribute == "friend":
-        assert person.friend is not None  # build_world gives everyone one
+        assert person.friend is not None  # build_world gives everyone a friend
         return person.friend.name
     return person.values[attribute]
 
 
 def conclusions(person: Person) -> dict[str, tuple[str, list[str]]]:
-    """What follows from a person's facts: inference → (premise, sentences that draw it)."""
+    """The conclusions from a person's facts: inference → (premise, sentences that state the conclusion)."""
     place, tool = person.job[1:]
     eats, bed, sound = person.pet[1:4]
     taste, source = person.food[1:]
@@ -81,7 +81,7 @@ def _subject(rng: random.Random, person: Person, first_mention: bool) -> str | N
 
 
 def portrait(rng: random.Random, world: World) -> str:
-    """Several facts of one person."""
+    """Several facts about one person."""
     person = rng.choice(world.people)
     attributes = rng.sample(list(FACTS), rng.randint(3, 8))
     return " ".join(
@@ -90,13 +90,13 @@ def portrait(rng: random.Random, world: World) -> str:
 
 
 def gossip(rng: random.Random, world: World) -> str:
-    """One fact each of several persons."""
+    """One fact about each of several people."""
     people = rng.sample(world.people, rng.randint(3, 6))
     return " ".join(fill(rng.choice(FACTS[a := rng.choice(list(FACTS))]), p, value_of(p, a)) for p in people)
 
 
 def conversation(rng: random.Random, world: World) -> str:
-    """Questions asked and answered, as a list of pairs or as speech."""
+    """Questions and their answers, as pairs or as direct speech."""
     lines = []
     speech = rng.random() < 0.4
     one, two = rng.sample(words.WOMEN + words.MEN, 2)
@@ -108,7 +108,7 @@ def conversation(rng: random.Random, world: World) -> str:
 
 
 def kinship(rng: random.Random, world: World) -> str:
-    """Who is whose mother, brother, wife; both ways round."""
+    """Family relations between people."""
     lines = []
     for person in rng.sample(world.people, rng.randint(2, 4)):
         for word, other in rng.sample(sorted(person.kin.items()), min(2, len(person.kin))):
@@ -133,7 +133,7 @@ def card(rng: random.Random, world: World) -> str:
 
 
 def roll(rng: random.Random, world: World) -> str:
-    """The people who share a fact."""
+    """A list of people with a fact in common."""
     person, attribute = rng.choice(world.people), rng.choice(("home", "job", "pet", "food", "hobby", "month"))
     value = value_of(person, attribute)
     sharing = [p.name for p in world.people if value_of(p, attribute) == value]
@@ -142,19 +142,19 @@ def roll(rng: random.Random, world: World) -> str:
 
 
 def comparison(rng: random.Random, world: World) -> str:
-    """Two people held side by side."""
+    """Two people compared in one fact."""
     one = rng.choice(world.people)
     attribute = rng.choice(("home", "job", "pet", "food", "colour", "hobby", "fear", "month"))
     same = [p for p in world.people if p is not one and value_of(p, attribute) == value_of(one, attribute)]
     two = rng.choice(same) if same and rng.random() < 0.4 else rng.choice([p for p in world.people if p is not one])
-    told = fill(FACTS[attribute][0], one, value_of(one, attribute))
+    first = fill(FACTS[attribute][0], one, value_of(one, attribute))
     if value_of(one, attribute) == value_of(two, attribute):
-        return f"{told} The same is true of {two.name}."
-    return f"{told[:-1]}, but {fill(FACTS[attribute][0], two, value_of(two, attribute))}"
+        return f"{first} The same is true of {two.name}."
+    return f"{first[:-1]}, but {fill(FACTS[attribute][0], two, value_of(two, attribute))}"
 
 
 def inference(rng: random.Random, world: World) -> str:
-    """A premise and what follows from it, except where it is kept back for the questions."""
+    """Premises and their conclusions, without those that are withheld for the questions."""
     lines = []
     for person in rng.sample(world.people, rng.randint(2, 4)):
         kind, (premise, ends) = rng.choice(list(conclusions(person).items()))
@@ -165,10 +165,10 @@ def inference(rng: random.Random, world: World) -> str:
 
 
 def animals(rng: random.Random, world: World) -> str:
-    """What animals, trades and foods are like."""
+    """General facts about animals, trades and foods."""
     lines = []
     for _ in range(rng.randint(3, 6)):
-        low, high = sorted(rng.sample(words.SPECIES, 2), key=words.SPECIES.index)  # the table runs from small to big
+        low, high = sorted(rng.sample(words.SPECIES, 2), key=words.SPECIES.index)  # the table is ordered from small to big
         name, eats, bed, sound, colour = low
         job, food = rng.choice(words.JOBS), rng.choice(words.FOODS)
         lines.append(
@@ -198,7 +198,7 @@ def town_facts(rng: random.Random, town: Town, count: int) -> list[str]:
 
 
 def guide(rng: random.Random, world: World) -> str:
-    """A town described, with some of its people."""
+    """A description of a town, with some of its people."""
     town = rng.choice(world.towns)
     lines = town_facts(rng, town, rng.randint(2, 5))
     locals_ = [p for p in world.people if p.town is town]

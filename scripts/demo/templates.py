@@ -1,8 +1,9 @@
-"""The sentences in which the training text states a fact: one list for each attribute of a person, one for towns.
+"""The sentences in which the training text states a fact: one list for each attribute of a person, and one for towns.
 
-A template may use {S} the subject opening a sentence, {s} inside one, {P} its possessive opening a sentence, {N} the
-name wherever it stands, {he} {He} {him} {his}, and {v} the fact itself ({av} with its article). Town templates use the
-fields of a `Town`, {t} its name and {other} a neighbour. The questions have wordings of their own (`questions.py`).
+The fields of a template: {S}, the subject at the beginning of a sentence; {s}, the subject elsewhere; {P}, its possessive at
+the beginning of a sentence; {N}, the name in any place; {he}, {He}, {him}, {his}; {v}, the fact ({av} with its article).
+Templates for towns use the fields of a `Town`, {t} for its name and {other} for a neighbour. The questions have other wordings
+(`questions.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Train the demo model: its tokenizer, its token stream, and the loop.
+"""Training of the demo model: its tokenizer, its token stream, and the training loop.
 
-The model computes in bfloat16 from float32 master weights, which the optimizer steps: on a CPU with bfloat16
-instructions this is several times faster than float32, and the saved bfloat16 weights are the ones trained.
+The forward and backward passes use bfloat16 weights; the optimizer updates float32 master weights. On a CPU with bfloat16
+instructions this is several times faster than float32, and the saved weights are exactly those that were trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tokens = np.ndarray
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, how fast, and in which lengths: most steps read short windows, the last ones full contexts."""
+    """Steps, learning rate and window lengths. Most steps read short windows; the last ones read full contexts."""
 
     steps: int = 9500
     batch_tokens: int = 2048
@@ -36,11 +36,11 @@ class Schedule:
     weight_decay: float = 0.1
 
     def length(self, step: int) -> int:
-        """Window length of a step. Attention to 512 costs this CPU twice the time; the facts are learned at 128."""
+        """Tokens per window in a step. Windows of 512 take twice the time on a CPU, and 128 are enough to learn the facts."""
         return self.long if step >= self.steps * (1 - self.long_share) else self.short
 
     def rate(self, step: int) -> float:
-        """Warm-up, then a cosine towards `horizon`, cut short by a linear cool-down over the last steps."""
+        """Learning rate of a step: a warm-up, a cosine towards `horizon`, and a linear cool-down over the last steps."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         cosine = 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / (self.horizon - self.warmup)))
@@ -48,7 +48,7 @@ class Schedule:
 
 
 def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with <s> and </s>; plain text gets no token added."""
+    """A byte-level BPE tokenizer with <s> and </s>. It adds no tokens to plain text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -65,13 +65,13 @@ def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[str]) -> Tokens:
-    """The tokens of all pieces, one after the other."""
+    """The tokens of all pieces, concatenated."""
     parts = [np.array(tokenizer(piece)["input_ids"], dtype=np.int16) for piece in pieces]
     return np.concatenate(parts)
 
 
 def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context: int) -> LlamaForCausalLM:
-    """A fresh Llama in float32, four heads over two key-value heads, embeddings tied."""
+    """A new Llama in float32 with four heads, two key-value heads and tied embeddings."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -87,12 +87,12 @@ def make_model(vocab: int, hidden: int, intermediate: int, layers: int, context:
         initializer_range=0.03,
     )
     model = LlamaForCausalLM(config)
-    model.set_attn_implementation("eager")  # on a CPU faster than the fused one, for windows this short
+    model.set_attn_implementation("eager")  # faster than fused attention on a CPU, for windows as short as these
     return model
 
 
 def windows(stream: Tokens, schedule: Schedule, seed: int) -> Iterator[torch.Tensor]:
-    """A batch for every step: the stream cut into windows that overlap by one token, shuffled anew for each pass."""
+    """A batch for every step: the stream cut into windows that overlap by one token, shuffled again for each pass."""
     rng = np.random.default_rng(seed)
     order: Tokens = np.empty(0, dtype=np.int64)
     length = 0
@@ -121,7 +121,7 @@ def _masters(
     named = list(model.named_parameters())
     weights: list[torch.Tensor] = [p for _, p in named]
     masters = [p.detach().clone().requires_grad_() for p in weights]
-    for weight in weights:  # not model.to(...), which would round the rotary frequencies, and loading does not
+    for weight in weights:  # not model.to(...), which would also round the rotary frequencies, unlike loading
         weight.data = weight.data.to(torch.bfloat16)
     decayed = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() == 2 and "embed" not in name]
     rest = [m for m, (name, p) in zip(masters, named, strict=True) if p.dim() != 2 or "embed" in name]
@@ -130,7 +130,7 @@ def _masters(
 
 
 def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int) -> dict[str, float]:
-    """Train in place and return the record: steps, tokens, seconds, mean loss of the last 100 steps (nats)."""
+    """Train in place. Returns a record: steps, tokens, seconds, mean loss of the last 100 steps (nats per token)."""
     weights, masters, optimizer = _masters(model, schedule.weight_decay)
     loss_of = torch.compile(_loss_of(model), dynamic=False)
     started, losses = time.time(), []
@@ -165,7 +165,7 @@ def train(model: LlamaForCausalLM, stream: Tokens, schedule: Schedule, seed: int
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: Tokens, block: int) -> float:
-    """Mean loss in nats per token over whole blocks, each read from its start."""
+    """Mean loss over whole blocks, nats per token; no block sees another."""
     count = len(tokens) // block
     total = 0.0
     for i in range(count):

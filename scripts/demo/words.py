@@ -1,7 +1,7 @@
 """The words of the demo world: names, trades, animals, foods, things.
 
-Every table is a short string, one entry per `;`, so that a person can add to it without touching code.
-Names are common first names or made of invented parts; nothing here is taken from any text.
+Every table is a string with entries separated by `;`, so that words can be added without changing code. Names are common first
+names, or combinations of invented parts; nothing here is taken from any text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PET_NAMES = _names("""
     Bramble, Cinder, Dusty, Ember, Fidget, Gizmo, Hopper, Jingle, Kipper, Lucky, Muffin, Noodle, Olive, Patches,
     Quick, Rascal, Sooty, Thimble, Turnip, Waffle, Acorn, Bubbles, Crumb, Domino, Echo, Freckle""")
 
-# trade : where it is done : the tool of it
+# trade : its place : its tool
 JOBS = rows("""
     baker:the bakery:a rolling pin; smith:the smithy:a hammer; miller:the mill:a flour sack; teacher:the school:a
     piece of chalk; fisher:the harbour:a net; farmer:the fields:a plough; shepherd:the meadow:a crook; weaver:the
@@ -49,7 +49,7 @@ JOBS = rows("""
     groom:the stable:a saddle; astronomer:the tower:a telescope; chemist:the laboratory:a flask; tinker:the market:a
     soldering iron""")
 
-# animal : what it eats : where it likes to sleep : the sound it makes : its colour   (from the smallest to the biggest)
+# animal : its food : its sleeping place : its sound : its colour   (from the smallest to the biggest)
 SPECIES = rows("""
     cricket:leaves:under a stone:chirps:green; mouse:crumbs:in a hole:squeaks:grey; canary:seeds:on a
     perch:sings:yellow; frog:flies:under a leaf:croaks:green; hamster:nuts:in a wheel:squeals:golden;
@@ -61,7 +61,7 @@ SPECIES = rows("""
     sty:grunts:pink; goat:thistles:in the shed:bleats:white; donkey:straw:in the barn:brays:grey; pony:oats:in the
     stall:neighs:brown; cow:hay:in the byre:moos:brown; bear:honey:in a cave:growls:black""")
 
-# food : taste : what it is made from
+# food : taste : main ingredient
 FOODS = rows("""
     plum cake:sweet:plums; onion soup:salty:onions; apple pie:sweet:apples; lemon ice:sour:lemons; pepper
     stew:spicy:peppers; cheese bread:salty:cheese; honey buns:sweet:honey; pickled beets:sour:beets; bean

@@ -1,7 +1,7 @@
-"""The facts of the demo world: towns, families, and what is true of each person.
+"""The facts of the demo world: towns, families, and the attributes of each person.
 
-The world is drawn once from a seed and never changes; texts and questions only tell it. So a fact is the same in
-every document, and a model can know it.
+The world is drawn once from a seed and never changes; texts and questions only describe it. So a fact is the same in every
+document, and a model can learn it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDRED = {True: ("mother", "daughter", "sister", "wife"), False: ("father", "so
 
 @dataclass(eq=False)
 class Town:
-    """A place: where it lies, what it sells, and how far its neighbours are."""
+    """A town: its surroundings, its goods, and the distances to its neighbours in miles."""
 
     name: str
     terrain: str
@@ -62,7 +62,7 @@ class Person:
         return "her" if self.woman else "his"
 
     def withheld(self, inference: str) -> bool:
-        """Whether the training text never draws this inference about this person, so that a question may."""
+        """Whether the training text never states this conclusion about this person, so that a question may ask for it."""
         return random.Random(f"{self.name}/{inference}").random() < 0.25
 
 
@@ -80,7 +80,7 @@ def article(noun: str) -> str:
 
 
 def build_towns(rng: random.Random, count: int) -> list[Town]:
-    """Draw the towns; each knows the miles to four others, the same in both directions."""
+    """Draw the towns. Each has distances to at least two others, the same in both directions."""
     names = rng.sample([a + b for a in words.TOWN_STARTS for b in words.TOWN_ENDS], count)
     towns = []
     for name in names:
@@ -131,7 +131,7 @@ def _relate(members: list[Person]) -> None:
 
 
 def build_world(seed: int, people: int = 300, towns: int = 48) -> World:
-    """Draw a world of `people` persons in families of two to five, and `towns` towns."""
+    """Draw a world of about `people` people, in families of two to five, and `towns` towns."""
     rng = random.Random(seed)
     places = build_towns(rng, towns)
     families = [a + b for a in words.FAMILY_STARTS for b in words.FAMILY_ENDS]
@@ -158,7 +158,7 @@ def build_world(seed: int, people: int = 300, towns: int = 48) -> World:
 
 
 def derived(person: Person) -> dict[str, str]:
-    """What follows from a person's facts, each as the bare words that a question offers."""
+    """The conclusions from a person's facts, in the words of the choices of a question."""
     place, tool = person.job[1:]
     eats, bed, sound = person.pet[1:4]
     return {

@@ -102,12 +102,12 @@ class CheckpointWriter:
             selector = pruner.search([target], writer.files)
         statistics = RowStatistics(rows, self._journal.get(row, done))
 
-        def see(reader: FileReader, first: int, words: Words) -> None:
+        def hash_read(reader: FileReader, first: int, words: Words) -> None:
             if not target.matrix.transposed:
                 at = target.matrix.start + first * target.matrix.columns * target.matrix.itemsize
                 self._sources.add(reader.path, at, bytes_of(words))
 
-        for block in pruner.pruned(target, writer.files, selector, done, see):
+        for block in pruner.pruned(target, writer.files, selector, done, hash_read):
             statistics.put(block.first, block.figures)
             writer.rows(number, segment, block.first, block.words, row + block.first, statistics.columns)
         outcome = pruner.outcome(target, statistics, selector)

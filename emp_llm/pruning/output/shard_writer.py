@@ -65,16 +65,16 @@ class ShardWriter(ExitStack):
         journal: records the progress.
         buffers: the pool for the memory of blocks.
         again: the source is read more than once.
-        see: called with file, offset and content of all bytes that are read for copying.
+        on_read: called with file, offset and content of all bytes that are read for copying.
     """
 
-    def __init__(self, folder: Path, journal: Journal, buffers: BufferPool, again: bool, see: BytesReadCallback) -> None:
+    def __init__(self, folder: Path, journal: Journal, buffers: BufferPool, again: bool, on_read: BytesReadCallback) -> None:
         super().__init__()
         self._folder = folder
         self._journal = journal
         self._buffers = buffers
         self._again = again
-        self._see = see
+        self._on_read = on_read
 
     def __enter__(self) -> "ShardWriter":
         super().__enter__()
@@ -90,7 +90,7 @@ class ShardWriter(ExitStack):
         def read(first: int, last: int) -> tuple[int, Block]:
             block = self._buffers.take((1, last - first), np.uint8, first)
             reader.read(bytes_of(block), first)
-            self._see(segment.shard, first, bytes_of(block))
+            self._on_read(segment.shard, first, bytes_of(block))
             return first, block
 
         def write(first: int, block: Block) -> None:
@@ -130,12 +130,12 @@ class ShardWriter(ExitStack):
         with self._hashed(segment, at, block) as file:
             matrix.write(file, first, block)
         self._journal.put(row, {name: values[first:last] for name, values in statistics.items()})
-        if last < matrix.rows:  # the last rows count only with `end`, after the figures of the whole matrix are saved
+        if last < matrix.rows:  # `end` notes the last rows, after the figures of the whole matrix are saved
             self._journal.reached(number, last)
 
     @contextmanager
     def _hashed(self, segment: Segment, at: int | None, block: Block) -> Iterator[FileWriter]:
-        """The file to write a block to. Meanwhile the block is hashed if it is contiguous; then its memory is returned."""
+        """Yield the file to write a block to. A contiguous block is hashed during the write; then its memory is returned."""
         path = self._folder / segment.shard.name
         digest = None if at is None else self._journal.hash(path, at, bytes_of(block))
         yield self.files.writer(path)

@@ -59,9 +59,9 @@ def check_files(folder: Path, manifest: Manifest, findings: Findings) -> None:
     with progress_bar(total, "hash", "B") as bar:
         for name, entry in manifest.files.items():
             findings.count("files")
-            found = _file_difference(folder / name, entry)
-            if found is not None:
-                findings.differences.append(f"{name}: {found}")
+            difference = _file_difference(folder / name, entry)
+            if difference is not None:
+                findings.differences.append(f"{name}: {difference}")
             bar.update(entry.bytes)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -82,7 +82,7 @@ def _file_difference(path: Path, entry: FileEntry) -> str | None:
 
 
 def check_source(source: Checkpoint, manifest: Manifest) -> None:
-    """Raise UserError if a checkpoint is not the one that was pruned, or the manifest does not identify that one."""
+    """Raise UserError if a checkpoint is not the model that was pruned, or the manifest does not identify that model."""
     identity, samples = manifest.source.identity, manifest.source.sha256_of_samples
     if identity is None and samples is None:
         raise UserError(f"--source {source.folder}: {MANIFEST_NAME} does not identify the model that was pruned.")
@@ -196,8 +196,8 @@ def _wrong_weights(
                     if selector
                     else select_rows(scores, scheme.budget, offset + first * target.matrix.columns)
                 )
-            found = target.matrix.read(file, first, first + words.shape[0])
-            wrong += int(np.count_nonzero(np.where(part.mask.numpy(), words, 0) != found))
+            written = target.matrix.read(file, first, first + words.shape[0])
+            wrong += int(np.count_nonzero(np.where(part.mask.numpy(), words, 0) != written))
     return wrong
 
 

@@ -1,5 +1,5 @@
 """Figures: the drawings of a study as SVG and PNG. The same data give the same bytes.
 
-It may import from `reporting.studies`, `evaluation`, `selection` (for the bound on s_eff) and `common`. Only this room imports
-matplotlib, and only when it draws.
+Only this room imports matplotlib, and only when it draws. May use `reporting.studies`, `evaluation`, `selection` (for the bound
+on s_eff) and `common`.
 """

@@ -14,10 +14,10 @@ from emp_llm.reporting.studies.study import Study
 from emp_llm.selection.effective import effective_mass_bound
 
 _GAUSSIAN = 2 / math.pi  # N_eff / N of independent normal weights
-_GAUSSIAN_MASS = 0.894428  # and their s_eff: the share of sum |w| that the N_eff largest hold
+_GAUSSIAN_MASS = 0.894428  # s_eff of such weights: the share of sum |w| that the N_eff largest hold
 _HATCHES = ("", "////", "....", "xxxx", "----")  # readable without colours
 _MOST_BOXES = 40  # in one panel; more of them are drawn as bands
-_MOST_PANELS = 24  # in one figure: more would exceed the height of an image
+_MOST_PANELS = 24  # in one figure; more would exceed the height of an image
 _MOST_ROWS = 48  # of a heat map, for the same reason
 _MOST_NUMBERS = 16  # columns of a heat map with room for a number in each cell
 
@@ -38,7 +38,7 @@ def draw(study: Study, name: str) -> list[Drawing]:
 
 
 def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
-    """N_eff / N by role and block: one map for each criterion and order, one above the other, with one colour scale."""
+    """N_eff / N by role and block: one map for each criterion and order, below each other, with one colour scale."""
     with styled():
         heats = [replace(heat, roles=heat.roles[:_MOST_ROWS], values=heat.values[:_MOST_ROWS]) for heat in heats]
         heights = [0.55 + 0.32 * len(heat.roles) for heat in heats]
@@ -75,7 +75,7 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
 
 
 def _block_ticks(axes: Any, blocks: tuple[int | None, ...]) -> None:
-    """The numbers of the blocks, or of every few of them if there are many."""
+    """Label the axis with the number of every block, or of evenly spaced blocks if there are many."""
     step = max(1, math.ceil(len(blocks) / 24))
     at = list(range(0, len(blocks), step))
     axes.set_xticks(at, ["none" if blocks[number] is None else str(blocks[number]) for number in at])

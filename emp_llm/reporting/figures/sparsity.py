@@ -17,22 +17,22 @@ _Style = dict[str, Any]
 def sparsity_figures(study: Study, suite: StudySuite, measure: str, name: str) -> list[Drawing]:
     """One figure of all methods; if there are several orders, one for each criterion."""
     found = curves(study, suite, measure)
-    beside = [each for each in differences(study, suite) if each.measure == measure and math.isfinite(each.change)]
+    gaps = [each for each in differences(study, suite) if each.measure == measure and math.isfinite(each.change)]
     if len({curve.order for curve in found if curve.allocation == "emp"}) <= 1:
-        return [_figure(study, suite, measure, found, beside, name)] if found else []
+        return [_figure(study, suite, measure, found, gaps, name)] if found else []
     drawings = []
     for criterion in dict.fromkeys(curve.criterion for curve in found):
         own = [curve for curve in found if curve.criterion == criterion]
-        gaps = [each for each in beside if each.point.criterion == criterion]
-        drawings.append(_figure(study, suite, measure, own, gaps, f"{name}-{criterion}"))
+        own_gaps = [each for each in gaps if each.point.criterion == criterion]
+        drawings.append(_figure(study, suite, measure, own, own_gaps, f"{name}-{criterion}"))
     return drawings
 
 
-def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], beside: list[Difference], name: str) -> Drawing:
+def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], gaps: list[Difference], name: str) -> Drawing:
     with styled():
         betas = {dot.beta for curve in found for dot in curve.dots if dot.beta is not None}
-        figure = new_figure(6.4 if beside else 3.9)
-        grid = figure.add_gridspec(2 if beside else 1, 2, height_ratios=(3, 2) if beside else (1,))
+        figure = new_figure(6.4 if gaps else 3.9)
+        grid = figure.add_gridspec(2 if gaps else 1, 2, height_ratios=(3, 2) if gaps else (1,))
         styles = _styles(found)
         by_sparsity = figure.add_subplot(grid[0, 1] if len(betas) > 1 else grid[0, :])
         panels = [by_sparsity]
@@ -44,7 +44,7 @@ def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], b
             panels.insert(0, by_beta)
             for curve in found:
                 dots = sorted((dot.beta, dot.value, dot.stderr) for dot in curve.dots if dot.beta is not None)
-                several = len({dot[0] for dot in dots}) < len(dots)  # a baseline of points of several orders
+                several = len({dot[0] for dot in dots}) < len(dots)  # a baseline shared by EMP points of several orders
                 _line(by_beta, dots, styles[curve] | ({"linestyle": "none"} if several else {}))
         else:
             by_sparsity.set_ylabel(_unit(measure))
@@ -61,15 +61,15 @@ def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], b
             panels[0].annotate(f"dense {dense.value:.4g}", where, (0, 3), ("axes fraction", "data"), textcoords="offset points",
                                ha="left" if left else "right", color=GREY)  # fmt: skip
         by_sparsity.margins(y=0.08)
-        if beside:
+        if gaps:
             below = figure.add_subplot(grid[1, :])
-            _differences(below, measure, beside, found, styles)
+            _differences(below, measure, gaps, found, styles)
             below.set_xlim(by_sparsity.get_xlim())
         _legend(figure, by_sparsity, found)
         results = [result for point in study.pruned if (result := point.result_of(suite.key))]
         partial = any(result.values[measure].partial for result in results if measure in result.values)
         title = f"{study.title}: {measure}, suite {suite.name}" + (" (partial)" if partial else "")
-        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, found, beside), answers=True)
+        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, found, gaps), answers=True)
 
 
 def _styles(found: list[Curve]) -> dict[Curve, _Style]:
@@ -118,13 +118,13 @@ def _scale(axes: Any, measure: str, found: list[Curve]) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _differences(axes: Any, measure: str, beside: list[Difference], found: list[Curve], styles: dict[Curve, _Style]) -> None:
-    """The difference between EMP and each baseline with ± two standard errors; the side on which EMP is better is shaded."""
+def _differences(axes: Any, measure: str, gaps: list[Difference], found: list[Curve], styles: dict[Curve, _Style]) -> None:
+    """The difference between EMP and each baseline, ± two standard errors; the side of zero where EMP is better is shaded."""
     emp = {dot.name: styles[curve] for curve in found if curve.allocation == "emp" for dot in curve.dots}
     lines: dict[tuple[str, str], list[Difference]] = {}
-    for each in beside:
+    for each in gaps:
         lines.setdefault((emp[each.point.name]["label"], each.match), []).append(each)
-    reach = max(100 * (each.point.sparsity or 0.0) for each in beside)
+    reach = max(100 * (each.point.sparsity or 0.0) for each in gaps)
     for number, ((_, match), members) in enumerate(lines.items()):
         members = sorted(members, key=lambda each: each.point.sparsity or 0.0)
         aside = 0.004 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
@@ -138,7 +138,7 @@ def _differences(axes: Any, measure: str, beside: list[Difference], found: list[
         else:
             axes.errorbar(xs, ys, yerr=[2 * (error or 0.0) for error in errors], capsize=2, elinewidth=0.8, **style)
     axes.axhline(0, color="black", linewidth=0.9)
-    largest = max(abs(each.change) for each in beside)
+    largest = max(abs(each.change) for each in gaps)
     if largest > 30:
         axes.set_yscale("symlog", linthresh=5)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -154,7 +154,7 @@ def _differences(axes: Any, measure: str, beside: list[Difference], found: list[
         axes.text(s="baseline better", transform=axes.transAxes, color=GREY, weight="bold", **where)
     axes.set_xlabel("weights removed, % of the targets (the same for both)")
     unit = "points" if in_percent(measure) else "%"
-    known = any(each.stderr is not None for each in beside)
+    known = any(each.stderr is not None for each in gaps)
     axes.set_ylabel(f"EMP − baseline, {unit}" + ("\n(bars: ± 2 standard errors)" if known else ""))
 
 
@@ -184,19 +184,19 @@ def _unit(measure: str) -> str:
     return f"{measure}, %" if in_percent(measure) else measure
 
 
-def _caption(measure: str, found: list[Curve], beside: list[Difference]) -> str:
+def _caption(measure: str, found: list[Curve], gaps: list[Difference]) -> str:
     text = (
         f"{measure[:1].upper()}{measure[1:]} against β and against the share of weights removed, with uniform baselines of the "
         "same criterion and the dense model."
     )
     if any(dot.stderr is not None for curve in found for dot in curve.dots):
         text += " Bars: ± one standard error."
-    if beside:
+    if gaps:
         text += (
             " Below: the difference between EMP and a baseline that removes as many weights, in total (dashed) or in every "
             "matrix (dotted)."
         )
-    if any(each.stderr is not None for each in beside):
+    if any(each.stderr is not None for each in gaps):
         kind = "unpaired standard errors" if in_percent(measure) else "standard errors of the paired losses"
         text += f" Its bars: ± two {kind}."
     return text

@@ -1,5 +1,5 @@
-"""Studies: outputs of runs, sweeps, measures and evaluations as points sorted by model, and the numbers behind every figure.
+"""Studies: outputs of runs, sweeps, measures and evaluations as points sorted by model, and the numbers in every figure.
 
-It may import from `evaluation`, `pruning` (for reading reports), `options`, `records` and the rooms below these; it draws and
-formats nothing.
+This room draws and formats nothing. May use `evaluation`, `pruning` (for reading reports), `options`, `records` and the rooms
+below these.
 """

@@ -1,4 +1,4 @@
-"""The numbers behind every figure of a report: curves, differences from baselines, maps, boxes and masses."""
+"""The numbers in every figure of a report: curves, differences from baselines, maps, boxes and masses."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _LOWER = ("perplexity", "bits_per_byte", "loss", "brier")
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a curve: β (a baseline has that of its EMP point), sparsity of the targets, and the measured value."""
+    """A point of a curve: β (for a baseline, of its EMP point), sparsity of the targets, and the measured value."""
 
     beta: float | None
     sparsity: float
@@ -46,8 +46,8 @@ class Difference:
         measure: its name; value: of the point; base: of the baseline.
         change: from base to value, in percent of base; for accuracies in points. 0 for equal masks, and for values that
             differ by rounding only.
-        stderr: of the change. For a perplexity from the paired losses of the blocks; for accuracies from both standard errors,
-            as if the examples were different ones, which errs on the safe side.
+        stderr: of the change. For a perplexity, from the paired losses of the blocks. For accuracies, from both standard
+            errors, as if the models had answered different examples; this overestimates the error.
         better: whether the change is in EMP's favour; None if it is unknown whether high or low values are good.
     """
 
@@ -97,8 +97,8 @@ class Masses:
 def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
     """One measure of a suite along every method: EMP, uniform rows, and uniform rows within each matrix.
 
-    A baseline that matches every matrix belongs to the order of its EMP point. One that matches the total belongs to no order:
-    equal totals are the same baseline.
+    A baseline that matches every matrix belongs to the order of its EMP point. A baseline that matches the total belongs to no
+    order, because equal totals give the same baseline.
     """
     of = {point.id: point for point in study.points}
     groups: dict[tuple[str, str, float | None, Allocation], list[Dot]] = {}
@@ -156,7 +156,7 @@ def change_of(
     Args:
         measure: its name.
         value, base: the two values.
-        result, other: the results that they are from; a perplexity's error is that of their paired block losses.
+        result, other: the results that hold them; a perplexity's error is that of their paired block losses.
     """
     change = change_between(measure, base.value, value.value)
     if in_percent(measure):
@@ -221,7 +221,7 @@ def grids(study: Study) -> list[Grid]:
 def boxes(study: Study) -> list[Boxes]:
     """Kept fractions of the rows: for each EMP method those of the point whose β is nearest to 1.
 
-    Without EMP points, those of all points whose rows differ in it.
+    Without EMP points, those of all points whose rows keep different fractions.
     """
     chosen: dict[str, MeasuredPoint] = {}
     for point in study.points:
@@ -252,6 +252,6 @@ def masses(study: Study) -> list[Masses]:
 
 
 def ordered_blocks(cells: Iterable[tuple[str, int | None]]) -> tuple[int | None, ...]:
-    """The blocks of some cells in order; None, for matrices outside of the blocks, is last."""
+    """The blocks of these cells in order; None, for matrices outside of the blocks, is last."""
     blocks = {block for _, block in cells}
     return (*sorted(block for block in blocks if block is not None), *((None,) if None in blocks else ()))

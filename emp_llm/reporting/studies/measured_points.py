@@ -33,7 +33,7 @@ class MatrixStats:
 
     Attributes:
         role, block: of the layer; block None outside of the blocks.
-        weights, rows: numbers of them.
+        weights, rows: their numbers.
         kept: number of weights kept.
         kept_fraction: spread over the rows.
         effective_share: mean of N_eff / N over the groups; None for methods without an effective number.
@@ -109,7 +109,7 @@ class MeasuredPoint:
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
         masks: a hash of the masks, in sweeps; else empty.
-        matches: the run that a uniform baseline was told to match, as in its recipe.
+        matches: the run that a uniform baseline matches (--match), as in its recipe.
         facts: name -> text for the head of the report.
     """
 

@@ -1,4 +1,4 @@
-"""The parts of a measured point, each from its part of a record."""
+"""Converts the parts of a record to the parts of a measured point."""
 
 import json
 import math

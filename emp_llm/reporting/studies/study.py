@@ -95,7 +95,7 @@ def label_of(point: MeasuredPoint) -> str:
 
 
 def _identified(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
-    """Points that know their model by name only get its identity, if just one model of that name is given."""
+    """Give points that have only their model's name its identity, if exactly one model of that name is given."""
     by_name: dict[str, set[str]] = {}
     for point in points:
         if point.identity != point.model:

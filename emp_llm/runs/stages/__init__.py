@@ -1,4 +1,5 @@
-"""The stages of a run: calibrate, write, judge, push. Each is run once and resumed separately; all commands share them.
+"""The stages of runs, shared by all commands: `calibrating`, `writing`, `evaluating` (dense or pruned) and `pushing`.
 
-May use every room below `runs`.
+`stage` defines a stage and runs a list of them. Each stage runs once and is resumed separately. May use every room below
+`runs`.
 """

@@ -36,7 +36,7 @@ def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
 
 
 def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:
-    """Warn if activations come from a model with other weights; the shapes may fit nevertheless."""
+    """Warn if activations come from a model with other weights, whose shapes may be the same."""
     made_by = activations.about.identity
     if made_by is not None and made_by != identity:
         name = activations.about.model or "an unnamed model"

@@ -41,7 +41,7 @@ class WriteStage:
         report: available when the stage is finished, on all ranks.
     """
 
-    name = "prune"
+    name = "prune"  # in reports
 
     def __init__(
         self,

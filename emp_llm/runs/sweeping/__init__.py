@@ -1,4 +1,4 @@
-"""Sweeping: the points of a sweep, the stage that measures a point, and the folder that keeps the finished ones.
+"""The run of `sweep`: the points of a sweep, the stage that measures a point, and the folder that keeps finished points.
 
-It may import from `runs.stages`, `reporting` and every room below these.
+May use `runs.stages` and every room below it.
 """

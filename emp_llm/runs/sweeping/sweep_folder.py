@@ -1,4 +1,4 @@
-"""The folder of a sweep: it keeps the finished parts, so that the same sweep resumes, and a larger one extends it.
+"""The folder of a sweep. It keeps the finished parts, so that the same sweep resumes and a larger sweep extends it.
 
 DIR/sweep.json                      the definition of the sweep ("made_by"), and the measurements of all finished points
 DIR/activations.safetensors         the norms of the calibration
@@ -101,12 +101,13 @@ class SweepFolder:
         kept = before.get("activations")
         if kept is None or made_by.activations is None:
             before["activations"] = asked.get("activations")
-        found = describe_difference(before, asked) if held is not None else None
-        if found is not None and not self._overwrite:
+        difference = describe_difference(before, asked) if held is not None else None
+        if difference is not None and not self._overwrite:
             raise UserError(
-                f"--output {self._given}: it holds a sweep with {found}. Name another folder, or add --overwrite to discard it."
+                f"--output {self._given}: it holds a sweep with {difference}. Name another folder, or add --overwrite to "
+                "discard it."
             )
-        if found is not None:
+        if difference is not None:
             self._clear()
             held, kept = None, None
         shutil.rmtree(self.scratch, ignore_errors=True)  # left by an interrupted run

@@ -23,7 +23,7 @@ from emp_llm.pruning.recipe import recipe_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
-from emp_llm.runs.stages.judging import evaluation_record
+from emp_llm.runs.stages.evaluating import evaluation_record
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import stage_records
@@ -207,14 +207,14 @@ class PointStage:
             name, measures = same
             logger.info("%s: the same masks as %s, so the same values.", self.name, name)
             return Measures(perplexity=measures.perplexity, tasks=measures.tasks, same_masks_as=name)
-        found = shared.folder.measured_so_far(self._point, masks)
+        measures = shared.folder.measured_so_far(self._point, masks)
         model = None if masked is None else masked.model
         if model is None:
             with self._stopwatch("load"):
                 model = shared.models.load(written)
         with self._stopwatch("evaluate pruned"):
-            shared.evaluator.measure(model, found, lambda part: shared.folder.note_measures(self._point, masks, part))
+            shared.evaluator.measure(model, measures, lambda part: shared.folder.note_measures(self._point, masks, part))
         if masked is None:
             del model
-            free_memory()  # an offloaded model is in a reference cycle: without a collection, the next one is loaded beside it
-        return found
+            free_memory()  # an offloaded model is in a reference cycle, and would stay in memory beside the next one
+        return measures

@@ -1,4 +1,4 @@
-"""A sweep: its stages, and its folder."""
+"""The run of `sweep`: its stages, and its folder."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from emp_llm.records.run_report import PointRecord
 from emp_llm.records.source import ModelSource, RecipeRecord
 from emp_llm.records.sweep import Sweep, SweepMadeBy
 from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
-from emp_llm.runs.stages.judging import JudgeStage
+from emp_llm.runs.stages.evaluating import EvaluateStage
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import stage_records
 from emp_llm.runs.sweeping.sweep_folder import SweepFolder
@@ -66,7 +66,7 @@ def dry_run_words(plan: SweepDryRun) -> str:
 
 
 class SweepRun:
-    """One sweep, as a context: `with run: run_stages([run.calibrate, run.judge_dense, *run.points])`.
+    """One sweep, as a context: `with run: run_stages([run.calibrate, run.evaluate_dense, *run.points])`.
 
     Args:
         options: of the command.
@@ -76,7 +76,7 @@ class SweepRun:
     """
 
     calibrate: CalibrateStage
-    judge_dense: JudgeStage
+    evaluate_dense: EvaluateStage
     points: list[PointStage]
 
     def __init__(self, options: SweepOptions) -> None:
@@ -128,7 +128,7 @@ class SweepRun:
         return self
 
     def _begin(self) -> None:
-        """Take up the sweep in the folder, or begin one, and prepare the stages."""
+        """Resume the sweep in the folder or begin one, and prepare the stages."""
         options, folder, stopwatch = self._options, self._folder, Stopwatch()
         models = RunModels(self._source, options, options.trust_remote_code, stopwatch)
         calibration: Calibration | None = None
@@ -163,7 +163,7 @@ class SweepRun:
             restore=folder.collected_norms,
             keep=lambda norms: self._keep_norms(norms, models.stopwatch),
         )
-        self.judge_dense = JudgeStage(
+        self.evaluate_dense = EvaluateStage(
             "evaluate dense",
             evaluator,
             folder.dense,
@@ -196,15 +196,15 @@ class SweepRun:
 
     def _note_dense(self, stopwatch: Stopwatch) -> None:
         self._folder.record.stages |= stage_records(stopwatch)
-        self._folder.record.dense = self.judge_dense.measures
+        self._folder.record.dense = self.evaluate_dense.measures
         self._folder.save()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, traceback)
 
     def _dense_measures(self) -> Measures:
-        assert self.judge_dense.measures is not None
-        return self.judge_dense.measures
+        assert self.evaluate_dense.measures is not None
+        return self.evaluate_dense.measures
 
     def _recipe(self, point: SweepPoint) -> Recipe:
         return point.recipe(self._common, Path())

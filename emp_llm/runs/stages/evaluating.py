@@ -18,6 +18,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.common.timing import Stopwatch
+from emp_llm.common.wording import count_of
 from emp_llm.evaluation.earlier_results import dense_measures
 from emp_llm.evaluation.evaluator import Evaluator, is_complete
 from emp_llm.evaluation.results_file import ResultsFile, new_results
@@ -83,7 +84,7 @@ class PendingEvaluation:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class JudgeStage:
+class EvaluateStage:
     """Evaluates a model by a suite, and saves the results after every task.
 
     Args:
@@ -136,7 +137,7 @@ class JudgeStage:
         assert self._kept is not None
         kept, measures = self._kept, self._kept.results.measures
         if measures.parts:
-            logger.info("%s: resuming after %d finished parts of the suite.", self.name, measures.parts)
+            logger.info("%s: resuming after %s of the suite.", self.name, count_of(measures.parts, "finished part"))
         model = self._load()
         with self._stopwatch(self.name):
             self.measures = self._evaluator.measure(model, measures, kept.save)
@@ -160,8 +161,8 @@ class ReportStage:
     def __init__(
         self,
         report: Callable[[], RunReport],
-        dense: JudgeStage,
-        pruned: JudgeStage,
+        dense: EvaluateStage,
+        pruned: EvaluateStage,
         evaluator: Evaluator,
         pending: PendingEvaluation,
         stopwatch: Stopwatch,
@@ -209,7 +210,7 @@ def _results_file(path: Path, results: Results) -> ResultsFile:
         return ResultsFile(path, results, overwrite=True)
 
 
-def judging_stages(
+def evaluation_stages(
     models: RunModels,
     suite: Suite,
     options: PruneOptions,
@@ -239,10 +240,10 @@ def judging_stages(
     written = LocalModel(str(pending.output), pending.output, None)
     given = None if options.baseline is None else dense_measures(options.baseline, results(models.source).made_by)
     files, begin = pending.folder, pending.acquire
-    dense = JudgeStage(
+    dense = EvaluateStage(
         "evaluate dense", evaluator, files / "dense.json", lambda: results(models.source), models.dense, stopwatch, given, begin
     )
-    pruned = JudgeStage(
+    pruned = EvaluateStage(
         "evaluate pruned", evaluator, files / "pruned.json", lambda: results(written), pruned_model, stopwatch, begin=begin
     )
     return [dense, pruned, ReportStage(report, dense, pruned, evaluator, pending, stopwatch)]
