@@ -1,4 +1,4 @@
-"""Fixtures: tiny models made once, the folder with real models and data, and a way to run commands as a user does."""
+"""Fixtures: tiny models created once, the folder with real models and data, and a way to run commands as a user does."""
 
 import gc
 import io
@@ -46,7 +46,7 @@ def _freeze_imported_objects() -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny model by family name; made when first asked for. Read-only: copy it before changing it."""
+    """Folder of a tiny model by family name; created on first use. Read-only: copy it before changing it."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -69,7 +69,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Activations file of a tiny model by family name; made when first asked for."""
+    """Activations file of a tiny model by family name; created on first use."""
     folder = tmp_path_factory.mktemp("norms")
 
     def file(family: str) -> Path:
@@ -83,7 +83,7 @@ def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="session")
 def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a family's tiny model, pruned by magnitude; made when first asked for. Read-only."""
+    """Folder of a family's tiny model, pruned by magnitude; created on first use. Read-only."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -122,7 +122,7 @@ def runs(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real models and data, where they are at hand."""
+    """Real models and data, if present."""
     if not SHARED.is_dir():
         pytest.skip("the folder with real models and data is not beside this checkout")
     return SHARED

@@ -1,4 +1,4 @@
-"""Layers of any tiny model, experts' matrices among them, loaded, read and watched without the package's help."""
+"""Layers of any tiny model, including the matrices of experts: loaded, read and observed without the package."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-# What transformers makes of the stored matrices of an expert: the parameter, and which half of its rows.
+# For each stored matrix of an expert, the parameter of transformers that holds it, and the half of its rows.
 PARTS = {
     "w1": ("gate_up_proj", 0),
     "w3": ("gate_up_proj", 1),
@@ -20,14 +20,14 @@ PARTS = {
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """As a user does, the experts of a mixture one after another."""
+    """Load a model as a user does; the experts of a mixture run one by one."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.config._experts_implementation = "eager"
     return model
 
 
 def weight(model: PreTrainedModel, layer: str, transposed: bool) -> Tensor:
-    """A view of a layer's weight, one output to a row."""
+    """A view of a layer's weight, with one output per row."""
     *path, number, leaf = layer.split(".")
     if path[-1] != "experts":
         found = model.get_submodule(layer).weight.data
@@ -59,7 +59,7 @@ def _see(sums: dict[str, Tensor], layer: str) -> Callable[..., None]:
 
 
 def _see_experts(sums: dict[str, Tensor], path: str, leaves: set[str]) -> Callable[..., None]:
-    """The tokens routed to each, and what its gate makes of them."""
+    """A hook that adds the tokens routed to each expert, and the outputs of its gate for them."""
 
     def see(module: Any, given: tuple[Tensor, ...]) -> None:
         hidden, chosen = given[0], given[1]

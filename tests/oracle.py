@@ -1,7 +1,7 @@
-"""An independent oracle in numpy: what a pruned checkpoint must hold, from the input's bytes and the norms alone.
+"""An independent oracle in numpy: the correct content of a pruned checkpoint, from the input's bytes and the norms alone.
 
-Nothing of emp_llm is imported here, and nothing of torch: scores, sums and masks are worked out a second time, in float64 and
-with a stable sort, so that a mistake would have to be made twice.
+It imports neither emp_llm nor torch. Scores, sums and masks are computed again, in float64 and with a stable sort, so that a
+mistake goes unnoticed only if it is made twice.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a shard: the file, its dtype and shape, and where its bytes lie, counted from the start of the file."""
+    """A tensor of a shard: its file, its dtype and shape, and the position of its bytes in the file."""
 
     shard: Path
     dtype: str
@@ -56,14 +56,14 @@ def bits(tensor: Stored) -> Array:
 
 
 def values(pattern: Array, dtype: str) -> Array:
-    """What bits stand for, in float64: every 16-, 32- and 64-bit float is one exactly."""
+    """The values of floats given by their bits, in float64, which holds 16-, 32- and 64-bit floats exactly."""
     if dtype == "BF16":  # the upper half of a float32
         return (pattern.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return pattern.view({"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).astype(np.float64)
 
 
 def weight(folder: Path, name: str, transposed: bool = False) -> Array:
-    """A stored matrix in float64 with one output to a row."""
+    """A stored matrix in float64, with one output per row."""
     tensor = tensors(folder)[name]
     matrix = values(bits(tensor), tensor.dtype)
     return matrix.T if transposed else matrix
@@ -117,7 +117,7 @@ def keep(row: Array, kept: int) -> Array:
 
 
 def row_masks(matrix: Array, adaptive: bool, sparsity: float = 0.5) -> Array:
-    """The mask of a matrix of scores, each row by itself: by its effective number, or a fixed share removed."""
+    """The mask of a matrix of scores, row by row: by the effective number, or with a fixed share removed."""
     fixed = matrix.shape[1] - math.floor(sparsity * matrix.shape[1])
     return np.stack([keep(row, count(row) if adaptive else fixed) for row in matrix])
 
@@ -149,7 +149,7 @@ def count_in_bfloat16(row: Array) -> int:
 
 
 def digest(folder: Path) -> dict[str, tuple[str, int]]:
-    """Hash and time of change of every file of a folder, to tell whether anything touched it."""
+    """Hash and modification time of every file in a folder, to check that nothing has touched it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(f.relative_to(folder)): (hashlib.sha256(f.read_bytes()).hexdigest(), f.stat().st_mtime_ns) for f in files}
 

@@ -44,7 +44,7 @@ def report_of(run: Path) -> dict[str, Any]:
 
 
 def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
-    """A results file of the checkpoint of a run, by a suite of its own: "mine"."""
+    """A results file for the checkpoint of a run, with a suite of its own: "mine"."""
     measured = report["evaluation"]["pruned"]["perplexity"] | {"perplexity": perplexity, "block_losses": []}
     sparsity = report["targets"]["sparsity_of_targets"]
     return {
@@ -64,7 +64,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_sweep(runs: Path, folder: Path) -> Path:
-    """The folder of a sweep, as `sweep` writes it, made of finished runs."""
+    """The folder of a sweep, as `sweep` writes it, built from finished runs."""
     dense = report_of(runs / "emp")["evaluation"]["dense"]
     links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
     points = []

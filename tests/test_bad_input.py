@@ -102,16 +102,16 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
     "targets without a match": (r"^--targets 'w1,w2' match nothing.*mlp.down_proj", {"targets": "w1,w2"}),
     "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
-    "targets with an invalid regex": (r"'\(\*' is not a regular expression", {"targets": "(*"}),
-    "ignore with an invalid regex": (r"'a\[' is not a regular expression", {"ignore": "a["}),
+    "targets with an invalid regex": (r"'\(\*' is not a valid regular expression", {"targets": "(*"}),
+    "ignore with an invalid regex": (r"'a\[' is not a valid regular expression", {"ignore": "a["}),
     "embedding for wanda": (r"embed_tokens: an embedding .*magnitude", {"targets": "embed_tokens"}),
     "calibration": (r"'wikitext3' is not a recipe.*wikitext2.*\.txt", {"calibration": "wikitext3"}),
     "calibration field": (r"'sample=3' .*samples", {"calibration": "demo,sample=3"}),
     "calibration file": (r"nothing\.txt: no such file", {"calibration": "nothing.txt"}),
     "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
     "suite": (r"'perplexities' is neither a suite.*perplexity", {"evaluate": "perplexities"}),
-    "device-map": (r"device-map 'gpu' is none of auto.*cpu", {"device_map": "gpu"}),
-    "device-map for magnitude": (r"device-map 'gpu' is none of auto", {"device_map": "gpu", "method": "magnitude"}),
+    "device-map": (r"device-map 'gpu' is not one of auto.*cpu", {"device_map": "gpu"}),
+    "device-map for magnitude": (r"device-map 'gpu' is not one of auto", {"device_map": "gpu", "method": "magnitude"}),
     "device-map of a missing device": (r"device-map cuda:99: this machine has \d accelerators", {"device_map": "cuda:99"}),
     "device-map meta": (r"device-map meta: this machine has", {"device_map": "meta"}),
     "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
@@ -172,7 +172,7 @@ def _raw(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 
 
 MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "empty": (r"model: no model\.safetensors and no model\.safetensors\.index\.json", _remove("*"), "emp-wanda"),
+    "empty": (r"model: it holds no model\.safetensors and no model\.safetensors\.index\.json", _remove("*"), "emp-wanda"),
     "pickle": (r"pytorch_model\.bin.*Convert.*save_pretrained", _only("pytorch_model.bin"), "emp-wanda"),
     "adapter": (r"PEFT adapter.*merge_and_unload", _only("adapter_config.json"), "emp-wanda"),
     "shard missing": (rf"{INDEX}: it names {SHARD}, which is missing", _remove(SHARD), "emp-wanda"),
@@ -291,7 +291,7 @@ def test_match_with_an_unsuitable_run(refused: Refused, model: Path, tmp_path: P
 def test_output_that_is_the_input(refused: Refused, tmp_path: Path, place: str) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "model")
-    refused(r"output .*the input, lies in it or holds it.*another folder", output=tmp_path / place, overwrite=True)
+    refused(r"output .*the input folder, lies inside it or contains it; name", output=tmp_path / place, overwrite=True)
 
 
 def test_output_that_exists(refused: Refused, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model run block by block computes what the model computes, whatever the family and wherever its weights lie."""
+"""A model run block by block has the outputs of the whole model, for every family and any place of the weights."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def tokens(samples: int = 5, length: int = 40) -> Tensor:
 
 
 def block_map(source: Path) -> str:
-    """A map that leaves block 0 and what is outside the blocks on the CPU and block 1 on disk."""
+    """A map with block 1 on disk and everything else on the CPU."""
     model = load_model(source, "cpu")
     path, blocks = find_blocks(model)
     names = [name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]]
@@ -75,7 +75,7 @@ def test_weights_are_read_once(models: Models) -> None:
 
 
 class _Toy(nn.Module):
-    """A model whose way from block to block is the test's."""
+    """A model whose forward pass is defined by the test."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Tensor], block: type[nn.Module]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Toy(nn.Module):
 
 
 class _Tensor(nn.Module):
-    """A block as of transformers 5; it writes into its input, and passes state on in a dictionary."""
+    """A block in the style of transformers 5. It writes into its input, and passes state in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,21 +105,21 @@ class _Tensor(nn.Module):
 
 
 class _Tuple(_Tensor):
-    """A block as of transformers 4."""
+    """A block in the style of transformers 4."""
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Any:
         return super().forward(hidden_states, **others), None
 
 
 class _Triple(_Tensor):
-    """A block that hands on state and attention weights as well, of which there are none."""
+    """A block that also returns state and attention weights, which are None."""
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Any:
         return super().forward(hidden_states, **others), None, None
 
 
 class _Secretive(_Tensor):
-    """A block whose second output the next one needs."""
+    """A block whose second output is needed by the next block."""
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Any:
         return super().forward(hidden_states, **others), hidden_states.mean()
@@ -162,7 +162,7 @@ def test_other_ways_to_call_a_block(forward: Any, block: type[nn.Module]) -> Non
             assert torch.equal(ours, model(batch, False).logits)
 
 
-def test_a_pass_thrown_away_leaves_no_trace() -> None:
+def test_a_discarded_pass_changes_nothing() -> None:
     model: Any = _Toy(plain, _Tensor)
     batch = torch.arange(12).reshape(2, 6)
     with BlockwiseModel(model).walk([batch]) as walk:
@@ -206,14 +206,14 @@ def depending(model: Any, hidden: Tensor) -> Tensor:
         (depending, "the arguments of block 1 depend on the outputs"),
     ],
 )
-def test_models_that_cannot_be_cut_are_refused(forward: Any, said: str) -> None:
+def test_models_with_inseparable_blocks_are_refused(forward: Any, said: str) -> None:
     model: Any = _Toy(forward, _Tensor)
     with pytest.raises(UserError, match=f"{said}.*--execution model"):
         BlockwiseModel(model).walk([torch.arange(6).reshape(1, 6)])
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
-def test_a_block_that_hands_on_more_is_refused() -> None:
+def test_a_block_with_another_output_is_refused() -> None:
     model: Any = _Toy(with_secrets, _Secretive)
     with pytest.raises(UserError, match="returns more than hidden states; use --execution model"):
         list(BlockwiseModel(model).forward([torch.arange(6).reshape(1, 6)]))
@@ -238,5 +238,5 @@ def test_a_block_that_runs_out_of_memory(models: Models, monkeypatch: pytest.Mon
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
     with pytest.raises(UserError, match=r"model\.layers\.1: out of memory on cpu with 5 sequences of 40 .*--batch-size"):
         list(BlockwiseModel(model).forward([tokens()]))
-    with pytest.raises(UserError, match="--hidden-states 'moon' is none of auto, device, cpu, disk"):
+    with pytest.raises(UserError, match="--hidden-states 'moon' is not one of auto, device, cpu, disk"):
         BlockwiseModel(model, hidden_states="moon")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A calibration block by block that is interrupted resumes after its last kept block, and keeps no more than that takes."""
+"""An interrupted calibration by blocks resumes after the last saved block, from a single state on disk."""
 
 import errno
 import logging
@@ -21,7 +21,7 @@ STATE = SAMPLES * LENGTH * WIDTH * 2  # bytes of the hidden states, bfloat16
 
 
 class _Killed(BaseException):
-    """An end that no code of ours catches, as no code can catch a kill."""
+    """Ends a run like a kill: no code of the package catches it."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is kept after every block, however short its work was."""
+    """The state is saved after every block, even if the block took little time."""
     monkeypatch.setattr(resume, "_SECONDS", 0.0)
     monkeypatch.setattr(resume, "_RATIO", 0)
 
@@ -56,7 +56,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The blocks after which the state was kept, in order."""
+    """The blocks after which the state was saved, in order."""
     found: list[int] = []
     write = resume.CalibrationProgress._write
 
@@ -94,7 +94,7 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("command", "place", "device_map"), [("calibrate", "cpu", "disk"), ("prune", "disk", "cpu")])
 @pytest.mark.parametrize("during", ["block", "state", "manifest"])
-def test_an_interrupted_calibration_resumes_after_its_last_kept_block(
+def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
     deep: Path,
     text: Path,
     tmp_path: Path,
@@ -149,7 +149,7 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_another_calibration_begins_anew(
+def test_another_calibration_starts_over(
     deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -184,7 +184,7 @@ def test_one_state_is_kept_and_announced_once(
     assert ".out.progress" in told
 
 
-def test_short_work_is_not_kept(deep: Path, text: Path, tmp_path: Path, saves: list[int]) -> None:
+def test_a_short_calibration_saves_nothing(deep: Path, text: Path, tmp_path: Path, saves: list[int]) -> None:
     calibrated(deep, text, tmp_path)
     assert saves == []
 
@@ -193,7 +193,7 @@ def test_short_work_is_not_kept(deep: Path, text: Path, tmp_path: Path, saves: l
     ("block_seconds", "save_seconds", "expected"),
     [(10, 0, [3]), (31, 1, [1, 2, 3]), (31, 6, [1, 3]), (31, 60, [1]), (5, 0, [])],
 )
-def test_the_state_is_kept_as_often_as_it_is_worth(
+def test_the_time_between_saves(
     deep: Path,
     text: Path,
     tmp_path: Path,
@@ -203,7 +203,7 @@ def test_the_state_is_kept_as_often_as_it_is_worth(
     save_seconds: float,
     expected: list[int],
 ) -> None:
-    """30 seconds of work at least since the last time, and ten times what that took."""
+    """At least 30 seconds since the last save, and ten times the duration of that save."""
     clock = [1000.0]
     run, write = Step.run, resume.CalibrationProgress._write
 
@@ -225,7 +225,7 @@ def test_the_state_is_kept_as_often_as_it_is_worth(
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("command", ["calibrate", "prune"])
-def test_without_resumable_calibration_nothing_is_kept(
+def test_without_resumable_calibration_nothing_is_saved(
     deep: Path,
     text: Path,
     tmp_path: Path,

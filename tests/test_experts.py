@@ -36,7 +36,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24
 COUNTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-# Family: more of its configuration, and the matrices of an expert as they are stored.
+# Family: changes to its configuration, and the names of an expert's stored matrices.
 STRUCTURES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "mixtral": ({}, {"w1", "w2", "w3"}),
     "qwen2_moe": ({"shared_expert_intermediate_size": 24}, {"gate_proj", "up_proj", "down_proj"}),
@@ -45,11 +45,11 @@ STRUCTURES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"gate_proj", "up_proj", "down_proj"},
     ),
     "granitemoe": ({}, {"gate_up_proj", "down_proj"}),  # stored as one tensor
-    "gpt_oss": ({}, {"gate_up_proj", "down_proj"}),  # and with the inputs first, gate and up by turns
+    "gpt_oss": ({}, {"gate_up_proj", "down_proj"}),  # also with the inputs first; gate and up alternate
     "llama4_text": (
         {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
         {"gate_up_proj", "down_proj"},
-    ),  # all at once
+    ),  # computed for all experts at once
     "nemotron_h": ({"hybrid_override_pattern": "E*"}, {"up_proj", "down_proj"}),  # without a gate
 }
 Make = Callable[[str], Path]
@@ -84,7 +84,7 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize("family", STRUCTURES)
 def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
-    """Read from the file by our offsets, each is what transformers has in memory at our place."""
+    """Each matrix, read from the file at its offset, equals its part of the parameter that transformers loads."""
     folder = make(family)
     model = load_model(folder, "cpu")
     architecture = Architecture.of_model(Checkpoint(folder), model)
@@ -107,7 +107,7 @@ def test_every_matrix_of_every_expert_is_found(make: Make, family: str) -> None:
 
 @pytest.mark.parametrize("family", STRUCTURES)
 def test_inputs_of_experts(make: Make, family: str) -> None:
-    """Their norms are those of the tokens routed to each expert, and of its own gate's output, recomputed at the module."""
+    """The norms are those of the tokens routed to each expert, and of its gate's outputs, computed from the module's inputs."""
     folder = make(family)
     model = mixtures.load(folder)
     layers = [target.layer for target in Architecture.of_model(Checkpoint(folder), model).select("all-linear")]
@@ -117,7 +117,7 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
         hidden, chosen = given[0], given[1] if len(given) > 1 else None
         count = module.down_proj.shape[0]
         for expert in range(count):
-            if chosen is None:  # Llama 4 hands a part to each, zeros where a token is another's
+            if chosen is None:  # Llama 4 gives each expert all tokens, with zeros for those of other experts
                 mine = hidden.view(count, -1, hidden.shape[-1])[expert]
             else:
                 mine = hidden[(chosen == expert).any(-1)]
@@ -232,7 +232,7 @@ def test_experts_without_tokens_are_scored_by_magnitude(
 
 
 def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) -> None:
-    """An activations file tells how many tokens each expert saw, so that any later run can set another minimum."""
+    """An activations file records the number of tokens of each expert, so that a later run can set another minimum."""
     file = tmp_path / "norms.safetensors"
     calibrate(models("mixtral"), output=file, calibration=str(text), samples=4, seqlen=64, device_map="cpu")
     norms = Activations.load(file)
@@ -267,12 +267,12 @@ def test_experts_that_cannot_be_pruned(
     assert len(report["targets"]["unreachable"]) == 4
     caplog.set_level(logging.WARNING)
     caplog.clear()
-    prune(source, output=tmp_path / "attention", method="magnitude", targets="attention")  # nothing that was named is left out
+    prune(source, output=tmp_path / "attention", method="magnitude", targets="attention")  # all named layers can be pruned
     assert caplog.messages == []
 
 
 def test_an_unknown_use_of_experts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are copied before they are multiplied cannot be told from others; this is an error."""
+    """Weights that are copied before a product cannot be recognised; this is an error."""
     model = load_model(make("mixtral"), "cpu")
     layers = [target.layer for target in Architecture.of_model(Checkpoint(make("mixtral")), model).select("mlp")]
     linear = nn.functional.linear

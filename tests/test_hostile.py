@@ -28,7 +28,7 @@ def entry(start: int = 0, end: int = 8, shape: Any = (2, 2), dtype: Any = "BF16"
 
 
 def raw(header: Any, data: int = 8, claimed: int | None = None) -> bytes:
-    """A file of a header (text, or a value for JSON) and a number of zero bytes."""
+    """A file with a header (text, or a value for JSON), followed by zero bytes."""
     text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
     return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + bytes(data)
 
@@ -44,9 +44,9 @@ HEADERS: dict[str, tuple[str, bytes]] = {
     "not UTF-8": ("invalid start byte", (4).to_bytes(8, "little") + b'{"\xff"'),
     "deep": ("nested too deeply", raw('{"a":' + DEEP, 0)),
     "deep objects": ("nested too deeply", raw('{"a":' * 100_000, 0)),
-    "duplicate name": ("a is in it twice", raw(f'{{"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}')),
-    "duplicate field": ("shape is in it twice", raw('{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}')),
-    "duplicate metadata": ("__metadata__ is in it twice", raw('{"__metadata__":{},"__metadata__":{}}', 0)),
+    "duplicate name": ("a occurs twice in it", raw(f'{{"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}')),
+    "duplicate field": ("shape occurs twice in it", raw('{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}')),
+    "duplicate metadata": ("__metadata__ occurs twice in it", raw('{"__metadata__":{},"__metadata__":{}}', 0)),
     "metadata of numbers": ("map of strings", raw({"__metadata__": {"a": 1}}, 0)),
     "metadata null": ("map of strings", raw({"__metadata__": None}, 0)),
     "overlap": ("b overlaps", raw({"a": entry(), "b": entry(4, 12)}, 12)),
@@ -163,7 +163,7 @@ def test_index_without_a_tensor_of_the_shards(model: Path) -> None:
 
 def test_index_with_a_duplicate_name(model: Path) -> None:
     (model / INDEX).write_text(f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}')
-    with pytest.raises(UserError, match=rf"{INDEX}: cannot be read .*a is in it twice"):
+    with pytest.raises(UserError, match=rf"{INDEX}: cannot be read .*a occurs twice in it"):
         Checkpoint(model)
 
 

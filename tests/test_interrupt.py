@@ -1,4 +1,4 @@
-"""A run that is stopped half-way tells how to resume it, and leaves an older output as it was."""
+"""An interrupted run says how to resume it, and leaves an older output unchanged."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import pytest
 
 from emp_llm.prune import prune
 
-# For each signal, a fork in a folder of its own runs a prune. It ends itself, as Ctrl-C or a scheduler does, when a matrix is
-# written and noted as finished. The imports, which take longer than the runs, are done once.
+# For each signal, a fork in a folder of its own runs a prune. When a matrix is written and recorded as finished, it sends
+# itself the signal, as Ctrl-C or a scheduler does. The imports, which take longer than the runs, are done once.
 PROGRAM = """
 import os, pathlib, signal, sys, time
 import emp_llm.architecture.skeleton, emp_llm.runs.prune_run, transformers.models.llama.modeling_llama
@@ -37,7 +37,7 @@ CheckpointWriter._target = then_stop
 for number in (signal.SIGINT, signal.SIGTERM):
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
         os.chdir(str(int(number)))
         os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT), 2)
         run(prune, show, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Loading: a model whose checkpoint is not complete is refused, and the reason is told whole."""
+"""Loading: a model whose checkpoint is incomplete is refused, with the full reason."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def larger(name: str) -> Change:
 
 
 def name_of(folder: Path, part: str) -> str:
-    """The stored name of a part of the second block, or of the ends."""
+    """The stored name of a part: of the second block, or the head."""
     words = {
         "mlp": ("up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "experts.1.w2", "experts.1.up_proj"),
         "norm": ("input_layernorm", "ln_1", "self_attn_layer_norm"),
@@ -63,7 +63,7 @@ def name_of(folder: Path, part: str) -> str:
 def test_missing_weights_are_refused(models: Models, tmp_path: Path, family: str, part: str) -> None:
     name = name_of(models(family), part)
     folder = changed(models(family), tmp_path / "model", without(name))
-    # Of an expert's matrices, transformers knows only the parameter that they are put together in.
+    # For a matrix of an expert, transformers names only the parameter that merges the matrices.
     leaf = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2].replace("embed_out", "lm_head")
     for where in ("cpu", "disk"):
         with pytest.raises(UserError, match=rf"{folder}.*(1 weight|parts of).*{leaf}.*complete checkpoint"):
@@ -89,7 +89,7 @@ def test_the_message_names_a_few_weights_and_counts_the_others(models: Models, t
 
 
 def test_an_expert_of_a_stack_that_lies_on_the_disk(models: Models, tmp_path: Path) -> None:
-    """transformers reads a stack of three experts where there are four, and says nothing."""
+    """transformers reads a stack of three experts in place of four, without a message."""
     folder = changed(models("qwen3_moe"), tmp_path / "model", without("model.layers.1.mlp.experts.3.down_proj.weight"))
     for where in ("cpu", "disk"):
         with pytest.raises(
@@ -137,7 +137,7 @@ def test_all_commands_that_load_refuse(models: Models, text: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_complete_checkpoints_are_loaded_without_a_word(models: Models, family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_complete_checkpoints_are_loaded_silently(models: Models, family: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for where in ("cpu", "disk"):
         load_model(models(family), where)
@@ -168,7 +168,7 @@ def test_unexpected_weights_are_named(models: Models, tmp_path: Path, caplog: py
 
 
 def test_a_missing_buffer_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
-    """It is not learned, as a rule, and the model's class computes it."""
+    """Buffers are usually not learned; the model's class computes them."""
     model = load_model(models("llama"), "cpu")
     model.model.register_buffer("scale", torch.ones(2))
     info: dict[str, Any] = {"missing_keys": {"model.scale"}, "mismatched_keys": set(), "unexpected_keys": set()}
@@ -181,17 +181,17 @@ def test_a_missing_buffer_is_named(models: Models, caplog: pytest.LogCaptureFixt
         check_complete(models("llama"), model, info | shapes)
 
 
-def test_memory_that_runs_out_while_experts_are_put_together(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_while_experts_are_merged(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr("transformers.core_model_loading.Concatenate.convert", fail)
-    with pytest.raises(OutOfMemory, match="out of memory while it is loaded"):
+    with pytest.raises(OutOfMemory, match="out of memory while loading it"):
         load_model(models("mixtral"), "cpu")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), AttributeError("no such thing"), TypeError("a bug")])
-def test_what_the_user_cannot_mend_keeps_its_traceback(
+def test_an_error_that_users_cannot_fix_keeps_its_traceback(
     models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -202,7 +202,7 @@ def test_what_the_user_cannot_mend_keeps_its_traceback(
         load_model(models("llama"), "cpu")
 
 
-def test_what_the_user_can_mend_is_told_whole(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_users_can_fix_is_shown_in_full(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ImportError("This modeling file needs packages.\nRun `pip install einops`.")
 

@@ -1,4 +1,4 @@
-"""Masks decided on a GPU, on the commands' own path. Without one, Triton's interpreter runs the kernel on the CPU instead."""
+"""Masks computed on a GPU by the commands. Without a GPU, Triton's interpreter runs the kernel on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes that the kernel is launched on."""
+    """The shapes of the weights in each launch of the kernel."""
     shapes: list[torch.Size] = []
     enqueue = cuda.enqueue
 
@@ -42,7 +42,7 @@ SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "n
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model for the interpreter, which takes 50 ms for a row."""
+    """A model small enough for the interpreter, which takes 50 ms per row."""
     return small_model(tmp_path_factory.mktemp("interpreted") / "model")
 
 
@@ -90,8 +90,8 @@ def test_a_gpu_writes_the_same_checkpoint(
     assert reports["cuda"] == reports["cpu"]
 
 
-def test_float64_weights_are_decided_on_the_cpu(tmp_path: Path, launches: list[torch.Size]) -> None:
-    """The kernel takes 16 and 32 bits; the command works all the same."""
+def test_float64_masks_are_computed_on_the_cpu(tmp_path: Path, launches: list[torch.Size]) -> None:
+    """The kernel supports only 16 and 32 bits; the command still works."""
     model = small_model(tmp_path / "model", torch.float64)
     for device in ("cpu", "cuda"):
         prune(model=model, output=tmp_path / device, method="emp-magnitude", targets="q_proj", mask_device=device)
@@ -107,10 +107,10 @@ def test_damaged_weights_are_named(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_several_blocks_are_under_way_at_once(
+def test_several_blocks_are_on_the_device_at_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[torch.Size]
 ) -> None:
-    """Their order is kept, and their memory is not given away before they have landed."""
+    """Their order is kept, and their memory is not reused before their copies have finished."""
     monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 2 * 8)
     options: dict[str, Any] = {"model": model, "method": "emp-magnitude", "targets": "0.mlp.up_proj"}
     for device in ("cpu", "cuda"):
@@ -171,10 +171,10 @@ def test_the_interpreter_is_not_chosen_by_itself(monkeypatch: pytest.MonkeyPatch
     assert not mask_device._may_have_gpu()
 
 
-def test_a_sweep_masks_weights_where_they_lie(
+def test_a_sweep_masks_resident_weights_on_the_device(
     model: Path, text: Path, tmp_path: Path, command: Run, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resident weights are filled from the device's own rows; nothing is copied back for them."""
+    """Resident weights are copied from rows on the same device; nothing is copied back to the CPU for them."""
     backs: list[bool] = []
     real = GpuRowPruner.prune
 
@@ -198,7 +198,7 @@ def test_a_sweep_masks_weights_where_they_lie(
     assert found["cuda"] == found["cpu"], "the same masks give the same table"
 
 
-def test_a_recipe_that_gpus_do_not_decide(model: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_gpus_do_not_support(model: Path, tmp_path: Path) -> None:
     for options in ({"order": 1.0}, {"neff_dtype": "bfloat16"}):
         given: dict[str, Any] = {"model": model, "output": tmp_path / "out", "method": "emp-magnitude"} | options
         with pytest.raises(UserError, match=r"--mask-device cuda: .*order 2 in float64.*cpu"):
@@ -212,7 +212,7 @@ def test_a_machine_without_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="--mask-device cuda: there is no NVIDIA GPU"):
         prune(model=model, output=tmp_path / "out", method="magnitude", mask_device="cuda")
-    with pytest.raises(UserError, match="--mask-device 'gpu' is none of auto, cpu, cuda"):
+    with pytest.raises(UserError, match="--mask-device 'gpu' is not one of auto, cpu, cuda"):
         prune(model=model, output=tmp_path / "out", method="magnitude", mask_device="gpu")
     prune(model=model, output=tmp_path / "out", method="magnitude")
     assert any((weight == 0).any() for weight in weights_of(tmp_path / "out").values())

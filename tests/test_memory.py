@@ -88,7 +88,7 @@ def test_no_room_after_the_last_block(models: Models, monkeypatch: pytest.Monkey
 
 def test_no_room_to_load(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(UserError, match=r"out of memory while it is loaded with --device-map cpu\. .*auto, disk"):
+    with pytest.raises(UserError, match=r"out of memory while loading it with --device-map cpu\. .*auto, disk"):
         load_model(models("llama"), "cpu")
 
 

@@ -1,4 +1,4 @@
-"""A model whose blocks must be named with --blocks: verify, masks and packed folders find them again by the run's own files."""
+"""A model whose blocks must be named with --blocks: verify, masks and packed folders take the name from the run's files."""
 
 import json
 from pathlib import Path

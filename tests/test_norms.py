@@ -1,4 +1,4 @@
-"""Activations files: what they tell of their origin, and the differences between two of them."""
+"""Activations files: the record of their origin, and the differences between two files."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_wrong_input(tmp_path: Path) -> None:
 
 
 def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
-    """A file of norms is passed on; it tells the model's and the text's names, not where they lay on a machine."""
+    """Files of norms are shared: they hold the names of the model and the text, and no paths of a machine."""
     dense, matched = tmp_path / "dense", tmp_path / "matched"
     shutil.copytree(models("llama"), dense)
     prune(dense, output=matched, method="magnitude", sparsity=0.3)
@@ -72,7 +72,7 @@ def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, 
 def test_older_files_with_folders(
     norms: Callable[[str], Path], models: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are read as before, and a file of other weights is noticed by its identity, whatever its names."""
+    """They are read as before, and a file for other weights is noticed by its identity, regardless of names."""
     found = Activations.load(norms("llama"))
     text = TextRecord(file="/home/someone/text.txt")
     for identity, warned in ((found.about.identity, False), ("another", True)):

@@ -1,4 +1,4 @@
-"""Norms collected block by block: those of one ordinary pass, or those the pruned blocks give, in every family."""
+"""Norms collected block by block: those of an ordinary pass, or those of pruned blocks, for every family."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +58,7 @@ def assert_same(one: Activations, other: Activations) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_dense_norms_are_those_of_one_pass(models: Models, family: str) -> None:
-    """Exactly: the same products in the same order, and the same sums."""
+    """Bit for bit: the same products in the same order, and the same sums."""
     whole = load_model(models(family), "cpu")
     expected = calibrate_model(whole, linears(whole), tokens(), BATCH)
     places: list[Place] = ["cpu", "disk"]
@@ -70,7 +70,7 @@ def test_dense_norms_are_those_of_one_pass(models: Models, family: str) -> None:
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_layers_before_and_after_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """Each is seen once by every batch: OPT's projections of the embeddings, and the head."""
+    """Every batch passes each of them once: OPT's projections of the embeddings, and the head."""
     name, values = tiny.FAMILIES["opt"]
     monkeypatch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 16}))
     source = tiny.make_model(tmp_path / "model", "opt-350m")
@@ -97,7 +97,7 @@ def plan(source: Path, method: Any, **options: Any) -> Pruner:
 
 
 def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
-    """The plain way: for every block one pass of a whole model whose earlier blocks are masked. Returns that model."""
+    """The slow reference: for every block, one pass of a whole model whose earlier blocks are masked. Returns that model."""
     model = mixtures.load(source)
     for block in range(model.config.num_hidden_layers):
         sums: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: boo
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_pruned_propagation_is_that_of_the_slow_reference(models: Models, tmp_path: Path, family: str, method: str) -> None:
-    """Norms and logits are those of whole models with masked weights, wherever the weights lie."""
+    """Norms and logits are those of whole models with masked weights, for any place of the weights."""
     source, batches = models(family), list(tokens().split(BATCH))
     found = [propagated_from(source, method, where) for where in WHERE]
     norms, in_memory = found[0]
@@ -204,9 +204,9 @@ def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -
         ({"propagate": "pruned", "group": "all"}, "--group all prunes all blocks at once; use --group row or matrix"),
         ({"propagate": "pruned", "activations": "norms"}, "leave out --activations"),
         ({"propagate": "pruned", "execution": "model"}, "leave out --execution model"),
-        ({"propagate": "both"}, "--propagate 'both' is none of dense, pruned"),
-        ({"execution": "graph"}, "--execution 'graph' is none of auto, model, blocks"),
-        ({"hidden_states": "ram"}, "--hidden-states 'ram' is none of auto, device, cpu, disk"),
+        ({"propagate": "both"}, "--propagate 'both' is not one of dense, pruned"),
+        ({"execution": "graph"}, "--execution 'graph' is not one of auto, model, blocks"),
+        ({"hidden_states": "ram"}, "--hidden-states 'ram' is not one of auto, device, cpu, disk"),
         ({"blocks": "model.norm"}, r"--blocks 'model.norm' is not a list of modules .*are: model\.layers\."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Several ranks: the same numbers as of one, and the work really divided."""
+"""Several ranks: the same numbers as with one rank, and the work is divided among them."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of experts: a rank may see some that the others do not."""
+    """A mixture of experts: a rank may see experts that the others do not."""
     return tiny.make_model(tmp_path_factory.mktemp("mixture") / "model", "mixtral", max_shard_size="80KB")
 
 
@@ -88,7 +88,7 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
         for name, task in one["tasks"].items():
             found = several["tasks"][name]["results"][name]
             assert found.keys() == task["results"][name].keys()
-            for key, value in task["results"][name].items():  # the answers come in another order, and floats are summed in it
+            for key, value in task["results"][name].items():  # the answers arrive in another order, in which floats are summed
                 assert found[key] == (pytest.approx(value, rel=1e-12) if "stderr" in key else value)
             assert several["tasks"][name]["n-samples"] == task["n-samples"]
         assert several["made_by"]["ranks"] == count
@@ -163,7 +163,7 @@ def test_more_ranks_than_batches(text: Path, tmp_path: Path, launched: Launch) -
 
 
 def die_in_a_block() -> None:
-    """End the second rank when it comes to its first block."""
+    """End the second rank when it reaches its first block."""
     if os.environ["RANK"] == "1":
         Step.run = lambda *_, **__: os._exit(7)  # type: ignore[method-assign, assignment]
 
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_ends_the_others(text: Path, tmp_path: Path, launched: 
 
 
 def process(folder: Path, *line: object) -> str:
-    """The standard error of a process that ends well."""
+    """The standard error of a process that succeeds."""
     words = [sys.executable, "-m", *map(str, line)]
     done = subprocess.run(words, cwd=folder, env=os.environ, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

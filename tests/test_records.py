@@ -103,7 +103,7 @@ def test_files_of_real_runs_satisfy_their_schema(written: dict[str, list[dict[st
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in FORMATS.items() if issubclass(kind, FileRecord)])
 def test_a_newer_version_is_refused(written: dict[str, list[dict[str, Any]]], tmp_path: Path, name: str) -> None:
-    """The error names the file, its version and the remedy; the present version is read, and gives the same JSON."""
+    """The error names the file, its version and the remedy; the current version is read, and gives the same JSON."""
     kind: type[FileRecord] = FORMATS[name][0]
     path = tmp_path / "file.json"
     values = written[name][0]
@@ -204,6 +204,6 @@ def test_old_files_make_a_report(tmp_path: Path) -> None:
 
 
 def test_an_old_run_can_be_matched(models: Models, tmp_path: Path) -> None:
-    """Up to the check that it is of the same model: its counts are read."""
+    """Its counts are read; the run is refused only because it is of another model."""
     with pytest.raises(UserError, match="that run had 1152 target weights"):
         prune(models("llama"), output=tmp_path / "out", method="magnitude", match=OLD / "pruned")

@@ -215,7 +215,7 @@ def test_an_older_report_is_replaced_only_when_asked(runs: Path, tmp_path: Path)
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="something else is there"):
+        with pytest.raises(UserError, match=r"it exists and holds no report\.json"):
             report([runs / "emp"], output=mine, no_plots=True, overwrite=overwrite)
     assert (mine / "thesis.tex").read_text() == "years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]

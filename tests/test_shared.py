@@ -1,4 +1,4 @@
-"""Real models and real text, where they are at hand."""
+"""Real models and real text, if present."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def stories_suite(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(path)
 
 
-def test_four_methods_on_a_model_nobody_here_trained(shared: Path, stories_suite: str, tmp_path: Path) -> None:
+def test_four_methods_on_a_real_model(shared: Path, stories_suite: str, tmp_path: Path) -> None:
     source = shared / "models" / "stories260K"
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     text = str(shared / "text" / "tinystories_train.txt")
@@ -44,7 +44,7 @@ def test_four_methods_on_a_model_nobody_here_trained(shared: Path, stories_suite
 
 
 def prune_kept(run_folder: Path) -> int:
-    """How many target weights are left, counted in the file."""
+    """The number of target weights that are left, counted in the file."""
     model = transformers.AutoModelForCausalLM.from_pretrained(run_folder, dtype="auto")
     weights = [p for name, p in model.named_parameters() if ".mlp." in name and name.endswith("weight")]
     return sum(int(torch.count_nonzero(weight)) for weight in weights)

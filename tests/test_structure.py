@@ -1,4 +1,4 @@
-"""The structure of models: read off conventional names, or from the model's class; incomplete checkpoints; tables in blocks."""
+"""The structure of models, from conventional names or from the model's class; incomplete checkpoints; tables in blocks."""
 
 import json
 import shutil
@@ -115,7 +115,7 @@ def test_a_missing_weight_is_named(models: Models, tmp_path: Path, command: Run,
 
 
 def test_tables_in_blocks_are_no_targets() -> None:
-    """T5's relative position bias is an embedding; its shape says nothing."""
+    """T5's relative position bias is an embedding, although it has the shape of a matrix."""
     names = {
         "encoder.block.0.layer.0.SelfAttention.q.weight": (8, 8),
         "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, 4),
@@ -154,7 +154,7 @@ def test_an_mlp_is_no_state_space_model() -> None:
 
 
 def test_coverage_stays_within_the_blocks(models: Models, command: Run, tmp_path: Path) -> None:
-    """Targets outside of decoder blocks are counted apart."""
+    """Targets outside the decoder blocks are counted separately."""
     line = ("prune", "--model", models("llama"), "--method", "magnitude", "--targets", "lm_head", "--dry-run")
     done = command(*line, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -173,7 +173,7 @@ def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_
 
 
 def test_structure_of_a_loaded_model(models: Models) -> None:
-    """A loaded model serves as well as its skeleton."""
+    """A loaded model has the same structure as its skeleton."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models("mixtral"))
@@ -182,7 +182,7 @@ def test_structure_of_a_loaded_model(models: Models) -> None:
 
 
 def _named(shapes: dict[str, tuple[int, ...]]) -> Checkpoint:
-    """A checkpoint of names and shapes alone."""
+    """A checkpoint that has only names and shapes."""
 
     class Named(Checkpoint):
         def __init__(self) -> None:

@@ -19,7 +19,7 @@ OPTIONS: Record = {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsiti
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"methods": "emp-wanda,sparsegpt"}, "--methods: 'sparsegpt' is none of emp-wanda, "),
+        ({"methods": "emp-wanda,sparsegpt"}, "--methods: 'sparsegpt' is not one of emp-wanda, "),
         ({"methods": "emp-wanda,"}, "--methods 'emp-wanda,': expected values"),
         ({"betas": "1,much"}, "--betas '1,much': expected numbers"),
         ({"betas": "1,nan"}, "--betas '1,nan': expected numbers"),
@@ -31,7 +31,7 @@ OPTIONS: Record = {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsiti
         ({"methods": "wanda", "betas": None, "matched_baselines": True}, "--matched-baselines is for emp"),
         ({"patterns": "2-4"}, "--patterns: pattern must be N:M"),
         ({"group": "all", "matched_baselines": True}, "--matched-baselines .* not all"),
-        ({"group": "column"}, "--group 'column' is none of"),
+        ({"group": "column"}, "--group 'column' is not one of"),
         ({"suite": "perplexty"}, "Did you mean perplexity"),
         ({"limit": 0}, "--limit must be at least 1"),
     ],
@@ -46,7 +46,7 @@ def test_wrong_options(models: Models, tmp_path: Path, changes: Record, says: st
     ("changes", "says"),
     [
         ({"match_by": "matrix", "match": None}, "--match-by matrix needs an earlier run"),
-        ({"match_by": "rows"}, "--match-by 'rows' is none of total, matrix"),
+        ({"match_by": "rows"}, "--match-by 'rows' is not one of total, matrix"),
         ({"match_by": "matrix", "group": "all"}, "--match-by matrix .* not all"),
         ({"match_by": "matrix", "targets": "attention"}, "that run had"),
         ({"method": "emp-magnitude", "match_by": "matrix"}, "--match does not go with method emp-magnitude"),

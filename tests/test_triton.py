@@ -1,4 +1,4 @@
-"""The Triton kernel against the reference in plain torch: the same bits. On a GPU if there is one, else in the interpreter."""
+"""The Triton kernel against the reference in plain torch: the same bits. On a GPU if present, else in the interpreter."""
 
 import os
 import subprocess
@@ -68,10 +68,10 @@ def test_every_budget(dtype: torch.dtype, budget: Budget) -> None:
 )
 @settings(max_examples=25, deadline=None, database=None)
 def test_any_shape(
-    height: int, width: int, dtype: torch.dtype, kind: str, wanda: bool, beta: float, there: bool, seed: int
+    height: int, width: int, dtype: torch.dtype, kind: str, wanda: bool, beta: float, in_place: bool, seed: int
 ) -> None:
     norms = torch.rand(width, generator=torch.Generator().manual_seed(seed)) if wanda else None
-    assert_same(weights(kind, (height, width), dtype, seed), norms, EffectiveBudget(beta), there)
+    assert_same(weights(kind, (height, width), dtype, seed), norms, EffectiveBudget(beta), in_place)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,12 +96,12 @@ def test_a_very_long_row() -> None:
     assert_same(weights("normal", (1, columns), torch.bfloat16, 0), None, EffectiveBudget())
 
 
-@pytest.mark.parametrize("turn", range(3))
-def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+@pytest.mark.parametrize("rotation", range(3))
+def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch, rotation: int) -> None:
     """Rows too long for the registers, and N:M groups that do not end where a piece of the row ends."""
     monkeypatch.setattr(cuda, "_HELD", 64)
     monkeypatch.setattr(cuda, "_CHUNK", 64)
-    first, second, third = DTYPES[turn], DTYPES[turn - 1], DTYPES[turn - 2]
+    first, second, third = DTYPES[rotation], DTYPES[rotation - 1], DTYPES[rotation - 2]
     assert_same(weights("normal", (1, 300), first, 0), torch.rand(300) + 0.1, EffectiveBudget(0.6))
     assert_same(weights("normal", (2, 129), second, 4), None, EffectiveBudget(0.6))
     assert_same(weights("ties", (1, 320), third, 1), None, EffectiveBudget())

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, with a tokenizer, made in milliseconds; shared by the tests."""
+"""Tiny random models of many families, with a tokenizer, created in milliseconds; shared by the tests."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def make_model(
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token a byte."""
+    """One token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -89,7 +89,7 @@ class Architecture:
                 continue
             place = matrix.stored.name, matrix.expert
             if place in target_at:
-                logger.warning("%s shares its weight with %s; pruned once.", layer.name, target_at[place].name)
+                logger.warning("%s shares its weight with %s; it is pruned once.", layer.name, target_at[place].name)
                 continue
             if layer.kind == "head" and matrix.stored.name in self._stored_embeddings:
                 logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
@@ -104,7 +104,7 @@ class Architecture:
         return list(target_at.values())
 
     def coverage(self, targets: list[Target]) -> Coverage:
-        """The share of the model that some targets cover."""
+        """The share of the model that these targets cover."""
         in_blocks = [target for target in targets if target.layer.block is not None]
         return Coverage(
             targets=len(targets),
@@ -124,7 +124,7 @@ class Architecture:
         else:
             stored_name = self._structure.stored_names.get(f"{layer.name}.weight")
             if stored_name is None:
-                logger.warning("%s: its weight is not a separate tensor in the checkpoint; left dense.", layer.name)
+                logger.warning("%s: its weight is not a separate tensor in the checkpoint; it stays dense.", layer.name)
                 return None
             matrix = Matrix(self.checkpoint.tensors[stored_name], layer.transposed)
         stored = matrix.stored

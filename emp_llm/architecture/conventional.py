@@ -70,8 +70,8 @@ def _sizes(config: dict[str, Any]) -> dict[str, int] | None:
     }
     sizes = {name: config.get(key) for name, key in names.items()}
     classes = config.get("architectures")
-    ours = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
-    if not ours or "auto_map" in config or "model_type" not in config:
+    is_causal = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
+    if not is_causal or "auto_map" in config or "model_type" not in config:
         return None
     sizes["groups"] = config.get("num_key_value_heads") or sizes["heads"]
     valid = {name: size for name, size in sizes.items() if type(size) is int and size > 0}

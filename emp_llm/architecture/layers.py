@@ -41,11 +41,11 @@ class Layer:
     """A weight matrix of a model.
 
     Attributes:
-        name: of the module; for an expert: module of all experts, number of the expert, stored name of the matrix.
+        name: of the module; for an expert, the module of all experts, the expert's number and the matrix's stored name.
         kind: its purpose.
         block: number of its decoder block; None outside the blocks.
         transposed: its weight is stored as (inputs, outputs).
-        expert: its position in a parameter of all experts; None for an ordinary layer.
+        expert: its position in a parameter that holds all experts; None for an ordinary layer.
     """
 
     name: str

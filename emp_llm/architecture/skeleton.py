@@ -28,5 +28,5 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
     except (ValueError, KeyError, OSError, ImportError) as error:
         hint = "" if trust_remote_code else " If its code is in the repository and you trust it, add --trust-remote-code."
         raise NoModelClassError(
-            f"{folder}: transformers knows no causal language model for it ({reason(error)}).{hint}"
+            f"{folder}: transformers has no causal language model class for it ({reason(error)}).{hint}"
         ) from error

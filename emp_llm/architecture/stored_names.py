@@ -1,7 +1,7 @@
 """The names of a model's weights in its checkpoint, if transformers renames, merges or transposes them while loading.
 
-The conversions are read from the tables of transformers. Supported are new names, experts stacked into one parameter (one after
-another, gate before up), and transposed stacks. Tensors with any other conversion are never pruned.
+The conversions are read from the tables of transformers. Three are supported: new names, experts stacked into one parameter (in
+order, gate before up), and transposed stacks. Tensors with any other conversion are never pruned.
 """
 
 import re
@@ -43,15 +43,15 @@ class _Piece:
 
     Attributes:
         key: its name.
-        expert: the expert that it belongs to; None: all experts.
+        expert: number of its expert; None: it holds all experts.
         place: its position among the parts of an expert's matrix.
-        turned: it is transposed while loading.
+        transposed: it is transposed while loading.
     """
 
     key: str
     expert: int | None
     place: int
-    turned: bool
+    transposed: bool
 
 
 def find_names(model: PreTrainedModel, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]) -> StoredNames:
@@ -93,7 +93,7 @@ def find_names(model: PreTrainedModel, checkpoint: Checkpoint, stacks: dict[str,
 
 
 def _is_ignored(model: PreTrainedModel, name: str, problem: str) -> bool:
-    """Whether transformers ignores that a name is "missing" or "unexpected"."""
+    """Whether transformers tolerates that a name is "missing" or "unexpected"."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
@@ -133,9 +133,9 @@ def _piece(key: str, place: int, converter: Any) -> _Piece | None:
     steps = [
         (type(step).__name__, *(getattr(step, name, None) for name in ("dim", "dim0", "dim1"))) for step in converter.operations
     ]
-    turn = [("Transpose", None, 1, 2)]
-    if steps == turn or steps == []:
-        return _Piece(key, None, 0, steps == turn) if len(converter.source_patterns) == 1 else None
+    transpose = [("Transpose", None, 1, 2)]
+    if steps == transpose or steps == []:
+        return _Piece(key, None, 0, steps == transpose) if len(converter.source_patterns) == 1 else None
     stacked = ("MergeModulelist", 0, None, None)
     if steps == [stacked, ("Concatenate", 1, None, None)] or (steps == [stacked] and len(converter.source_patterns) == 1):
         numbers = _NUMBER.findall(key)
@@ -167,13 +167,13 @@ def _matrices(stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint) 
 def _slices(stack: ExpertStack, piece: _Piece, checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
     """The matrices of a stack that is stored as a stack, possibly transposed."""
     stored, (experts, rows, columns) = checkpoint.tensors[piece.key], stack.shape
-    if stored.shape != ((experts, columns, rows) if piece.turned else stack.shape) or stack.transposed is None:
+    if stored.shape != ((experts, columns, rows) if piece.transposed else stack.shape) or stack.transposed is None:
         return []
     leaf = stack.name.rpartition(".")[2]
     return [
         (
             _layer(stack, leaf, ExpertSlice(stack.name, expert, stack.transposed, 0, stack.outputs, stack.inputs)),
-            Matrix(stored, stack.transposed != piece.turned, expert),
+            Matrix(stored, stack.transposed != piece.transposed, expert),
         )
         for expert in range(experts)
     ]

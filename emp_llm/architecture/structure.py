@@ -73,7 +73,7 @@ def structure_of_names(checkpoint: Checkpoint) -> Structure:
 
 
 def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
-    """Raise UserError if a checkpoint lacks weights of its model."""
+    """Raise UserError if weights of the model are missing in its checkpoint."""
     if missing:
         raise UserError(
             f"{checkpoint.folder}: {count_of(len(missing), 'weight')} of the model {'is' if len(missing) == 1 else 'are'} "

@@ -66,7 +66,7 @@ class Coverage:
         return self.unreachable_parameters / self.block_parameters if self.block_parameters else 0.0
 
     def check(self, targets: str | list[str], allow_partial: bool) -> None:
-        """Warn of layers of the scope that cannot be pruned.
+        """Warn if layers in the scope cannot be pruned.
 
         Raises:
             UserError: they hold more than half of the weights in blocks, and `allow_partial` is false.
@@ -99,6 +99,6 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
         try:
             return re.fullmatch(names, layer.name) is not None
         except re.error as error:
-            raise UserError(f"--targets or --ignore {names!r} is not a regular expression ({error}).") from error
+            raise UserError(f"--targets or --ignore {names!r} is not a valid regular expression ({error}).") from error
     suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)

@@ -23,7 +23,7 @@ from emp_llm.storage.atomic import write_bytes
 from emp_llm.storage.buffers import tensor_bytes
 
 METADATA_KEY = "emp_llm"
-_REMEDY = "Make one with: emp-llm calibrate --model MODEL --output FILE"
+_REMEDY = "Create one with: emp-llm calibrate --model MODEL --output FILE"
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Activations:
     Attributes:
         norms: one float32 vector of shape (inputs,) for each distinct input, by the name of the first layer it feeds.
         input_of: layer name -> key in `norms`.
-        about: their origin: model, text, tokens, dtype, versions.
-        tokens: number of tokens of each norm, by the names of the norms; fewer than all for a mixture's experts. Empty for
-            old files, which do not tell.
+        about: the origin of the norms: model, text, tokens, dtype, versions.
+        tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's experts. Empty for old files,
+            which do not record it.
     """
 
     norms: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Activations:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def norm(self, layer: str) -> Tensor | None:
-        """||X_j||_2 of the inputs j of a layer, float32, shape (inputs,); None for a layer that was not calibrated."""
+        """||X_j||_2 of each input j of a layer, float32, shape (inputs,); None for a layer that was not calibrated."""
         key = self.input_of.get(layer)
         return None if key is None else self.norms[key]
 
@@ -74,17 +74,17 @@ class Activations:
         """Read the file.
 
         Raises:
-            UserError: it is missing, not an activations file, or damaged.
+            UserError: the file is missing or damaged, or is not an activations file.
         """
         path = Path(path)
         if not path.is_file():
             raise UserError(f"{path}: no such activations file. {_REMEDY}")
         try:
             with safe_open(path, framework="pt") as file:
-                told: Any = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
-                if not isinstance(told, dict) or "format" not in told:
+                metadata: Any = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+                if not isinstance(metadata, dict) or "format" not in metadata:
                     raise UserError(f"{path}: not an activations file of emp-llm. {_REMEDY}")
-                info = record_of(told, ActivationsInfo, str(path))
+                info = record_of(metadata, ActivationsInfo, str(path))
                 norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except UserError:
             raise

@@ -1,8 +1,8 @@
 """Calibration block by block, with dense or pruned propagation.
 
-dense: every block sees the dense model's inputs, as in one ordinary forward pass. pruned: when a block's norms are collected,
-its targets are masked and the batches pass through it again, so that the next block sees the pruned model's inputs (as in
-Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023).
+dense: every block sees the dense model's inputs, as in an ordinary forward pass. pruned: once a block's norms are collected,
+its targets are masked and the batches pass through it again, so that the next block sees the pruned model's inputs (as in Sun
+et al., A Simple and Effective Pruning Approach for Large Language Models, 2023).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,14 +26,20 @@ from emp_llm.records.source import CalibrationRecord
 
 
 class Masker(Protocol):
-    """Decides the masks of a block's targets from the norms of their inputs. The pruner of a run is one."""
+    """Computes the masks of a block's targets from the norms of their inputs. The pruner of a run implements it."""
 
     @property
     def targets(self) -> Sequence[Target]:
         """The targets of all blocks."""
 
     def mask(self, target: Target, norm: Tensor | None, tokens: int | None = None) -> Tensor:
-        """The mask of a target: bool, shape (outputs, inputs), true where kept."""
+        """The mask of a target: bool, shape (outputs, inputs), true where kept.
+
+        Args:
+            target: of the current block.
+            norm: float32, shape (inputs,); None if the layer was not called.
+            tokens: number of tokens in the norm.
+        """
 
 
 def calibrate_blocks(
@@ -51,8 +57,8 @@ def calibrate_blocks(
         layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
-        masker: decides the masks of a pruned propagation; None: dense propagation.
-        progress: keeps the state between blocks, and restores it.
+        masker: computes the masks of a pruned propagation; None: dense propagation.
+        progress: saves the state between blocks, and restores it.
 
     Returns:
         Norms over all tokens of all samples; `about` holds the execution, the propagation and the place of the hidden states.
@@ -87,7 +93,7 @@ def propagated(
             targets = [t for t in masker.targets if t.name.startswith(f"{step.name}.")] if masker is not None else []
             step.run(advance=not targets)
             seen = [name for name in collected.sums if name.startswith(f"{step.name}.")]
-            collected.reduce(seen)  # so that the masks of all ranks keep in step
+            collected.reduce(seen)  # so that all ranks compute the same masks
             collected.norms(seen)  # stop here if one is not finite
             collected.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
             if masker is not None and targets:
@@ -119,13 +125,13 @@ def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[Non
 
 
 def _finish(runner: BlockwiseModel, walk: Walk, layers: list[Layer], collected: InputSums) -> None:
-    """Collect the layers after the blocks: a projection of the output, and the head if it was named."""
-    left = [layer for layer in layers if layer.name not in collected.input_of and layer.block is None]
-    if not left:
+    """Collect the layers after the blocks: a projection of the output, and the head if it is a target."""
+    remaining = [layer for layer in layers if layer.name not in collected.input_of and layer.block is None]
+    if not remaining:
         return
     model = runner.model
-    body = model if any(layer.kind == "head" for layer in left) else body_of(model)
-    with input_hooks(model, left) as after:
+    body = model if any(layer.kind == "head" for layer in remaining) else body_of(model)
+    with input_hooks(model, remaining) as after:
         for number in range(len(walk.batches)):
             walk.tail(number, body)
     after.reduce()

@@ -35,7 +35,7 @@ def calibration_corpus(options: CalibrationOptions, context: int | None) -> Corp
     """The corpus of a recipe with the user's samples and seqlen.
 
     Args:
-        context: the model's, in tokens. A recipe's seqlen is shortened to it.
+        context: the model's context length in tokens; a recipe's seqlen is shortened to it. None: unknown.
 
     Raises:
         UserError: no such recipe, or --seqlen exceeds the model's context.
@@ -57,7 +57,7 @@ class CalibrationText:
     """The tokens of a calibration.
 
     Attributes:
-        corpus: their source.
+        corpus: the source of the text.
         tokens: int64, shape (samples, seqlen).
         seed: of a shuffled corpus; None for others.
     """
@@ -79,9 +79,9 @@ class Calibration:
     Args:
         text: the calibration text.
         options: of the forward passes.
-        propagate: each block's inputs: the dense model's, or the pruned model's.
+        propagate: whether each block sees the inputs of the dense or of the pruned model.
         quantization: of the loaded model.
-        blocks: name of the list of decoder blocks; None: found by structure.
+        blocks: name of the list of decoder blocks; None: detected.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Calibration:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """Everything beside the model that the norms depend on, as JSON; known before the model is loaded."""
+        """Everything that the norms depend on, except the model, as JSON; known before the model is loaded."""
         record = self._record(CalibrationRecord(execution=self._options.execution, propagate=self._propagate))
         return record.as_dict() | {"ids": tokens_signature(self.text.tokens)}
 
@@ -120,9 +120,9 @@ class Calibration:
             checkpoint: of the model.
             layers: linear layers, and matrices of experts.
             about: the origin of the norms as far as the caller knows it (model, revision, identity).
-            masker: decides the masks of a pruned propagation.
+            masker: computes the masks of a pruned propagation.
             resume: folder for the state between blocks, from which an interrupted run of the same calibration resumes. It
-                stays until `delete_progress`. Several ranks do not resume.
+                stays until `delete_progress`. Not used with several ranks.
 
         Raises:
             UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
@@ -147,10 +147,10 @@ class Calibration:
             pruned = masker if self._propagate == "pruned" else None
             norms = calibrate_blocks(runner, layers, tokens, size, pruned, progress)
             ran = norms.about
-        told: dict[str, Any] = {"execution": ran.execution, "propagate": ran.propagate, "hidden_states": ran.hidden_states}
+        changes: dict[str, Any] = {"execution": ran.execution, "propagate": ran.propagate, "hidden_states": ran.hidden_states}
         if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
-            told["pruned_by"] = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
-        return replace(norms, about=msgspec.structs.replace(record, **told))
+            changes["pruned_by"] = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
+        return replace(norms, about=msgspec.structs.replace(record, **changes))
 
     def _record(self, about: CalibrationRecord) -> CalibrationRecord:
         return msgspec.structs.replace(
@@ -168,6 +168,6 @@ class Calibration:
 
 
 def delete_progress(folder: Path) -> None:
-    """Delete the state between blocks, when the activations are written."""
+    """Delete the state between blocks, once the activations are written."""
     if ranks().main:
         shutil.rmtree(folder, ignore_errors=True)

@@ -15,10 +15,10 @@ class NormsDifference:
     """The differences between the norms of two activations files, layer by layer.
 
     Attributes:
-        layers: of each layer that both have, the largest and the mean relative difference |a - b| / max(a, b) of its inputs
-            (0 where both are 0), the worst layer first.
-        only: layers that only one of the two has, or has with another number of inputs.
-        about: fields of their origin that differ: the field, its value in the first file, its value in the second.
+        layers: name -> the largest and the mean relative difference |a - b| / max(a, b) over its inputs (0 where both are 0),
+            for each layer in both files, the worst layer first.
+        only: layers in only one of the two, or with different numbers of inputs.
+        about: differences in their origin: field, value in the first file, value in the second.
     """
 
     layers: dict[str, tuple[float, float]]
@@ -47,14 +47,14 @@ def compare_norms(first: Path, second: Path) -> NormsDifference:
     layers: dict[str, tuple[float, float]] = {}
     only = sorted(a.input_of.keys() ^ b.input_of.keys())
     for layer in sorted(a.input_of.keys() & b.input_of.keys()):
-        mine, theirs = a.norm(layer), b.norm(layer)
-        assert mine is not None
-        assert theirs is not None
-        if mine.shape != theirs.shape:
+        norm_a, norm_b = a.norm(layer), b.norm(layer)
+        assert norm_a is not None
+        assert norm_b is not None
+        if norm_a.shape != norm_b.shape:
             only.append(layer)
             continue
-        larger = torch.maximum(mine, theirs).double()
-        relative = torch.where(larger > 0, (mine.double() - theirs.double()).abs() / larger, 0.0)
+        larger = torch.maximum(norm_a, norm_b).double()
+        relative = torch.where(larger > 0, (norm_a.double() - norm_b.double()).abs() / larger, 0.0)
         layers[layer] = (float(relative.max()), float(relative.mean()))
     worst_first = dict(sorted(layers.items(), key=lambda item: -item[1][0]))
     one, other = a.about.as_dict(), b.about.as_dict()

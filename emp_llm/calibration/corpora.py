@@ -1,4 +1,4 @@
-"""Text corpora: recipe files define them, and their rows are read here.
+"""Text corpora: recipe files that define them, and the reading of their rows.
 
 A recipe is a TOML file in `calibration/` or elsewhere. It defines the source of the text, how its rows become token sequences,
 and how many sequences of what length. `wikitext2,samples=16` is the recipe `wikitext2` with one field changed; a text file or
@@ -38,7 +38,7 @@ def find_corpus(name: str) -> Corpus:
 
 
 def with_changes(corpus: Corpus, changes: str) -> Corpus:
-    """A corpus with some fields changed.
+    """A corpus with fields changed.
 
     Args:
         changes: "field=value,field=value"; may be empty.
@@ -66,7 +66,7 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
 
     Args:
         values: the fields.
-        path: of that file, for errors. A relative `file` lies beside it.
+        path: of that file, for errors. A relative `file` starts at its folder.
 
     Raises:
         UserError: a field is unknown, or its value is wrong.
@@ -78,7 +78,7 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
 
 
 def _check_kind(key: str, value: Any, where: str) -> None:
-    """Raise UserError, in the words of TOML, for a value of another kind than a field's."""
+    """Raise UserError, in the words of TOML, if a value does not have the type of its field."""
     kind, words = (int, "a whole number") if key in _NUMBERS else (bool, "true or false") if key in _SWITCHES else (str, "text")
     if type(value) is not kind:
         got = quotable(json.dumps(value, default=str, ensure_ascii=False))
@@ -137,7 +137,7 @@ def _data_set_rows(corpus: Corpus, seed: int) -> Iterator[str]:
             data = datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
         else:
             data = datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
-    except Exception as error:  # the library has a dozen kinds for a missing data set, network or config
+    except Exception as error:  # the library has a dozen errors for a missing data set, network or config
         if isinstance(error, MemoryError):
             raise
         raise UserError(f"{where}: the data set cannot be loaded ({reason(error)}).") from error

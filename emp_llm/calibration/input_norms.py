@@ -1,6 +1,6 @@
 """The sums of squares of layers' inputs, collected by hooks while a model runs.
 
-There is one hook before each linear layer, and the products of a mixture's experts are observed. Squares are summed in float32
+Each linear layer has a hook, and `execution.expert_hooks` observes the experts of a mixture. Squares are summed in float32
 within a batch and in float64 over batches, on the device of the input; nothing is copied to the CPU before the end.
 """
 
@@ -39,32 +39,35 @@ class InputSums:
         self._last: tuple[weakref.ref[Tensor], int, str] | None = None
 
     def norms(self, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The norms so far, float32, on the CPU, of some layers' inputs or of all.
+        """The norms so far by name, float32, shape (inputs,), on the CPU.
+
+        Args:
+            layers: keys of `sums`; None: all.
 
         Raises:
             UserError: a norm is not finite.
         """
-        found = {}
+        norms = {}
         for name in self.sums if layers is None else layers:
-            found[name] = self.sums[name].sqrt().float().cpu()
-            if not bool(torch.isfinite(found[name]).all()):
+            norms[name] = self.sums[name].sqrt().float().cpu()
+            if not bool(torch.isfinite(norms[name]).all()):
                 raise UserError(
                     f"{name}: its input activations hold NaN or infinity, first in batch {int(self._finite[name]) + 1}. Try "
                     "--dtype float32; if it does not help, the weights are damaged."
                 )
-        return found
+        return norms
 
     def norm(self, layer: str) -> Tensor | None:
-        """The norms of a layer's inputs so far; None for one that was not called."""
+        """The norms of a layer's inputs so far, float32, shape (inputs,); None for a layer that was not called."""
         leader = self.input_of.get(layer)
         return None if leader is None else self.norms([leader])[leader]
 
     def tokens_of(self, layer: str) -> int | None:
-        """The number of tokens that a layer saw so far; None for one that was not called."""
+        """The number of tokens that a layer saw so far; None for a layer that was not called."""
         return self.tokens.get(self.input_of.get(layer, ""))
 
     def reduce(self, layers: Iterable[str] | None = None) -> None:
-        """Add up the sums of all ranks, of some layers' inputs or of all. A collective call, once for each layer.
+        """Add up the sums of all ranks, for these keys of `sums` or for all. A collective call, once for each key.
 
         A batch's squares are float32. float64 holds the sums of thousands of them without rounding, so the norms do not
         depend on the order of addition.
@@ -80,7 +83,7 @@ class InputSums:
         try:
             shares = ranks().gather((state, self.input_of))
         except RuntimeError as error:
-            raise UserError(f"another process of this run has ended; its own message tells why ({reason(error)}).") from error
+            raise UserError(f"another process of this run has ended; its message gives the cause ({reason(error)}).") from error
         for _, input_of in shares:
             self.input_of |= {layer: leader for layer, leader in input_of.items() if layer not in self.input_of}
         for name in dict.fromkeys(name for share, _ in shares for name in share):  # a rank may not have seen all of them
@@ -92,14 +95,14 @@ class InputSums:
             self.sums[name] = total.to(self.sums[name].device) if name in self.sums else total
 
     def add(self, other: "InputSums") -> None:
-        """Take over the sums of other layers."""
+        """Add the sums of other layers."""
         self.sums |= other.sums
         self.input_of |= other.input_of
         self.tokens |= other.tokens
         self._finite |= other._finite
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The sums, float64, on the CPU, and the number of batches for which each stayed finite.
+        """The sums, float64, on the CPU, and for each the number of batches for which it stayed finite.
 
         With `input_of` and `tokens` this is all that `restore` needs.
         """
@@ -108,14 +111,14 @@ class InputSums:
     def restore(
         self, sums: dict[str, Tensor], input_of: dict[str, str], finite: dict[str, int], tokens: dict[str, int]
     ) -> None:
-        """Replace everything by an earlier state."""
+        """Restore an earlier state."""
         # In the order of the layers, as in an uninterrupted run.
         self.sums = {name: sums[name] for name in dict.fromkeys(input_of.values())}
         self.input_of = dict(input_of)
         self.tokens = dict(tokens)
         self._finite = {name: torch.tensor(good, dtype=torch.int32) for name, good in finite.items()}
 
-    def see(self, layer: str, inputs: Tensor) -> None:
+    def observe(self, layer: str, inputs: Tensor) -> None:
         """Add the inputs of one call of a layer: shape (..., inputs)."""
         if self.paused:
             return
@@ -132,17 +135,17 @@ class InputSums:
             self.sums[layer] += squares.to(self.sums[layer].device)
         else:
             self.sums[layer] = squares
-        # The number of batches for which the sum stayed finite, counted on its device, so that no batch waits for the answer.
+        # The number of batches for which the sum stayed finite, counted on its device, so that no batch waits for a transfer.
         good = torch.isfinite(self.sums[layer]).all().int()
         self._finite[layer] = self._finite[layer] + good if layer in self._finite else good
 
-    def see_expert(self, layers: list[str], inputs: Tensor) -> None:
-        """As `see`, for layers whose weights are one matrix in the model: they share their inputs."""
-        self.see(layers[0], inputs)
+    def observe_expert(self, layers: list[str], inputs: Tensor) -> None:
+        """As `observe`, for layers whose weights are one matrix in the model: they share their inputs."""
+        self.observe(layers[0], inputs)
         self.input_of |= dict.fromkeys(layers, self.input_of[layers[0]])
 
     def complete(self, model: nn.Module, layers: Iterable[Layer]) -> None:
-        """Give experts that no token was routed to norms of zeros, over no tokens.
+        """Record sums of zero, over no tokens, for experts to which no token was routed.
 
         Raises:
             UserError: no expert of a parameter was observed, so its products are of an unknown kind.
@@ -165,7 +168,7 @@ class InputSums:
                 self.tokens[leader], self._finite[leader] = 0, torch.tensor(0)
 
     def activations(self, layers: Iterable[Layer]) -> Activations:
-        """The norms collected, in the order of the layers.
+        """The norms of these layers, in their order.
 
         Raises:
             UserError: a norm is not finite.
@@ -195,16 +198,16 @@ def input_hooks(model: nn.Module, layers: Iterable[Layer]) -> Iterator[InputSums
             continue
 
         def hook(module: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
-            collected.see(name, args[0])
+            collected.observe(name, args[0])
 
         handles.append(model.get_submodule(layer.name).register_forward_pre_hook(hook))
 
-    def see(parameter: str, expert: int, inputs: Tensor) -> None:
+    def observe(parameter: str, expert: int, inputs: Tensor) -> None:
         if (parameter, expert) in experts:
-            collected.see_expert(experts[parameter, expert], inputs)
+            collected.observe_expert(experts[parameter, expert], inputs)
 
     try:
-        with expert_hooks(model, stacks, see, lambda: collected.paused):
+        with expert_hooks(model, stacks, observe, lambda: collected.paused):
             yield collected
     finally:
         for handle in handles:

@@ -1,7 +1,7 @@
-"""The state of a calibration block by block, kept in a folder so that an interrupted one resumes after its last kept block.
+"""The state of a calibration by blocks, saved in a folder so that an interrupted one resumes after the last saved block.
 
 The folder holds one state (the hidden states between two blocks, then the sums) and a manifest that describes it. The manifest
-is replaced last and in one step, so that it and the state it names belong together at any moment.
+is replaced last and in one step, so that it always matches the state that it names.
 """
 
 import errno
@@ -50,7 +50,7 @@ class CalibrationProgress:
         self._full = False
 
     def restore(self, collected: InputSums, walk: Walk) -> int:
-        """Restore the state that an earlier run of this signature kept; returns the number of its finished blocks.
+        """Restore the state that an earlier run with this signature saved; returns the number of its finished blocks.
 
         Raises:
             UserError: the state is damaged.
@@ -60,7 +60,7 @@ class CalibrationProgress:
         except (OSError, ValueError):
             return 0
         if manifest.get("signature") != self._signature:
-            logger.info("%s: progress of another calibration; this one begins anew.", self.folder)
+            logger.info("%s: it holds the progress of another calibration; this one starts over.", self.folder)
             return 0
         done = int(manifest["blocks"])
         try:
@@ -77,9 +77,9 @@ class CalibrationProgress:
         return done
 
     def save(self, done: int, collected: InputSums, walk: Walk) -> None:
-        """Keep the state after `done` blocks in place of the last one, if enough work was done since for it to be worth it.
+        """Save the state after `done` blocks in place of the last one, unless too little time has passed since then.
 
-        On a full disk the calibration continues, and keeps the state that it has.
+        On a full disk, the calibration continues and keeps the last saved state.
         """
         began = time.monotonic()
         if self._full or began - self._saved_at < max(_SECONDS, _RATIO * (self._cost or 0.0)):
@@ -93,11 +93,11 @@ class CalibrationProgress:
             with suppress(OSError):
                 (self.folder / f"state-{done}").unlink()
                 self.folder.rmdir()  # unless it holds an earlier state
-            logger.warning("warning: %s: the disk is full; the calibration continues without keeping its state.", self.folder)
+            logger.warning("warning: %s: the disk is full; the calibration continues without saving its state.", self.folder)
             return
         if self._cost is None:
             logger.info(
-                "%s: hidden states are kept there for resuming (%s); --no-resumable-calibration turns this off.",
+                "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration turns this off.",
                 self.folder,
                 format_bytes(size),
             )
@@ -105,7 +105,7 @@ class CalibrationProgress:
         self._cost = self._saved_at - began
 
     def _write(self, done: int, collected: InputSums, walk: Walk) -> int:
-        """Write the state and its manifest, and delete the state before; returns the state's bytes."""
+        """Write the state and its manifest, and delete the previous state; returns the size of the state in bytes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = self.folder / f"state-{done}"
         sums, finite = collected.state()
@@ -140,7 +140,7 @@ class CalibrationProgress:
         return size
 
     def _read(self, done: int, layout: list[Any]) -> Iterator[Tensor]:
-        """The tensors of a state, on the CPU, by their shapes and dtypes."""
+        """The tensors of a state, on the CPU; `layout` holds their shapes and dtypes, in order."""
         path = self.folder / f"state-{done}"
         file = os.open(path, os.O_RDONLY)
         try:

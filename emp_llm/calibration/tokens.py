@@ -21,7 +21,7 @@ from emp_llm.records.corpus import Corpus
 
 logger = logging.getLogger(__name__)
 
-# Enough text for any tokenizer in use: on average they make a token of fewer than 8 bytes.
+# Enough text for any common tokenizer: on average, its tokens have fewer than 8 bytes.
 _BYTES_PER_TOKEN = 8
 
 
@@ -63,7 +63,7 @@ def tokens_signature(tokens: Tensor) -> str:
 
 
 def _up_to(rows: Iterator[str], tokens: int | None) -> Iterator[str]:
-    """The rows that hold text, until they are enough for so many tokens."""
+    """The rows that hold text, up to as many as a number of tokens needs."""
     left = None if tokens is None else tokens * _BYTES_PER_TOKEN
     for row in rows:
         if not row.strip():
@@ -109,7 +109,7 @@ def _from_cache(key: str) -> Tensor | None:
     try:
         return load_file(path)["tokens"].long() if path.is_file() else None
     except Exception as error:  # a damaged entry is replaced
-        logger.warning("%s: unreadable; tokenising again (%s)", path, error)
+        logger.warning("%s: it cannot be read (%s); the text is tokenised again.", path, error)
         return None
 
 

@@ -22,7 +22,7 @@ from emp_llm.execution.offload import execution_device
 
 
 def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
-    """This rank's share of the batches, which are those of a single rank.
+    """This rank's share of the batches. The batches do not depend on the number of ranks.
 
     Args:
         tokens: int64, shape (samples, length).
@@ -50,7 +50,7 @@ def calibrate_model(
         layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
-        blocks: name of the list of decoder blocks; None: found by structure.
+        blocks: name of the list of decoder blocks; None: detected.
 
     Returns:
         Norms over all tokens of all samples; `about` is empty.
@@ -76,14 +76,14 @@ def calibrate_model(
 @contextmanager
 def _current_block(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
     """Yields a function that returns the name of the decoder block that was entered last, and its device."""
-    path, found = find_blocks(model, blocks)
+    path, modules = find_blocks(model, blocks)
     last = f"{type(model).__name__} before its first block", input_device(model)
 
     def enter(block: nn.Module, args: object, name: str) -> None:
         nonlocal last
         last = name, execution_device(block)
 
-    handles = [b.register_forward_pre_hook(partial(enter, name=f"{path}.{i}")) for i, b in enumerate(found)]
+    handles = [b.register_forward_pre_hook(partial(enter, name=f"{path}.{i}")) for i, b in enumerate(modules)]
     try:
         yield lambda: last
     finally:

@@ -1,4 +1,4 @@
 """Checkpoints in the format of transformers: safetensors headers, the bytes of each matrix, and the identity of the weights.
 
-Files are not trusted, and never changed. May use `common` and `storage`; does not import torch.
+Input files are neither trusted nor changed. May use `common` and `storage`; torch is imported only for tensors.
 """

@@ -155,7 +155,7 @@ def _why_no_safetensors(folder: Path) -> str:
     others = sorted({path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")})
     if others:
         return (
-            f"{folder}: weights only as {others[0]}, and pickles are not loaded here. Convert them once: "
+            f"{folder}: it holds weights only as {others[0]}, and pickles are not loaded here. Convert them once: "
             "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise."
         )
-    return f"{folder}: no {SINGLE_NAME} and no {INDEX_NAME} in it. Give the folder that save_pretrained wrote."
+    return f"{folder}: it holds no {SINGLE_NAME} and no {INDEX_NAME}. Give the folder that save_pretrained wrote."

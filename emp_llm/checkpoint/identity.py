@@ -28,7 +28,7 @@ def identity_of(checkpoint: Checkpoint) -> str:
     """The identity of a checkpoint: BLAKE3 of its shards' names, sizes and BLAKE3 hashes, in hexadecimal.
 
     Raises:
-        UserError: a shard cannot be read, or changes during the reading.
+        UserError: a shard cannot be read, or changes while it is read.
     """
     known = known_hashes(checkpoint)
     if known is None:

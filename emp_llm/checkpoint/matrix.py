@@ -81,15 +81,15 @@ class Matrix:
             file.read(raw[begin:end], offset)
         if not self.transposed:
             return block
-        turned = buffers.take((last - first, self.columns), word)
-        turned[:] = block.T
+        rows = buffers.take((last - first, self.columns), word)
+        rows[:] = block.T
         buffers.give(block)
-        return turned
+        return rows
 
     def write(self, file: FileWriter, first: int, block: Words) -> None:
         """Write rows, as `read` returns them, to the positions of rows first, first + 1, ..."""
-        laid = block.T.copy() if self.transposed else block
-        raw = bytes_of(laid)
+        content = block.T.copy() if self.transposed else block
+        raw = bytes_of(content)
         for offset, begin, end in self._pieces(first, first + block.shape[0]):
             file.write(raw[begin:end], offset)
 

@@ -16,7 +16,7 @@ from emp_llm.storage.json_files import parse_json, unique_keys
 HEADER_LIMIT = 100_000_000  # the limit in safetensors
 _DIMENSIONS = 32
 _LARGEST = 1 << 63
-BITS = {  # bits per number, by dtype in the names of safetensors
+BITS = {  # bits per number, by the safetensors name of the dtype
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -33,7 +33,7 @@ class StoredTensor:
     Attributes:
         name: its name in the checkpoint.
         shard: its file.
-        dtype: in the names of safetensors ("BF16").
+        dtype: its safetensors name ("BF16").
         shape: as stored.
         start, end: offsets in the file of the first byte and of the byte after the last one.
     """
@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 def read_header(shard: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file in byte order. Every byte after the header belongs to exactly one tensor.
+    """The tensors of a safetensors file in the order of their bytes. Every byte after the header belongs to exactly one tensor.
 
     Raises:
         UserError: the file is truncated or corrupt, or its header is invalid.

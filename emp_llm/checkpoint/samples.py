@@ -10,7 +10,7 @@ _SAMPLE = 256
 
 
 def sha256_of_samples(checkpoint: Checkpoint) -> str:
-    """SHA-256 of every tensor's name, dtype, shape and up to 256 bytes from its middle."""
+    """SHA-256 of every tensor's name, dtype, shape and up to 256 bytes from its middle on."""
     samples: dict[str, bytes] = {}
     for shard in checkpoint.shards:
         samples |= _samples(checkpoint, shard)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from emp_llm.checkpoint.safetensors_header import BITS, StoredTensor
 from emp_llm.storage.direct_io import FileReader
 
-Words = NDArray[Any]  # one dimension, uint8, uint16, uint32 or uint64, little-endian
+Words = NDArray[Any]  # uint8, uint16, uint32 or uint64, little-endian
 WORD: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
@@ -33,7 +33,7 @@ def packed_bytes(words: int, size: int, zeros: int) -> int:
 
 
 def read_words(file: FileReader, tensor: StoredTensor, first: int, count: int) -> Words:
-    """Words first to first + count - 1 of a tensor, from an open shard."""
+    """Words first to first + count - 1 of a tensor, from its open shard: shape (count,)."""
     size = word_bytes(tensor)
     words = np.empty(count, dtype=WORD[size])
     if count:

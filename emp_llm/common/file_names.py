@@ -9,7 +9,7 @@ MANIFEST_NAME = "emp_manifest.json"
 PACK_NAME = "emp_pack.json"  # of a packed checkpoint
 SWEEP_NAME = "sweep.json"
 CARD_NAME = "README.md"
-EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are no part of the model
+EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
-# Other formats of weights. Copying such files would ship the dense model along.
+# Other formats of weights. A copy of such a file would add the dense model to a pruned one.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")

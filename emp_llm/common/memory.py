@@ -65,7 +65,7 @@ def free_memory() -> None:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error means out of memory, on a device or on the CPU."""
+    """Whether an error means that memory ran out, on a device or on the CPU."""
     torch: Any = sys.modules.get("torch")
     kinds = (MemoryError, torch.OutOfMemoryError) if torch is not None else (MemoryError,)
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))

@@ -1,4 +1,4 @@
-"""Provenance: the versions and the command behind a result."""
+"""Provenance of results: the versions of the packages, and the command."""
 
 import shlex
 import sys

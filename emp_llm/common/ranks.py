@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Ranks wait for each other at the end of their shares, on a long job for hours. If one dies, the launcher ends the others.
+# Ranks wait for each other at the end of their shares, for hours in a long job. If one dies, the launcher ends the others.
 _TIMEOUT = timedelta(weeks=52)
 
 
@@ -22,7 +22,8 @@ class Ranks:
     """This process among the ranks of its job.
 
     Attributes:
-        index, count: this is rank `index` of `count`.
+        index: of this rank, from 0.
+        count: number of ranks.
     """
 
     index: int

@@ -7,7 +7,7 @@ Rows = list[list[str]]
 
 
 def table(rows: Rows) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Aligned columns: the first aligned left, the others right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -32,15 +32,15 @@ def csv_table(rows: Rows) -> str:
 
 
 def percent_cell(fraction: float | None) -> str:
-    """A fraction as a cell, in percent; a dash where there is none."""
+    """A fraction as a cell, in percent with two decimals; a dash for None."""
     return "-" if fraction is None else _rounded(100 * fraction, 2)
 
 
 def number_cell(value: float | None) -> str:
-    """A number as a cell; a dash where there is none."""
+    """A number as a cell, with three decimals; a dash for None."""
     return "-" if value is None else _rounded(value, 3)
 
 
-def _rounded(value: float, digits: int) -> str:
-    """A number with some digits; a rounding error below zero has no sign."""
-    return f"{round(value, digits) + 0.0:.{digits}f}"
+def _rounded(value: float, decimals: int) -> str:
+    """A number with `decimals` decimals; never "-0.00"."""
+    return f"{round(value, decimals) + 0.0:.{decimals}f}"

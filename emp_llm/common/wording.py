@@ -1,4 +1,4 @@
-"""Text for messages and tables: counts with nouns, sizes with units, and foreign text made safe to print."""
+"""Text for messages and tables: counts with nouns, sizes with units, and untrusted text made safe to print."""
 
 
 def count_of(number: int, noun: str, nouns: str | None = None) -> str:

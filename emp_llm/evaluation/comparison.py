@@ -44,7 +44,7 @@ def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[s
 def check_format(form: str) -> None:
     """Raise UserError for an unknown format."""
     if form not in get_args(TableFormat):
-        raise UserError(f"--format {form!r} is none of {', '.join(get_args(TableFormat))}.")
+        raise UserError(f"--format {form!r} is not one of {', '.join(get_args(TableFormat))}.")
 
 
 def shown_change(name: str, base: Value | None, value: Value | None) -> str:

@@ -1,5 +1,5 @@
 """Models that run: loading, device maps, quantisation, offloaded weights, and forward passes block by block.
 
-May use the rooms below it: common, options, storage, records, checkpoint and architecture. Nothing here knows of calibration,
-pruning or evaluation.
+Calibration, pruning and evaluation build on it. May use `common`, `options`, `storage`, `records`, `checkpoint` and
+`architecture`.
 """

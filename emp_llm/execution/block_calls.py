@@ -2,7 +2,7 @@
 
 Each block is replaced by a stand-in that records its arguments and returns its hidden states unchanged. So masks, rotary
 embeddings and any other arguments are the model's own, for each block separately (they differ between Gemma's local and global
-layers), and no family has to be known by name.
+layers), and no code depends on the family.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
@@ -45,13 +45,13 @@ class Call:
         return block(*self.args, **self.kwargs, **{self.keyword: hidden})
 
     def isolated(self) -> "Call":
-        """The same call with copies of the containers that a block may keep state in, for a pass that must leave no trace."""
+        """The same call with copies of the containers in which a block may keep state, for a pass that must not change it."""
         kwargs = {n: deepcopy(v) if isinstance(v, (MutableMapping, MutableSequence)) else v for n, v in self.kwargs.items()}
         return Call(self.keyword, self.args, kwargs)
 
 
 class TensorPool:
-    """Keeps each tensor that many calls share once: within a batch by identity, between batches by value."""
+    """Stores a tensor that many calls share only once: found by identity within a batch, by value between batches."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, str], Tensor] = {}
@@ -60,23 +60,23 @@ class TensorPool:
         """The calls of one batch, with tensors replaced by equal ones of the pool."""
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def kept(value: Any, slot: tuple[int, str]) -> Any:
+        def pooled(value: Any, slot: tuple[int, str]) -> Any:
             if isinstance(value, tuple) and type(value) is tuple:
-                return tuple(kept(item, (slot[0], f"{slot[1]}.{i}")) for i, item in enumerate(value))
+                return tuple(pooled(item, (slot[0], f"{slot[1]}.{i}")) for i, item in enumerate(value))
             if not isinstance(value, Tensor):
-                return value  # lists and dictionaries too: blocks may pass state on in them
+                return value  # lists and dictionaries too: blocks may pass state in them
             if id(value) not in seen:
                 last = self._last.get(slot)
-                same = last is not None and _same(last, value)
-                seen[id(value)] = (value, last if same and last is not None else value)
+                equal = last is not None and _same(last, value)
+                seen[id(value)] = (value, last if equal and last is not None else value)
             shared = self._last[slot] = seen[id(value)][1]
             return shared
 
         return [
             Call(
                 call.keyword,
-                kept(call.args, (index, "args")),
-                {name: kept(value, (index, name)) for name, value in call.kwargs.items()},
+                pooled(call.args, (index, "args")),
+                {name: pooled(value, (index, name)) for name, value in call.kwargs.items()},
             )
             for index, call in enumerate(calls)
         ]
@@ -142,7 +142,7 @@ def run_tail(blocks: nn.ModuleList, run: Callable[[], Any], final: Tensor, outpu
 def _record(
     blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, compute: Callable[[Tensor], Tensor], stop: bool
 ) -> tuple[Tensor, list[Call]]:
-    """As `record_calls`; `compute` makes a block's output from its hidden states; `stop`: end the pass at the last block."""
+    """As `record_calls`; `compute` returns a block's output for its hidden states; `stop`: end the pass at the last block."""
     calls: list[Call] = []
     first: list[Tensor] = []
     returned: list[Tensor] = []
@@ -176,7 +176,7 @@ def _as_output(hidden: Tensor, outputs: int) -> Any:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """The hidden states (the first argument, or the one of that name) and the other arguments."""
+    """The hidden states (the first argument, or the argument of that name) and the other arguments."""
     if args and isinstance(args[0], Tensor):
         return args[0], Call(None, args[1:], kwargs)
     hidden = kwargs.get("hidden_states")

@@ -36,8 +36,8 @@ class BlockwiseModel:
 
     Args:
         model: in evaluation mode, on any devices, offloaded or not (as `load_model` returns it).
-        blocks: name of the list of decoder blocks; None: found by structure.
-        hidden_states: where they are kept between blocks.
+        blocks: name of the list of decoder blocks; None: detected.
+        hidden_states: where they are stored between blocks.
 
     Attributes:
         path, blocks: name and list of the decoder blocks.
@@ -72,18 +72,18 @@ class BlockwiseModel:
                 yield walk.tail(number).logits
 
     def walk(self, batches: Sequence[Tensor], title: str = "blocks") -> "Walk":
-        """Run the part before the first block for every batch; returns the pass, to be used as a context.
+        """Run the part before the first block for every batch; returns the pass, for use as a context.
 
         Raises:
             UserError: there are no batches, or the model's blocks cannot be run one at a time.
         """
         if not batches:
-            raise UserError("there are no tokens to run.")
+            raise UserError("there are no batches to run; give at least one.")
         self.prepare(batches[0])
         return Walk(self, batches, title)
 
     def prepare(self, batch: Tensor) -> None:
-        """Learn from one batch how the blocks are called. `walk` does this too, if it was not done before.
+        """Find out from one batch how the blocks are called. `walk` does this unless it was done before.
 
         Raises:
             UserError: the blocks cannot be run one at a time, or memory runs out.
@@ -105,11 +105,11 @@ class BlockwiseModel:
                     continue
                 self._outputs = outputs
                 return
-        why = next((error for error in refused if isinstance(error, InseparableBlocks)), refused[0])
-        if isinstance(why, RuntimeError):  # the model itself fails, whatever its blocks return
-            raise why
+        cause = next((error for error in refused if isinstance(error, InseparableBlocks)), refused[0])
+        if isinstance(cause, RuntimeError):  # the model itself fails, whatever its blocks return
+            raise cause
         raise UserError(
-            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reason(why)}. Name others "
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reason(cause)}. Name others "
             "with --blocks PATH, or use --execution model."
         )
 
@@ -121,7 +121,7 @@ class BlockwiseModel:
 
 
 class Walk:
-    """One pass of some batches through the model, block by block; made by `BlockwiseModel.walk`, to be used as a context.
+    """One pass of batches through the model, block by block. `BlockwiseModel.walk` creates it; use it as a context.
 
     Attributes:
         batches: token ids.
@@ -155,7 +155,7 @@ class Walk:
 
     @property
     def place(self) -> Place:
-        """Where the hidden states are kept."""
+        """Where the hidden states are stored."""
         return self.hidden.place
 
     def __enter__(self) -> "Walk":
@@ -167,7 +167,7 @@ class Walk:
         self._release()
 
     def steps(self, first: int = 0) -> Iterator["Step"]:
-        """The blocks from `first` on, in order; the weights of each are loaded until the next is asked for."""
+        """The blocks from `first` on, in order. The weights of a block stay loaded until the next block is requested."""
         runner = self.runner
         with BlockLoader(list(runner.blocks)[first:]) as loader:
             before = runner.bytes_read
@@ -231,7 +231,7 @@ class Step:
             UserError: memory runs out, or the block returns no hidden states.
         """
         walk, device = self._walk, execution_device(self.block)
-        or_else = ", or give --hidden-states cpu" if walk.place == "device" and device.type != "cpu" else ""
+        or_else = ", or use --hidden-states cpu" if walk.place == "device" and device.type != "cpu" else ""
         for number, batch in enumerate(walk.batches):
             with torch.no_grad(), enough_memory(lambda: (self.name, device), batch, or_else):
                 hidden = walk.hidden.get(number, device)

@@ -1,7 +1,7 @@
-"""Whether a model that transformers has just loaded holds all its weights, each from its checkpoint.
+"""The check that a loaded model has all its weights, each from its checkpoint.
 
-transformers fills missing weights with random numbers and reports them on the side. It reads weights on the disk when they
-are needed, and does not compare their shapes at all.
+transformers fills missing weights with random numbers and only logs their names. It reads weights that are offloaded to disk
+when they are needed, and never compares their shapes.
 """
 
 import logging
@@ -24,7 +24,7 @@ _REMEDY = "Get the complete checkpoint and the config.json that belongs to it."
 
 
 class LoadReport(logging.Filter):
-    """The table of problems that transformers logs while it loads a model. It is held back: `check_complete` says the same."""
+    """Holds back the table of problems that transformers logs while it loads a model: `check_complete` reports the same."""
 
     def __init__(self, level: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LoadReport(logging.Filter):
 
     @property
     def conversions(self) -> list[str]:
-        """The parameters that could not be made of the stored tensors; those of several layers as "layers.{0, 1}.NAME"."""
+        """The parameters that could not be built from the stored tensors; those of several layers as "layers.{0, 1}.NAME"."""
         return re.findall(r"^(\S.*?) *\| *CONVERSION\b", self._text, re.MULTILINE)
 
     @property
@@ -61,16 +61,16 @@ class LoadReport(logging.Filter):
 @contextmanager
 def load_report() -> Iterator[LoadReport]:
     """Hold back transformers' table inside this context; yields it."""
-    theirs = logging.getLogger("transformers.modeling_utils")
-    report, level = LoadReport(theirs.getEffectiveLevel()), theirs.level
-    theirs.addFilter(report)
-    if not theirs.isEnabledFor(logging.WARNING):
-        theirs.setLevel(logging.WARNING - 1)  # at WARNING itself, transformers also checks plans for many devices
+    their_logger = logging.getLogger("transformers.modeling_utils")
+    report, level = LoadReport(their_logger.getEffectiveLevel()), their_logger.level
+    their_logger.addFilter(report)
+    if not their_logger.isEnabledFor(logging.WARNING):
+        their_logger.setLevel(logging.WARNING - 1)  # at WARNING itself, transformers also checks plans for many devices
     try:
         yield report
     finally:
-        theirs.removeFilter(report)
-        theirs.setLevel(level)
+        their_logger.removeFilter(report)
+        their_logger.setLevel(level)
 
 
 def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -88,8 +88,8 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
-    def own(found: Collection[str]) -> list[str]:
-        return [name for name in names if name in found and tied.get(name) not in found]
+    def own(listed: Collection[str]) -> list[str]:
+        return [name for name in names if name in listed and tied.get(name) not in listed]
 
     missing = own(info["missing_keys"])
     if missing:
@@ -97,14 +97,14 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
             f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')} of the model: {shortened_list(missing)}. "
             f"{_REMEDY}"
         )
-    shapes = {name: (list(stored), list(wanted)) for name, stored, wanted in info["mismatched_keys"]}
+    shapes = {name: (list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]}
     shapes |= _other_shapes_on_disk(model)
     different = own(shapes) or sorted(shapes)
     if different:
-        stored, wanted = shapes[different[0]]
+        stored, expected = shapes[different[0]]
         raise UserError(
             f"{folder}: the checkpoint does not fit config.json. The shapes of {count_of(len(different), 'weight')} differ: "
-            f"{different[0]} is {stored} in the checkpoint, and {wanted} by config.json. {_REMEDY}"
+            f"{different[0]} is {stored} in the checkpoint, and {expected} by config.json. {_REMEDY}"
         )
     buffers = sorted(info["missing_keys"] - set(names))
     if ranks().main:
@@ -120,13 +120,13 @@ def _warn(folder: Path, words: str, noun: str, names: list[str]) -> None:
 
 
 def _other_shapes_on_disk(model: PreTrainedModel) -> dict[str, tuple[list[int], list[int]]]:
-    """Stored and wanted shape of each parameter and buffer whose tensor on the disk has another shape."""
+    """Stored and expected shape of each parameter and buffer whose tensor on disk has another shape."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    found = {}
+    different = {}
     for path, places in offloaded_files(model).items():
         with safe_open(path, framework="pt") as file:
             for name in places.keys() & tensors.keys():
-                stored, wanted = file.get_slice(places[name]).get_shape(), list(tensors[name].shape)
-                if stored != wanted:
-                    found[name] = stored, wanted
-    return found
+                stored, expected = file.get_slice(places[name]).get_shape(), list(tensors[name].shape)
+                if stored != expected:
+                    different[name] = stored, expected
+    return different

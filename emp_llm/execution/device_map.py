@@ -14,10 +14,10 @@ _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def parse_device_map(text: str) -> str | dict[str, Any]:
-    """The value of --device-map as transformers takes it.
+    """The value of --device-map in the form that transformers expects.
 
     Args:
-        text: a strategy of accelerate, one device (cpu, cuda:1, disk), or a JSON object or the path of a file with one.
+        text: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the path of a file that holds one.
 
     Raises:
         UserError: it is none of these, names a device that this machine does not have, or spreads a rank over several devices.
@@ -53,11 +53,11 @@ def _check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         known = ", ".join((*_NAMED_MAPS, "cpu", "cuda:N", "disk"))
-        raise UserError(f"--device-map {name!r} is none of {known}, or a JSON object.") from error
+        raise UserError(f"--device-map {name!r} is not one of {known}, nor a JSON object.") from error
     if device.type == "cpu":
         return
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if here is None or here.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
-        count = torch.accelerator.device_count() if here is not None else 0
-        kind = f" ({here.type})" if here is not None else ""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if present is None or present.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
+        count = torch.accelerator.device_count() if present is not None else 0
+        kind = f" ({present.type})" if present is not None else ""
         raise UserError(f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{kind}.")

@@ -1,7 +1,7 @@
 """The inputs of each expert of a mixture, observed while a model runs.
 
-While the module of the experts runs, every matrix product is inspected. The memory of one factor shows whether it is an
-expert's matrix, and which; the other factor is the expert's tokens. So no family's routing, gating or scaling has to be known.
+While the module of the experts runs, every matrix product is inspected. If one factor lies in the memory of an expert's matrix,
+the other factor is the inputs of that expert. So no code depends on a family's routing, gating or scaling.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,20 +19,22 @@ _aten = torch.ops.aten
 # factor among the arguments.
 _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 
-SeeExpert = Callable[[str, int, Tensor], None]
+ExpertObserver = Callable[[str, int, Tensor], None]
 
 
 @contextmanager
-def expert_hooks(model: nn.Module, stacks: Mapping[str, bool], see: SeeExpert, paused: Callable[[], bool]) -> Iterator[None]:
-    """Call `see(parameter, expert, inputs)` for the inputs of every expert of these parameters, inside this context.
+def expert_hooks(
+    model: nn.Module, stacks: Mapping[str, bool], observe: ExpertObserver, paused: Callable[[], bool]
+) -> Iterator[None]:
+    """Call `observe(parameter, expert, inputs)` for the inputs of every expert of these parameters, inside this context.
 
-    The experts run one by one meanwhile, because kernels for all experts at once do not show the tokens of each.
+    The experts run one by one in this context, because kernels for all experts at once do not show the tokens of each.
 
     Args:
         model: on any devices, offloaded or not.
         stacks: name of a parameter -> whether its matrices are stored as (inputs, outputs).
-        see: takes inputs of shape (tokens, inputs), without the rows of zeros that stand for tokens of other experts.
-        paused: returns whether to observe nothing at present.
+        observe: receives inputs of shape (tokens, inputs), without the rows of zeros in place of other experts' tokens.
+        paused: returns true while nothing is to be observed.
 
     Raises:
         UserError: in the forward pass, if a matrix is used in another orientation than its shape suggests.
@@ -47,7 +49,7 @@ def expert_hooks(model: nn.Module, stacks: Mapping[str, bool], see: SeeExpert, p
 
         def enter(module: nn.Module, args: Any, own: dict[str, bool] = own, running: list[_Watch] = running) -> None:
             if not paused():
-                running.append(_Watch(module, own, see))
+                running.append(_Watch(module, own, observe))
                 running[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
@@ -85,11 +87,11 @@ def _has_choice(config: Any) -> bool:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inspects the matrix products of one forward pass of a module of experts."""
 
-    def __init__(self, module: nn.Module, stacks: dict[str, bool], see: SeeExpert) -> None:
+    def __init__(self, module: nn.Module, stacks: dict[str, bool], observe: ExpertObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
         self._stacks = stacks
-        self._see = see
+        self._observe = observe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         first = _PRODUCTS.get(func)
@@ -100,7 +102,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _note(self, inputs: Tensor, matrix: Tensor) -> bool:
-        """Pass the inputs on if `matrix`, of shape (inputs, outputs), is an expert's; returns whether it is."""
+        """Observe the inputs if `matrix`, of shape (inputs, outputs), is an expert's; returns whether it is."""
         for name, as_stored in self._stacks.items():
             stack = self._module.get_parameter(name.rpartition(".")[2])  # an offloaded parameter is loaded by now
             place = _place(stack, matrix)
@@ -113,10 +115,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "--ignore."
                 )
             if inputs.dim() == 2:
-                self._see(name, first, inputs)
+                self._observe(name, first, inputs)
             else:
                 for expert, tokens in enumerate(inputs, first):
-                    self._see(name, expert, tokens[tokens.any(1)])
+                    self._observe(name, expert, tokens[tokens.any(1)])
             return True
         return False
 

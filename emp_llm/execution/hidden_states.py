@@ -16,10 +16,10 @@ from emp_llm.storage.direct_io import read_exactly, write_exactly
 
 
 class HiddenStates:
-    """Tensors by number; a new one replaces the old one at its number.
+    """Numbered tensors. A new tensor replaces the one with its number.
 
     Args:
-        place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which is gone after `close`.
+        place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which disappears on `close`.
     """
 
     def __init__(self, place: Place) -> None:
@@ -30,7 +30,7 @@ class HiddenStates:
         self._file = tempfile.TemporaryFile(prefix="emp-llm-hidden-") if place == "disk" else None  # noqa: SIM115
 
     def get(self, number: int, device: torch.device) -> Tensor:
-        """The tensor at a number, on a device."""
+        """The tensor with a number, on a device."""
         if self._file is None:
             return self._tensors[number].to(device)
         offset, shape, dtype = self._regions[number]
@@ -39,7 +39,7 @@ class HiddenStates:
         return tensor.to(device)
 
     def put(self, number: int, tensor: Tensor) -> None:
-        """Keep a tensor at a number.
+        """Store a tensor under a number.
 
         Raises:
             UserError: the disk is full.
@@ -47,12 +47,12 @@ class HiddenStates:
         if self._file is None:
             self._tensors[number] = tensor.cpu() if self.place == "cpu" else tensor
             return
-        here = tensor.contiguous().cpu()
-        offset, shape, dtype = self._regions.get(number, (self._end, here.shape, here.dtype))
-        if (shape, dtype) != (here.shape, here.dtype):
+        copy = tensor.contiguous().cpu()
+        offset, shape, dtype = self._regions.get(number, (self._end, copy.shape, copy.dtype))
+        if (shape, dtype) != (copy.shape, copy.dtype):
             offset = self._end
         try:
-            write_exactly(self._file.fileno(), tensor_bytes(here), offset)
+            write_exactly(self._file.fileno(), tensor_bytes(copy), offset)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -60,8 +60,8 @@ class HiddenStates:
                 f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a folder on a larger disk, or "
                 "use --hidden-states cpu."
             ) from error
-        self._regions[number] = (offset, here.shape, here.dtype)
-        self._end = max(self._end, offset + here.nbytes)
+        self._regions[number] = (offset, copy.shape, copy.dtype)
+        self._end = max(self._end, offset + copy.nbytes)
 
     def close(self) -> None:
         """Free the memory or the file."""
@@ -71,7 +71,7 @@ class HiddenStates:
 
 
 def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
-    """Where to keep hidden states; for "auto", the nearest place of which they take less than half.
+    """Where to store hidden states; for "auto", the nearest place in which they take less than half of the free memory.
 
     Args:
         wanted: the user's choice.
@@ -95,4 +95,4 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
 def check_place(wanted: str) -> None:
     """Raise UserError for a value that is not a place."""
     if wanted not in get_args(Place):
-        raise UserError(f"--hidden-states {wanted!r} is none of {', '.join(get_args(Place))}.")
+        raise UserError(f"--hidden-states {wanted!r} is not one of {', '.join(get_args(Place))}.")

@@ -40,10 +40,12 @@ def load_model(
         UserError: the folder holds no model that transformers can load, its weights are not complete, or memory runs out.
     """
     if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+        raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     placement = parse_device_map(device_map)
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
-        raise UserError(f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; it has to fit.")
+        raise UserError(
+            f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
+        )
     offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
     with load_report() as report, _quiet_bar():
         try:
@@ -61,7 +63,7 @@ def load_model(
         except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
             if ran_out(error) or report.out_of_memory:
                 raise OutOfMemory(
-                    f"{folder}: out of memory while it is loaded with --device-map {device_map}. Keep less of it in memory: "
+                    f"{folder}: out of memory while loading it with --device-map {device_map}. Keep less of it in memory: "
                     "--device-map auto, disk, or a JSON map."
                 ) from error
             report.refuse_conversions(folder, error)
@@ -69,7 +71,7 @@ def load_model(
                 raise
             raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
     check_complete(folder, model, info)
-    model._emp_llm_offload = offload  # the folder goes when the model goes
+    model._emp_llm_offload = offload  # so that the folder is deleted with the model
     loaded: PreTrainedModel = model.eval()
     return loaded
 
@@ -83,8 +85,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        mendable = (ValueError, KeyError, OSError, ImportError, AttributeError, RecursionError)
-        if not isinstance(error, mendable) and type(error) is not Exception:  # tokenizers raises a bare Exception
+        user_errors = (ValueError, KeyError, OSError, ImportError, AttributeError, RecursionError)
+        if not isinstance(error, user_errors) and type(error) is not Exception:  # tokenizers raises a bare Exception
             raise
         raise UserError(
             f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). Copy the model's tokenizer "
@@ -95,8 +97,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 @contextmanager
 def _quiet_bar() -> Iterator[None]:
     """Switch transformers' progress bars off inside this context, unless this rank writes to a terminal."""
-    watched = sys.stderr.isatty() and ranks().main
-    if watched or not transformers.utils.logging.is_progress_bar_enabled():
+    on_terminal = sys.stderr.isatty() and ranks().main
+    if on_terminal or not transformers.utils.logging.is_progress_bar_enabled():
         yield
         return
     transformers.utils.logging.disable_progress_bar()
@@ -107,7 +109,7 @@ def _quiet_bar() -> Iterator[None]:
 
 
 def max_context(model_config: Any) -> int | None:
-    """The longest sequence that a model has positions for, by its config; None if the config does not tell."""
+    """The longest sequence for which a model has positions, in tokens; None if its config does not say."""
     config = model_config if isinstance(model_config, dict) else model_config.to_dict()
     text = config.get("text_config") or config
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
@@ -117,7 +119,7 @@ def max_context(model_config: Any) -> int | None:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device that token ids must be on: that of the input embedding, or, if it is offloaded, the one it runs on."""
+    """The device for token ids: that of the input embedding, or, if the embedding is offloaded, the device that runs it."""
     embedding = model.get_input_embeddings()
     hook = getattr(embedding, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass
 class _Weights:
-    """The weights of one offloaded module, as read, and the meta tensors whose places they take."""
+    """The weights of one offloaded module, as read, and the meta tensors that they replace."""
 
     module: nn.Module
     hook: AlignDevicesHook
@@ -29,26 +29,26 @@ class _Weights:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether any weights of a model are kept elsewhere than on the device they are used on."""
+    """Whether any weights of a model are stored elsewhere than on the device that uses them."""
     return any(_offload_hook(module) is not None for module in model.modules())
 
 
 def offloaded_files(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The safetensors files that offloaded parameters are read from: path -> parameter -> tensor in the file."""
-    found: dict[str, dict[str, str]] = {}
+    """The safetensors files of offloaded parameters: path -> parameter -> tensor in the file."""
+    files: dict[str, dict[str, str]] = {}
     for module in model.modules():
         hook = _offload_hook(module)
         index = getattr(getattr(getattr(hook, "weights_map", None), "dataset", None), "index", {})
         if index:  # one index serves all modules
             for name, place in index.items():
                 if "safetensors_file" in place:
-                    found.setdefault(place["safetensors_file"], {})[name] = place.get("weight_name", name)
+                    files.setdefault(place["safetensors_file"], {})[name] = place.get("weight_name", name)
             break
-    return found
+    return files
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """The device a module computes on: that of its hooks, else that of its first parameter."""
+    """The device that runs a module: that of its hooks, else that of its first parameter."""
     for part in module.modules():
         for hook in _hooks(part):
             if hook.execution_device is not None:
@@ -80,7 +80,7 @@ class OutsideModules:
                 handle.remove()
 
     def release(self) -> None:
-        """Remove all that was loaded."""
+        """Remove all loaded weights."""
         for weights in self._loaded.values():
             _remove(weights)
         self._loaded.clear()
@@ -93,7 +93,7 @@ class OutsideModules:
 
 
 class BlockLoader:
-    """Loads blocks in their order, each once, and reads the next one meanwhile. To be used as a context."""
+    """Loads blocks in order, each once, and reads the next block in the background. Use it as a context."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
@@ -109,7 +109,7 @@ class BlockLoader:
 
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
-        """A block with its weights on its device; call this with 0, 1, 2, ... in turn."""
+        """A block with its weights on its device, inside this context; call this with 0, 1, 2, ... in this order."""
         weights = (self._next or self._read(index)).result()
         self._next = self._read(index + 1) if index + 1 < len(self._blocks) else None
         self.bytes_read += _size(weights)
@@ -125,7 +125,7 @@ class BlockLoader:
 
 
 def _trim() -> None:
-    """Return the heap's free pages to the system, where the C library can: glibc keeps those between pieces in use."""
+    """Return free pages of the heap to the system, if the C library can: glibc keeps those between pieces in use."""
     trim = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -142,8 +142,8 @@ def _offload_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def _read(modules: list[nn.Module]) -> list[_Weights]:
-    """Read the weights of the offloaded ones among some modules, to the device they are used on."""
-    found = []
+    """Read the weights of those modules that are offloaded, each to the device that runs it."""
+    weights = []
     for module in modules:
         hook = _offload_hook(module)
         if hook is None:
@@ -153,14 +153,14 @@ def _read(modules: list[nn.Module]) -> list[_Weights]:
         )
         device = execution_device(module)
         meta = dict(tensors)
-        values = {name: _at(hook.weights_map[name], device, old.dtype) for name, old in meta.items()}
-        found.append(_Weights(module, hook, values, meta))
-    return found
+        values = {name: _on_device(hook.weights_map[name], device, old.dtype) for name, old in meta.items()}
+        weights.append(_Weights(module, hook, values, meta))
+    return weights
 
 
-def _at(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     moved = value.to(device, dtype)
-    # On the CPU the value is a view of the mapped file. The copy reads it here, and not in the middle of a product.
+    # On the CPU the value is a view of the mapped file. The copy reads it now; otherwise the first product would.
     return moved.clone() if moved is value and device.type == "cpu" else moved
 
 

@@ -15,9 +15,9 @@ Quantization = Literal["8bit", "4bit"]
 
 
 def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
-    """The quantisation that the two options ask for; UserError if both are given, or bitsandbytes is not installed."""
+    """The quantisation that the two options request; UserError if both are given, or bitsandbytes is not installed."""
     if load_in_8bit and load_in_4bit:
-        raise UserError("--load-in-8bit and --load-in-4bit exclude each other; give one of them.")
+        raise UserError("--load-in-8bit and --load-in-4bit exclude each other; give only one.")
     if not (load_in_8bit or load_in_4bit):
         return None
     if find_spec("bitsandbytes") is None:
@@ -26,7 +26,7 @@ def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | No
 
 
 def quantization_record(quantization: Quantization | None) -> QuantizationRecord | None:
-    """The entry of a report."""
+    """The quantisation as the part of a report."""
     if quantization is None:
         return None
     form = {"8bit": "LLM.int8", "4bit": "NF4, computed in bfloat16"}[quantization]
@@ -34,7 +34,7 @@ def quantization_record(quantization: Quantization | None) -> QuantizationRecord
 
 
 def quantization_config(quantization: Quantization | None) -> "transformers.BitsAndBytesConfig | None":
-    """The configuration that transformers loads the model with."""
+    """The configuration with which transformers loads the model."""
     import torch
     import transformers
 

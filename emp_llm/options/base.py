@@ -33,7 +33,7 @@ class Opt:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of all options. Paths may be given as text, and text as paths."""
+    """Base of all options. Text is accepted for a path, and a path for text."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -42,7 +42,7 @@ class Options:
             if is_path and isinstance(value, str):
                 object.__setattr__(self, name, Path(value))
             elif is_path and isinstance(value, list | tuple):
-                object.__setattr__(self, name, type(value)(Path(each) for each in value))
+                object.__setattr__(self, name, type(value)(Path(item) for item in value))
             elif not is_path and isinstance(value, Path):
                 object.__setattr__(self, name, str(value))
 

@@ -18,7 +18,7 @@ class CalibrationOptions(Options):
 
     Attributes:
         execution: the whole model at once, or block by block; auto: block by block if any part of the model is offloaded.
-        hidden_states: their storage between blocks.
+        hidden_states: where they are stored between blocks.
         resumable_calibration: keep the hidden states of finished blocks on disk, so that an interrupted calibration resumes.
     """
 
@@ -26,12 +26,12 @@ class CalibrationOptions(Options):
     samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.")] = None
     seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.")] = None
     batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4
-    execution: Annotated[Execution, Opt("The whole model at once, or by blocks; auto: by blocks if offloaded.")] = "auto"
+    execution: Annotated[Execution, Opt("Run the whole model at once, or by blocks; auto: by blocks if offloaded.")] = "auto"
     hidden_states: Annotated[Place, Opt("Where hidden states are kept between blocks.")] = "auto"
     resumable_calibration: Annotated[
         bool,
         Opt(
-            "By blocks, save hidden states to the disk from time to time, so that an interrupted run resumes.",
+            "By blocks, save hidden states to disk now and then, so that an interrupted run can resume.",
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True
@@ -42,7 +42,7 @@ class CalibrationOptions(Options):
         for name, choices in (("execution", Execution), ("hidden_states", Place)):
             if getattr(self, name) not in get_args(choices):
                 flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {getattr(self, name)!r} is none of {', '.join(get_args(choices))}.")
+                raise UserError(f"--{flag} {getattr(self, name)!r} is not one of {', '.join(get_args(choices))}.")
         for name in ("samples", "seqlen", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -65,6 +65,6 @@ class PropagationOptions(Options):
     def check_propagation(self, execution: str) -> None:
         """Raise UserError for an invalid value, or a conflicting `execution`."""
         if self.propagate not in get_args(Propagate):
-            raise UserError(f"--propagate {self.propagate!r} is none of {', '.join(get_args(Propagate))}.")
+            raise UserError(f"--propagate {self.propagate!r} is not one of {', '.join(get_args(Propagate))}.")
         if self.propagate == "pruned" and execution == "model":
             raise UserError("--propagate pruned works block by block; leave out --execution model.")

@@ -78,7 +78,7 @@ class CalibrateOptions(QuantizationOptions, LoadingOptions, CalibrationOptions, 
         if self.compare is not None and self.model:
             raise UserError("--compare reads two files and runs no model; leave out --model.")
         if self.compare is None and not self.model:
-            raise UserError("--model is missing: the folder or Hub id of the model to run.")
+            raise UserError("--model is missing; give the folder or Hub id of the model to run.")
         self.check_loading()
         self.check_calibration()
 
@@ -105,7 +105,7 @@ class SweepOptions(SuiteOptions, LoadingOptions, NormOptions, MaskDeviceOptions,
     sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
     patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
     matched_baselines: Annotated[
-        bool, Opt("Two uniform baselines for each emp point: the same total, and the same count in every matrix.")
+        bool, Opt("Add two uniform baselines to each emp point: the same total, and the same count in every matrix.")
     ] = False
     group: Annotated[Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")] = "row"
     activations: Annotated[Path | None, Opt("Activations file; default: calibrate once.")] = None
@@ -115,7 +115,7 @@ class SweepOptions(SuiteOptions, LoadingOptions, NormOptions, MaskDeviceOptions,
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options."""
         if self.group == "all" and self.matched_baselines:
-            raise UserError("--matched-baselines fix the count of every matrix; use --group row or matrix, not all.")
+            raise UserError("--matched-baselines fixes the count of every matrix; use --group row or matrix, not all.")
         self.check_loading()
         self.check_calibration()
         self.check_mask_device()
@@ -192,7 +192,7 @@ class VerifyOptions(Options):
     """Options of `verify`."""
 
     folder: PrunedFolder = field(kw_only=False)
-    source: Annotated[str | None, Opt("Folder or Hub id of the dense model; also compare bytes and masks.")] = None
+    source: Annotated[str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")] = None
     activations: Annotated[Path | None, Opt("Activations file of the run; default: the one in the folder.")] = None
     blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: the run's.")] = None
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None

@@ -13,7 +13,7 @@ class SuiteOptions(Options):
     """The suite, and a limit on its size."""
 
     suite: Annotated[str, Opt("Evaluation suite: a name from eval/, or your own .toml file.")] = "perplexity"
-    limit: Annotated[int | None, Opt("Use only this many examples per task and blocks of text; results are partial.")] = None
+    limit: Annotated[int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class EvaluationStageOptions(Options):
 
     evaluate: Annotated[
         str | None,
-        Opt("Evaluate dense and pruned by this suite: a name or a file; ,limit=N shortens it."),
+        Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
     ] = None
     baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
 

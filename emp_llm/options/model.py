@@ -36,7 +36,7 @@ class LoadingOptions(Options):
     def check_loading(self) -> None:
         """Raise UserError for an unknown dtype."""
         if self.dtype not in DTYPES:
-            raise UserError(f"--dtype {self.dtype!r} is none of {', '.join(DTYPES)}.")
+            raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

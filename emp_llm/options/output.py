@@ -20,14 +20,14 @@ class OutputOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskDeviceOptions(Options):
-    """The device that decides the masks. The bits are the same on all devices."""
+    """The device that computes the masks. The masks are the same on all devices."""
 
     mask_device: Annotated[MaskDevice, Opt("Device that computes the masks; auto: a GPU if present.")] = "auto"
 
     def check_mask_device(self) -> None:
         """Raise UserError for an unknown device."""
         if self.mask_device not in get_args(MaskDevice):
-            raise UserError(f"--mask-device {self.mask_device!r} is none of {', '.join(get_args(MaskDevice))}.")
+            raise UserError(f"--mask-device {self.mask_device!r} is not one of {', '.join(get_args(MaskDevice))}.")
 
 
 @dataclass(frozen=True, kw_only=True)

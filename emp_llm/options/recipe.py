@@ -20,7 +20,7 @@ class TargetOptions(Options):
     targets: Annotated[str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp"
     ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")] = None
     blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = None
-    min_expert_tokens: Annotated[int, Opt("Score experts that see fewer tokens by magnitude.", minimum=0)] = 32
+    min_expert_tokens: Annotated[int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)] = 32
     allow_partial: Annotated[bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")] = False
 
 
@@ -29,11 +29,11 @@ class Recipe(TargetOptions):
     """All options that define the masks of a run.
 
     Attributes:
-        method: a criterion. With the prefix "emp-", the effective number sets the number of kept weights; without it, a fixed
-            sparsity does.
+        method: a criterion. With the prefix "emp-", the effective number sets the number of kept weights; without it, the
+            sparsity is fixed.
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
-        match_by: "total": as many weights removed in total; "matrix": in every matrix. None: total.
+        match_by: "total": remove as many weights in total as the earlier run; "matrix": as many in every matrix. None: total.
         group: the weights that compete with each other: those of a row, of a matrix, or of all targets.
     """
 
@@ -64,19 +64,19 @@ class Recipe(TargetOptions):
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
         if self.criterion_name not in CRITERIA:
             names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA)
-            raise UserError(f"--method {self.method!r} is none of {names}.")
+            raise UserError(f"--method {self.method!r} is not one of {names}.")
         self._check_method()
         given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
         if self.group not in get_args(Group):
-            raise UserError(f"--group {self.group!r} is none of {', '.join(get_args(Group))}.")
+            raise UserError(f"--group {self.group!r} is not one of {', '.join(get_args(Group))}.")
         if self.min_expert_tokens < 0:
             raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
         if self.match_by is not None and self.match is None:
             raise UserError(f"--match-by {self.match_by} needs an earlier run; name it with --match.")
         if self.match_by is not None and self.match_by not in get_args(MatchBy):
-            raise UserError(f"--match-by {self.match_by!r} is none of {', '.join(get_args(MatchBy))}.")
+            raise UserError(f"--match-by {self.match_by!r} is not one of {', '.join(get_args(MatchBy))}.")
 
     def _check_method(self) -> None:
         """Raise UserError for an option of emp methods with another method, and the reverse."""

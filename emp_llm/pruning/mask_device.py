@@ -29,7 +29,7 @@ def row_pruner(asked: str, scheme: Scheme) -> RowPruner:
         UserError: "cuda" is asked for, and there is no suitable GPU or its kernel does not support the scheme.
     """
     if asked not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--mask-device {asked!r} is none of auto, cpu, cuda.")
+        raise UserError(f"--mask-device {asked!r} is not one of auto, cpu, cuda.")
     if asked == "cpu" or (asked == "auto" and not _may_have_gpu()):
         return CpuRowPruner()
     try:

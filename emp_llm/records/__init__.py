@@ -1,5 +1,4 @@
 """Records: the files that emp-llm writes and reads, each declared once as a typed msgspec structure with a format version.
 
-Writers and readers use the same declaration; `docs/schemas/` holds a JSON Schema of each. It may import from `storage` and
-`common`, and from nothing else of emp-llm.
+Writers and readers use the same declaration; `docs/schemas/` holds a JSON Schema of each. May use `common` and `storage`.
 """

@@ -34,13 +34,13 @@ class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field; `default` if it is missing or null."""
-        found = getattr(self, name.replace("-", "_"), None)
-        return default if found is None else found
+        value = getattr(self, name.replace("-", "_"), None)
+        return default if value is None else value
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
 
 class FileRecord(Part, kw_only=True):
@@ -60,7 +60,7 @@ class FileRecord(Part, kw_only=True):
 
     @classmethod
     def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
-        """Convert the JSON of an older version to the present form."""
+        """Convert the JSON of an older version to the current version."""
         return values
 
     def save(self, path: Path) -> None:
@@ -82,14 +82,14 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
 
 
 def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
-    """`read_record` for JSON that is read already; `where` names the file in errors."""
+    """`read_record` for JSON that is already in memory; `where` names the file in errors."""
     version = version_of(values, kind)
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
     if version > kind.VERSION:
         raise UserError(
             f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads versions up to "
-            f"{kind.VERSION}. Upgrade it: pip install --upgrade emp-llm"
+            f"{kind.VERSION}. Upgrade emp-llm: pip install --upgrade emp-llm"
         )
     if version < kind.VERSION:
         values = kind.upgrade(dict(values), version)
@@ -131,7 +131,7 @@ def _sentence(error: BaseException, values: Any, kind: Any) -> str:
 
 
 def _field_name(path: str, values: Any, kind: Any, message: str) -> str:
-    """msgspec's "$.matrices[...].rows" with the key of the mapping, which it leaves out."""
+    """msgspec's "$.matrices[...].rows" with the key of the mapping in place of the dots."""
     steps: list[str | int] = []
     for name, index, mapping in _STEP.findall(path):
         steps.append(_wrong_key(values, kind, steps, message) if mapping else int(index) if index else name)
@@ -139,7 +139,7 @@ def _field_name(path: str, values: Any, kind: Any, message: str) -> str:
 
 
 def _wrong_key(values: Any, kind: Any, steps: list[str | int], message: str) -> str:
-    """The key of the wrong entry in a mapping: the one that raises the same error alone."""
+    """The key of the wrong entry in a mapping: the entry that raises the same error on its own."""
     entries = values
     for step in steps:
         entries = entries[step]
@@ -153,7 +153,7 @@ def _wrong_key(values: Any, kind: Any, steps: list[str | int], message: str) -> 
 
 
 def _with(values: Any, steps: list[str | int], entry: Any) -> Any:
-    """A copy of nested values with another one at some place."""
+    """A copy of nested values, with the value at the end of `steps` replaced by `entry`."""
     if not steps:
         return entry
     first, *rest = steps

@@ -10,14 +10,14 @@ from emp_llm.records.source import TextRecord
 
 
 class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
-    """A perplexity and the extent of the text that it is of.
+    """A perplexity, and the extent of the measured text.
 
     Attributes:
-        perplexity: exp of `loss`; null if it is infinite, which is so for a loss too large for exp.
+        perplexity: exp of `loss`; null if it is infinite because the loss is too large for exp.
         loss: mean of the blocks' mean next-token losses, each weighted by its tokens; in nats.
         tokens, blocks, block_length: extent of the measured text; the last block may be shorter.
         seconds: of the forward passes.
-        block_losses: the mean loss of each block in order, to seven decimals, for the uncertainty of a difference.
+        block_losses: mean loss of each block in order, to seven decimals, for the uncertainty of a difference.
         partial: whether a limit left out a part of the text.
     """
 
@@ -66,7 +66,7 @@ class Measures(Part, kw_only=True):
     """The measurements of a suite on one model.
 
     Attributes:
-        perplexity, tasks: the parts that the suite has, as far as they are measured.
+        perplexity, tasks: the measured parts of the suite.
         same_masks_as: in a sweep, the earlier point with the same masks, from which the numbers were copied.
     """
 

@@ -32,7 +32,7 @@ class ManifestSource(Part, kw_only=True):
 
 
 class SchemeRecord(Part, kw_only=True):
-    """The rule behind the masks: criterion, group, and the budget with its kind and fields."""
+    """The rule that defines the masks: criterion, group, and the budget with its kind and fields."""
 
     criterion: str
     group: str

@@ -10,7 +10,7 @@ from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord,
 
 
 class MeasureEntry(Part, kw_only=True, omit_defaults=False):
-    """One criterion and one order, and the weights that EMP at beta 1 keeps by them."""
+    """One criterion and one order, and the result of EMP with beta 1 for them."""
 
     criterion: str
     order: float

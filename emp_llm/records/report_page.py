@@ -1,4 +1,4 @@
-"""report.json: the content of a report, for programs."""
+"""report.json: the content of a report, to be read by programs."""
 
 from typing import ClassVar
 

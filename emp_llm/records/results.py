@@ -9,7 +9,7 @@ from emp_llm.records.source import QuantizationRecord, RecipeRecord, TextRecord
 
 
 class ModelIdentity(Part, kw_only=True):
-    """The model behind a number: the identity of its weights, and a hash of its config and tokenizer."""
+    """The measured model: the identity of its weights, and a hash of its config and tokenizer."""
 
     identity: str | None = None
     sha256_of_samples: str | None = None
@@ -43,7 +43,7 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
     """The measurements of a suite on one model.
 
     Attributes:
-        model: as the user named it; revision: its commit on the Hub.
+        model: the name that the user gave; revision: its commit on the Hub.
         pruned: recipe and sparsity of a pruned model; null for a dense one.
         suite, command: name of the suite, and the command line; made_by: everything that the numbers depend on.
         complete: whether the whole suite is measured.
@@ -69,7 +69,7 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
         return Measures(perplexity=self.perplexity, tasks=self.tasks)
 
     def take(self, measures: Measures) -> None:
-        """Take over measurements."""
+        """Replace the measurements by these."""
         self.perplexity, self.tasks = measures.perplexity, measures.tasks
 
 

@@ -9,7 +9,7 @@ from emp_llm.records.evaluation import EvaluationRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, StageRecord, with_revision
 
 Count = Annotated[int, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, rounding errors apart
+Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
 
 
 class Quartiles(Part, kw_only=True):
@@ -30,7 +30,7 @@ class MatrixRecord(Part, kw_only=True, omit_defaults=False):
     """The effect of a run on one matrix. Masses are shares of sum |s|; quantities of rows are given as quartiles.
 
     Attributes:
-        tensor: its stored name; role: its name within the block; block: index of its block, None outside of the blocks.
+        tensor: its stored name; role: its name within the block; block: index of its block, null outside the blocks.
         rows, columns: its shape; kept: number of weights kept.
         group_size: N, the number of weights in a group, if a group is a row or the matrix; else this and the fields below are
             null.
@@ -61,12 +61,13 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
     """Counts over all targets, and their share of the model.
 
     Attributes:
-        matrices: number of targets; matrices_outside: targets outside of decoder blocks; matrices_in_blocks: number of matrices
+        matrices: number of targets; matrices_outside: targets outside the decoder blocks; matrices_in_blocks: number of
+        matrices
             in the blocks of the model.
         weights, kept, zeros: numbers of weights of the targets.
         sparsity_of_targets, sparsity_of_all_parameters: removed weights as a share of the targets, and of the model.
         parameters: of the model; share_of_all_parameters, share_of_blocks: the targets' share of the model, and of its blocks.
-        unreachable: names of parameters in blocks that cannot be pruned; followed by their shares.
+        unreachable: names of parameters in blocks that cannot be pruned; the next two fields are their shares.
         scored_by_magnitude: matrices of experts with too few tokens for norms, and their numbers of tokens.
         n_eff, s_eff, s_eff_bound: of all targets as one group (--group all); else null.
     """

@@ -68,7 +68,7 @@ class RecipeRecord(Part, kw_only=True):
     """
 
     method: str = ""
-    # A factory, so that they are written even if they have their defaults.
+    # Default factories, so that both fields are always written.
     group: str = msgspec.field(default_factory=lambda: "row")
     targets: str | list[str] = msgspec.field(default_factory=lambda: "mlp")
     ignore: str | list[str] | None = None
@@ -93,7 +93,7 @@ class CalibrationRecord(Part, kw_only=True):
         text, tokens: the calibration text, and the number of tokens; seed: of a shuffled text only.
         dtype, quantization, batch_size, ranks: of the forward passes.
         execution, propagate, hidden_states: as for `options.calibration.CalibrationOptions`.
-        pruned_by: for pruned propagation, the recipe behind the masks.
+        pruned_by: for pruned propagation, the recipe of the masks.
         versions: of the packages.
         fingerprint: in files of version 1, in place of the identity.
     """
@@ -125,5 +125,5 @@ class StageRecord(Part, kw_only=True):
 
 
 def with_revision(source: Any) -> Any:
-    """The JSON of a `ModelSource` with a revision; null if it has none."""
+    """The JSON of a `ModelSource` with the field `revision` added, as null, if it is missing."""
     return {"revision": None} | source if isinstance(source, dict) else source

@@ -90,7 +90,7 @@ class EvaluateRun:
     def _add_stages(self) -> None:
         options = self._options
         if not options.model:
-            raise UserError("--model is missing: the folder or Hub id of the model to measure.")
+            raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
         source = self._sources[0]
         marks = [source.short_name, self._quantization, _file_name(self._suite.name)]
         self._output = options.output or Path(f"{'-'.join(filter(None, marks))}.json")

@@ -161,7 +161,7 @@ def _recipes(options: MeasureOptions) -> list[Recipe]:
     recipes = []
     for criterion in dict.fromkeys(parse_words(options.criteria, "--criteria")):
         if criterion not in CRITERIA:
-            raise UserError(f"--criteria: {criterion!r} is none of {', '.join(CRITERIA)}.")
+            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(CRITERIA)}.")
         method: Method = f"emp-{criterion}"  # type: ignore[assignment]
         orders = dict.fromkeys(parse_numbers(options.orders, "--orders"))
         recipes += [replace(common, method=method, order=order) for order in orders]

@@ -1,4 +1,4 @@
-"""The compiled kernels that this machine can run, and the weights that they take."""
+"""The compiled kernels that this machine can run, and the weights that they support."""
 
 import logging
 from functools import cache

@@ -1,7 +1,7 @@
 """Budgets: how many scores of each group are kept. A new budget is one class here.
 
-A budget sees the moments of groups (a row, a matrix, or all targets), and, of small groups, their scores. It is also told the
-number of target weights before the first group, so that it can spread a total evenly over all targets.
+A group is a row, a matrix, or all targets. A budget receives the moments of groups and, if a group is a row, its scores. It
+also receives the number of target weights before the first group, so that it can spread a total evenly over all targets.
 """
 
 import math
@@ -29,11 +29,14 @@ class Budget(Protocol):
         """The Hill order of the moments that it needs."""
 
     def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int] | None:
-        """How many scores of each group are kept, if that depends on the sizes of the groups alone; else None.
+        """How many scores of each group are kept, if this does not depend on the scores; else None.
 
         Args:
             sizes: number of scores in each group.
             offset: number of target weights before the first group.
+
+        Raises:
+            ValueError: an N:M pattern whose M does not divide a size.
         """
 
     def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
@@ -43,6 +46,9 @@ class Budget(Protocol):
             moments: of the groups, at the budget's order.
             offset: number of target weights before the first group.
             rows: the scores, shape (groups, size), if a group is a row; None if it is larger.
+
+        Raises:
+            ValueError: as for `fixed_counts`; or bfloat16 arithmetic for groups larger than a row.
         """
 
     @property
@@ -62,7 +68,7 @@ class Budget(Protocol):
 
 
 class _SizeBudget:
-    """A budget that depends on the sizes of the groups alone."""
+    """A budget that depends on the sizes and positions of the groups, and not on their scores."""
 
     order: float = 2.0
 
@@ -83,15 +89,16 @@ class _SizeBudget:
 
 @dataclass(frozen=True)
 class EffectiveBudget:
-    """floor(beta * N_eff): the paper's Algorithm 1.
+    """clip(floor(beta * N_eff), 1, N): the count of the paper's Algorithm 1.
 
     Attributes:
-        beta: > 0; order: Hill order >= 0.
-        dtype: "float64"; or "bfloat16", in which omega, its squares and their sum are rounded to bfloat16, as in the published
-            emp-magnitude results. That leaves only a handful of distinct counts.
+        beta: a finite number > 0.
+        order: Hill order of N_eff, >= 0.
+        dtype: "float64"; or "bfloat16", which rounds omega, its squares, their sum and N_eff to bfloat16, as in the published
+            emp-magnitude results. This leaves only a handful of distinct counts.
 
     Raises:
-        ValueError: a value is out of range, or bfloat16 with another order than 2.
+        ValueError: a value is out of range, or bfloat16 is combined with an order other than 2.
     """
 
     beta: float = 1.0
@@ -128,7 +135,11 @@ class EffectiveBudget:
 
 @dataclass(frozen=True)
 class RatioBudget(_SizeBudget):
-    """The same share of every group: floor(sparsity * N) scores are removed, as in Wanda."""
+    """The same sparsity in every group: floor(sparsity * N) scores are removed, as in Wanda.
+
+    Attributes:
+        sparsity: at least 0 and below 1.
+    """
 
     sparsity: float
     order: float = 2.0
@@ -172,10 +183,10 @@ class PatternBudget(_SizeBudget):
 
 @dataclass(frozen=True)
 class TotalBudget(_SizeBudget):
-    """The same share of every group, and exactly `removed` of `total` weights together.
+    """The same sparsity in every group, rounded so that exactly `removed` of `total` weights are removed.
 
-    A group that begins after a weights and ends after b loses floor(b * removed / total) - floor(a * removed / total) of them.
-    That is its share, rounded down or up, and the roundings cancel in the sum.
+    A group of the weights start to end - 1, counted over all targets, loses floor(end * removed / total) -
+    floor(start * removed / total) of them. This is its share, rounded down or up; the roundings cancel in the sum.
     """
 
     removed: int
@@ -200,8 +211,8 @@ class TotalBudget(_SizeBudget):
 class PartsBudget(_SizeBudget):
     """A `TotalBudget` for each of several consecutive parts: `removed[i]` of the `sizes[i]` weights of part i.
 
-    The parts are the matrices of a run. Each loses as many weights as in another run, but with the same share of every row. No
-    group lies in two parts.
+    The parts are the matrices of a run. Each loses as many weights as in an earlier run, spread evenly over its groups. No
+    group spans two parts.
     """
 
     removed: tuple[int, ...]
@@ -224,7 +235,7 @@ class PartsBudget(_SizeBudget):
 
 
 def _bfloat16_counts(rows: "Tensor", moments: "Moments", beta: float) -> "Tensor":
-    """floor(beta / sum omega^2) with omega, omega^2, the sums and the quotient each rounded to bfloat16, at most N."""
+    """clip(floor(beta * N_eff), 1, N) with omega, omega^2, their sum and N_eff rounded to bfloat16; N for a row of zeros."""
     import torch
 
     from emp_llm.selection.arithmetic.sums import sum_rows

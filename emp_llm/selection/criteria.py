@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def magnitude(weight: "Tensor", norms: "Tensor | None" = None) -> "Tensor":
-    """|W_ij|, in the dtype of the weight; the norms are not used."""
+    """|W_ij|, in the shape and dtype of the weight. The norms are not used."""
     return weight.abs()
 
 
@@ -41,7 +41,7 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
     if norms is None:
         raise ValueError("the wanda criterion needs the norms of the layer's inputs")
     if tuple(norms.shape) != (inputs,):
-        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {inputs} inputs need ({inputs},)")
+        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights with {inputs} inputs need ({inputs},)")
     return norms
 
 

@@ -1,7 +1,7 @@
-"""Effective Model Pruning (EMP): from importance scores to a mask (Algorithm 1), and the guarantees of that mask.
+"""Effective Model Pruning (EMP, arXiv 2509.25606): Algorithm 1, from importance scores to a mask, and its guarantees.
 
     from emp_llm import effective_mask
-    mask = effective_mask(scores)  # each row is a group of its own; any tensor, any dim, any device
+    mask = effective_mask(scores)  # each row is a group; `dim` chooses other groups
 
 Algorithm 1, for the scores s of a group of N components:
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.counts import floor, keep_counts, kept_mass
+from emp_llm.selection.arithmetic.counts import floor, keep_counts, kept_share
 from emp_llm.selection.arithmetic.hill import Moments
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, row_thresholds
 from emp_llm.selection.arithmetic.sums import sum_rows
@@ -26,15 +26,15 @@ from emp_llm.selection.budgets import EffectiveBudget
 from emp_llm.selection.row_pruning import has_kernel, mask_by_kernel
 
 Dim = int | tuple[int, ...] | None
-_LEAST_FOR_KERNEL = 1 << 20  # scores; fewer do not repay the seconds in which a compiler is loaded
+_LEAST_FOR_KERNEL = 1 << 20  # scores; with fewer, a kernel saves less time than its compiler takes to load
 
 
 def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: float = 2.0) -> Tensor:
     """Algorithm 1: keep the clip(floor(beta * N_eff), 1, N) largest |scores| of every group.
 
     Args:
-        scores: importance scores, any shape, floating or integer dtype, finite. Only magnitudes count. Scores whose sign has
-            a meaning must first be mapped with `shift` or `exponential`.
+        scores: importance scores, any shape, floating or integer dtype, finite. Only magnitudes matter. If the sign has a
+            meaning, first map the scores with `shift` or `exponential`.
         dim: the dimension or dimensions of a group; None: the whole tensor is one group.
         beta: multiple of the effective number to keep. The method is beta = 1; other values are a deployment knob.
         order: Hill order of the effective number. The paper uses 2.
@@ -45,7 +45,8 @@ def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: f
 
     Raises:
         NonFiniteError: scores hold NaN or infinity.
-        ValueError: scores are empty, beta <= 0, order < 0, or `dim` names a dimension twice.
+        ValueError: scores are empty, beta is not positive and finite, order is negative or NaN, or `dim` names a dimension
+            twice.
         IndexError: `dim` is out of range.
     """
     rows, shape, permutation = _as_rows(scores, dim)
@@ -60,7 +61,7 @@ def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: f
 
 
 def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
-    """N_eff = 1 / sum omega^2 with omega = |s| / sum |s| (equation 1), or the Hill number of another order; not floored.
+    """N_eff = 1 / sum omega^2 with omega = |s| / sum |s| (equation 1), not floored; or the Hill number of another order.
 
     Args and errors as for `effective_mask`.
 
@@ -72,18 +73,31 @@ def effective_number(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Te
 
 
 def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tensor:
-    """s_eff: the share of sum |s| that the floor(N_eff) largest scores hold (section 3); float64, shape without `dim`."""
+    """s_eff: the share of sum |s| that the floor(N_eff) largest scores hold (section 3.2).
+
+    Args and errors as for `effective_mask`.
+
+    Returns:
+        float64, the shape of `scores` without `dim`, above 0 and at most 1; 1 for groups of zeros.
+    """
     rows, shape, _ = _as_rows(scores, dim)
     moments, keys = Moments.of_rows(rows, order), order_keys(rows)
     (threshold,) = row_thresholds(keys, keep_counts(moments))
-    mass = kept_mass(keys, rows.dtype, threshold, moments)
+    mass = kept_share(keys, rows.dtype, threshold, moments)
     return mass.reshape(shape[: scores.dim() - len(_dims(scores, dim))])
 
 
 def effective_mass_bound(n_eff: Tensor | float, size: Tensor | int) -> Tensor:
     """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2 only).
 
-    nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N. Float64, broadcast.
+    nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N.
+
+    Args:
+        n_eff: the effective number of each group, not floored.
+        size: the number of scores in each group; broadcast with `n_eff`.
+
+    Returns:
+        float64, the broadcast shape of the arguments, on the device of the first tensor among them, else the CPU.
     """
     device = next((value.device for value in (n_eff, size) if isinstance(value, Tensor)), torch.device("cpu"))
     numbers = (value.cpu().numpy() if isinstance(value, Tensor) else value for value in (n_eff, size))
@@ -98,7 +112,10 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     Args:
         weights: theta, all weights of the group, any shape.
         hessian_trace: Tr(H) of the loss at theta.
-        n_eff: how many weights are kept; None: floor(N_eff) of the weights.
+        n_eff: number of kept weights; None: floor(N_eff) of the weights.
+
+    Raises:
+        NonFiniteError: weights hold NaN or infinity, and `n_eff` is None.
     """
     theta = _floating(weights.detach()).reshape(1, -1)
     if n_eff is None:
@@ -111,7 +128,7 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
 
 
 def _floating(scores: Tensor) -> Tensor:
-    """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, which holds them exactly."""
+    """Scores of 16, 32 or 64 bits as they are; integers and 8-bit floats in float64, exact up to 2^53."""
     return scores if scores.is_floating_point() and scores.element_size() > 1 else scores.double()
 
 
@@ -123,10 +140,10 @@ def _dims(scores: Tensor, dim: Dim) -> list[int]:
     dims = (dim,) if isinstance(dim, int) else dim
     if not all(-count <= d < count for d in dims):
         raise IndexError(f"dim {dim} is out of range: the scores have {count} dimensions")
-    found = sorted(d % count for d in dims)
-    if len(set(found)) < len(found):
+    from_zero = sorted(d % count for d in dims)
+    if len(set(from_zero)) < len(from_zero):
         raise ValueError(f"dim {dim} names a dimension twice")
-    return found
+    return from_zero
 
 
 def _as_rows(scores: Tensor, dim: Dim) -> tuple[Tensor, list[int], list[int]]:

@@ -1,7 +1,7 @@
 """Selection from one group larger than a row: a matrix, or all targets together.
 
-The scores of such a group are too many to hold, so the caller feeds them block by block, in several rounds: first for the sums,
-then for the cut, at last for the masks.
+The scores of such a group may not fit in memory, so the caller feeds them block by block, in several rounds: one for the sums,
+up to four for the cut, and one for the masks.
 """
 
 from dataclasses import replace
@@ -65,7 +65,7 @@ class GroupSelector:
         return int(keep_counts(self.moments)[0])
 
     def searching(self) -> bool:
-        """Whether the search for the cut needs another round."""
+        """End the current round of the search for the cut; returns whether another round is needed."""
         if not self._selects:
             self._selects = {k: RadixSelect(k, self._key_bytes) for k in {self.count, self.nu}}
         elif self._fed:
@@ -82,11 +82,11 @@ class GroupSelector:
             select.feed(keys)
 
     def select(self, scores: Tensor) -> Selection:
-        """Last round: the mask of a block. Ties are kept from the first index of the group on."""
+        """Last round: the mask of a block. Of the scores at the cut, those with the lowest index in the group are kept."""
         keys = order_keys(scores)
         cut = self._cut(self.count, scores.device)
-        left = int(cut.ties) - self._kept_ties
-        mask = keep_mask(keys.reshape(1, -1), replace(cut, ties=torch.full_like(cut.ties, left))).reshape(keys.shape)
+        ties_left = int(cut.ties) - self._kept_ties
+        mask = keep_mask(keys.reshape(1, -1), replace(cut, ties=torch.full_like(cut.ties, ties_left))).reshape(keys.shape)
         self._kept_ties += int((mask & (keys == cut.key)).sum())
         above_nu = keys > self._cut(self.nu, scores.device).key
         parts = (masked_scores(keys, above_nu, scores.dtype), masked_scores(keys, mask, scores.dtype), scores)
@@ -95,7 +95,7 @@ class GroupSelector:
         return Selection(mask, mask.sum(1), kept_mass, mass)
 
     def effective_mass(self, dtype: torch.dtype) -> float:
-        """s_eff of the whole group, after the last round; `dtype`: that of the scores."""
+        """s_eff of the whole group, after the last round; `dtype` is that of the scores."""
         total = float(self.moments.mass)
         cut = self._cut(self.nu, torch.device("cpu"))
         at_nu = float(key_values(cut.key, dtype))

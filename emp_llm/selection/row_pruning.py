@@ -1,8 +1,8 @@
-"""Rows are pruned here: by a compiled kernel where one fits, else by the reference in plain torch.
+"""Pruning of rows: by a compiled kernel if one supports them, else by the reference in plain torch.
 
-Both give the same bits: the same counts, masks and sums. The kernels take bfloat16, float16 and float32 weights, the criteria
-magnitude and wanda, and budgets of order 2. numba compiles them for CPUs, Triton for NVIDIA GPUs. The reference takes
-everything else, and works without numba and Triton.
+Both give the same bits: the same counts, masks and sums. The kernels support bfloat16, float16 and float32 weights, the
+criteria magnitude and wanda, and budgets of order 2. numba compiles them for CPUs, Triton for NVIDIA GPUs. The reference
+supports everything, and needs neither numba nor Triton.
 """
 
 import torch
@@ -34,11 +34,12 @@ def prune_rows(
         out: receives the result; shape, dtype and device of `weight`, without overlap. On a GPU it saves a pass over memory.
 
     Returns:
-        Tensors on the device of the weights.
+        Figures of the rows, as tensors on the device of the weights.
 
     Raises:
-        NonFiniteError: scores hold NaN or infinity. Then `weight` is unchanged, but `out` may be half written.
-        ValueError: an N:M pattern whose M does not divide the columns; missing norms; norms or `out` of another shape.
+        NonFiniteError: scores hold NaN or infinity. Then `weight` is unchanged, but `out` may be partly written.
+        ValueError: M of an N:M pattern does not divide the columns; norms are missing or of another shape; or `out` does not
+            match the weights.
     """
     if out is not None and (out.shape != weight.shape or out.dtype != weight.dtype or out.device != weight.device):
         raise ValueError(f"out must match the weights: {tuple(weight.shape)}, {weight.dtype}, {weight.device}")
@@ -58,7 +59,7 @@ def prune_rows(
 
 
 def prune_rows_plainly(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget, offset: int = 0) -> RowFigures:
-    """The reference: `prune_rows` in plain torch, in place, on any device and for any floating dtype."""
+    """The reference: `prune_rows` in plain torch, in place, on any device and for floating dtypes of 16, 32 or 64 bits."""
     scores = CRITERIA[criterion].score(weight, norms).contiguous()
     return apply_selection(weight, select_rows(scores, budget, offset))
 
@@ -67,7 +68,7 @@ def mask_by_kernel(scores: Tensor, budget: Budget) -> Tensor:
     """The mask of the largest |scores| of each row, by a compiled kernel.
 
     Args:
-        scores: shape (rows, columns); `has_kernel` accepts them with the budget and the criterion magnitude.
+        scores: shape (rows, columns); `has_kernel` is true for them with the budget and the criterion magnitude.
         budget: how many scores of each row to keep.
 
     Returns:
@@ -93,7 +94,7 @@ def apply_selection(weight: Tensor, selection: Selection) -> RowFigures:
 
 
 def has_kernel(weight: Tensor, criterion: str, budget: Budget) -> bool:
-    """Whether a compiled kernel of this machine takes these weights, criterion and budget."""
+    """Whether a compiled kernel on this machine supports these weights, criterion and budget."""
     if weight.dtype not in _NAMES or not weight.is_contiguous() or weight.numel() == 0:
         return False
     if not kernels_support(_NAMES[weight.dtype], criterion, budget):

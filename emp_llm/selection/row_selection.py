@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.counts import keep_counts, kept_mass
+from emp_llm.selection.arithmetic.counts import keep_counts, kept_share
 from emp_llm.selection.arithmetic.hill import Moments
 from emp_llm.selection.arithmetic.masks import keep_mask, masked_scores, order_keys, pattern_mask, row_thresholds
 from emp_llm.selection.arithmetic.sums import sum_rows
@@ -20,8 +20,10 @@ class Selection:
         kept: int64, shape (rows,), how many are kept.
         kept_mass: float64, shape (rows,), sum |s| over the kept scores.
         mass: float64, shape (rows,), sum |s| over all scores.
-        n_eff: float64, shape (rows,), the effective number of each row; None where a group is larger than a row.
-        s_eff: float64, shape (rows,), the share of sum |s| that the floor(N_eff) largest hold; None likewise.
+        n_eff: float64, shape (rows,), the effective number of each row.
+        s_eff: float64, shape (rows,), the share of sum |s| that the floor(N_eff) largest scores hold.
+
+    n_eff and s_eff are None where a group is larger than a row.
     """
 
     mask: Tensor
@@ -53,5 +55,5 @@ def select_rows(scores: Tensor, budget: Budget, offset: int = 0) -> Selection:
     else:
         mask = keep_mask(keys, at_counts)
     (mass_kept,) = sum_rows(masked_scores(keys, mask, scores.dtype), lambda s: s)
-    s_eff = kept_mass(keys, scores.dtype, at_nu, moments)
+    s_eff = kept_share(keys, scores.dtype, at_nu, moments)
     return Selection(mask, counts, mass_kept, moments.mass, moments.number(), s_eff)

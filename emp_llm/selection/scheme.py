@@ -19,7 +19,7 @@ class Scheme:
         group: the weights that compete with each other: a row, a matrix, or all targets.
 
     Raises:
-        ValueError: the budget and the group do not go together.
+        ValueError: the budget does not support groups of this kind.
     """
 
     criterion_name: str

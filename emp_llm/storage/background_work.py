@@ -12,7 +12,7 @@ _WAITING = 3  # finished or pending jobs of a thread; bounds the memory of their
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:
-    """The results of some jobs, in order. Threads do the next few while the caller uses the last result."""
+    """The results of jobs, in order. Threads run the next few jobs while the caller uses a result."""
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="emp-llm-read") as thread:
         try:
@@ -27,7 +27,7 @@ def prefetch(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:
 
 
 class BackgroundQueue:
-    """A thread that does queued jobs in order while the caller continues. Use it as a context.
+    """A thread that runs queued jobs in order while the caller continues. Use it as a context.
 
     The error of a job is raised by a later `do`, or at the end of the context. Jobs after a failed one are skipped.
     """

@@ -29,7 +29,7 @@ class BufferPool:
         self._free: list[Block] = []
 
     def take(self, shape: tuple[int, int], dtype: "np.dtype[Any] | type[Any]", at: int = 0) -> Block:
-        """An array with undefined content, in returned memory if the last returned piece is large enough.
+        """An array with undefined content. It reuses the memory returned last, if that is large enough.
 
         Args:
             shape: rows and columns.

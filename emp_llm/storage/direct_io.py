@@ -131,7 +131,8 @@ def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
         with reading(path):
             got = os.preadv(file, [raw], offset)
         if got == 0:
-            raise UserError(f"{path}: it ends before byte {offset + len(raw)}; it changed while it was read.")
+            end = offset + len(raw)
+            raise UserError(f"{path}: it ends before byte {end}; it changed while it was read. Run the command again.")
         raw, offset = raw[got:], offset + got
 
 

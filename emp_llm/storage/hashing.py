@@ -45,7 +45,7 @@ class FileHasher:
     def advance(self, path: Path, start: int, end: int, last: bool = False) -> None:
         """Bytes start to end - 1 of a file are final. They are hashed if all earlier bytes are; `last`: they end the file."""
         self._raise()
-        if self._next(path, start, end):
+        if self._follows(path, start, end):
             self._thread.submit(self._hash, path, start, end)
             if last:
                 self._close(path)
@@ -53,12 +53,12 @@ class FileHasher:
     def add(self, path: Path, start: int, content: memoryview) -> Future[None] | None:
         """`advance` for bytes in memory, which must not change until the future is done; None: nothing to wait for."""
         self._raise()
-        if not self._next(path, start, start + len(content)):
+        if not self._follows(path, start, start + len(content)):
             return None
         return self._thread.submit(self._update, path, content)
 
     def finish(self) -> dict[str, str]:
-        """The hashes of all files, by name. The rest of files whose bytes did not arrive in order is read."""
+        """The hashes of all files, by name. Bytes that did not arrive in order are read from the files."""
         for path, start in list(self._reached.items()):
             self._thread.submit(self._hash, path, start, path.stat().st_size)
             self._close(path)
@@ -66,7 +66,7 @@ class FileHasher:
         self._raise()
         return self.finished
 
-    def _next(self, path: Path, start: int, end: int) -> bool:
+    def _follows(self, path: Path, start: int, end: int) -> bool:
         """Whether these bytes follow the last hashed ones of a file."""
         if path.name in self.finished or start != self._reached.get(path, 0):
             return False
@@ -114,7 +114,7 @@ class FileHasher:
 
 
 class ReadHasher:
-    """BLAKE3 of files that are read anyway, computed by the reading thread as far as they are read in order.
+    """BLAKE3 of files that are being read, computed by the reading thread for all bytes that are read in order.
 
     Args:
         files: the files to hash; others are ignored.

@@ -53,5 +53,5 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"{quotable(twice)} is in it twice")
+        raise ValueError(f"{quotable(twice)} occurs twice in it")
     return content

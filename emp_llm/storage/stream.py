@@ -10,13 +10,13 @@ _COLLECTED = 1 << 22  # bytes of one write
 
 
 class StreamWriter:
-    """Collects pieces of bytes and writes them one after another.
+    """Collects pieces of bytes and writes them in order.
 
     Args:
         file: the file.
         offset: position of the first byte in the file.
         buffers: memory for the blocks.
-        queue: does the writing.
+        queue: writes the blocks.
     """
 
     def __init__(self, file: FileWriter, offset: int, buffers: BufferPool, queue: BackgroundQueue) -> None:
@@ -26,7 +26,7 @@ class StreamWriter:
         self._filled = 0
 
     def write(self, piece: memoryview) -> None:
-        """Copy some bytes, which the caller may change afterwards. They are written when `queue` is done after `close`."""
+        """Copy bytes, so that the caller may change them. After `close`, all are written once `queue` is done."""
         while piece:
             if self._block is None:
                 self._block = self._buffers.take((1, _COLLECTED - self._offset % PAGE), np.uint8, self._offset)

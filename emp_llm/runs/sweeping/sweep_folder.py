@@ -64,7 +64,7 @@ class SweepFolder:
         self._lock = FileLock(self.path / ".lock", f"--output {path}")
         real, origin = self.path.resolve(), source.folder.resolve()
         if real == origin or real in origin.parents or origin in real.parents:
-            raise UserError(f"--output {path}: it is the input, lies in it or holds it; name another folder.")
+            raise UserError(f"--output {path}: it is the input folder, lies inside it or contains it; name another folder.")
         if os.path.lexists(self.path) and not self._ours():
             raise UserError(f"--output {path}: it exists and is not the folder of a sweep; name another folder.")
 

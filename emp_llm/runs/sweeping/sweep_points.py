@@ -102,7 +102,7 @@ def _baselines(point: SweepPoint) -> list[SweepPoint]:
 
 def _method(name: str) -> Method:
     if name not in get_args(Method):
-        raise UserError(f"--methods: {name!r} is none of {', '.join(get_args(Method))}.")
+        raise UserError(f"--methods: {name!r} is not one of {', '.join(get_args(Method))}.")
     method: Method = name  # type: ignore[assignment]
     return method
 

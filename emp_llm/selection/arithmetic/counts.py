@@ -28,14 +28,13 @@ def floor(values: Tensor) -> Tensor:
     return torch.floor(values * (1 + RELATIVE_TOLERANCE))
 
 
-def kept_mass(keys: Tensor, dtype: torch.dtype, threshold: Threshold, moments: Moments) -> Tensor:
+def kept_share(keys: Tensor, dtype: torch.dtype, threshold: Threshold, moments: Moments) -> Tensor:
     """The share of each row's sum |s| that a threshold keeps: float64, shape (rows,); 1 for a row of zeros.
 
     Args:
-        keys: of the scores, shape (rows, columns).
+        keys: of the scores, from `order_keys`, shape (rows, columns).
         dtype: of the scores.
-        threshold: of each row.
-        moments: of each row.
+        threshold, moments: of the rows.
     """
     (above,) = sum_rows(masked_scores(keys, keys > threshold.key, dtype), lambda s: s)
     cut = key_values(threshold.key, dtype)

@@ -1,11 +1,12 @@
-"""Numbers and rules that the definition of a mask rests on. Every implementation shares them."""
+"""Constants and rules of the definition of a mask, shared by every implementation."""
 
 import math
 
 # Element i of a row is added to lane i mod 64 (see `sums`).
 LANES = 64
-# A number this close to an integer, relatively, is that integer. The tolerance is far above the rounding error of a float64 sum
-# of 10^9 terms and far below any meaningful difference. So uniform scores give exactly N, whatever their common value.
+# A number within this relative distance of an integer counts as that integer. The tolerance is far above the rounding error of
+# a float64 sum of 10^9 terms and far below any meaningful difference. So uniform scores give exactly N, whatever their common
+# value.
 RELATIVE_TOLERANCE = 2.0**-44
 
 

@@ -21,8 +21,8 @@ class Moments:
     """The sums from which the Hill number of each group follows. They are small, and groups can be merged.
 
     With t = |s| / scale, `total` is sum t. `power` depends on the order q: the count of t > 0 (q = 0), sum t^2 (q = 2), max t
-    (q = infinity), and otherwise sum t * g(t) with g(t) = (t^(q-1) - 1) / (q - 1). At q = 1, g is log t; near it nothing
-    cancels.
+    (q = infinity), and otherwise sum t * g(t) with g(t) = (t^(q-1) - 1) / (q - 1), which is log t at q = 1. Near q = 1, this
+    form avoids cancellation.
 
     Attributes:
         order: q >= 0.
@@ -38,7 +38,7 @@ class Moments:
 
     @classmethod
     def of_rows(cls, rows: Tensor, order: float = 2.0) -> "Moments":
-        """Moments of each row of |scores|, shape (rows, columns).
+        """Moments of the scores in each row; floating, shape (rows, columns). Only magnitudes matter.
 
         Raises:
             NonFiniteError: a row holds NaN or infinity.
@@ -105,7 +105,7 @@ class Moments:
 
 
 def _scale(rows: Tensor, order: float) -> Tensor:
-    """A divisor for each row that keeps powers in range: the largest score, or at order 2 a power of two, which is exact."""
+    """A divisor for each row that keeps powers in range: at order 2 a power of two, which is exact; else the largest score."""
     if order == 2.0 and rows.dtype != torch.float64:
         # Squares of 32-bit floats, subnormal or huge, are normal float64 numbers, so they need no scale.
         return torch.ones(rows.shape[0], dtype=torch.float64, device=rows.device)

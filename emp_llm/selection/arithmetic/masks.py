@@ -1,7 +1,7 @@
 """Masks: exactly k scores of each group are kept, the largest; among equal scores, those with the lowest index.
 
-Non-negative IEEE floats have the order of their bits, so an integer key stands for each score. The k-th largest key comes from
-sorted keys. Nothing is rounded, so the mask is the same on every device.
+The bits of non-negative IEEE floats, read as integers, are in the same order as the floats. These integers are the keys of the
+scores. The k-th largest key is found without rounding, so the mask is the same on every device.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 _KEY_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 RADIX_BITS = 16
-_LONG_ROW = 64  # shorter rows have faster ways than numpy's sort
+_LONG_ROW = 64  # columns from which numpy's sort is the fastest way
 
 
 def order_keys(scores: Tensor) -> Tensor:
@@ -22,12 +22,12 @@ def order_keys(scores: Tensor) -> Tensor:
 
 
 def key_values(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scores that keys stand for, in float64: the inverse of `order_keys` for scores of a dtype."""
+    """|scores| from their keys, in float64: the inverse of `order_keys` for scores of a dtype."""
     return keys.view(dtype).double()
 
 
 def masked_scores(keys: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scores that keys stand for, in their dtype, where the mask is true; 0 elsewhere."""
+    """|scores| from their keys, in the dtype of the scores, where the mask is true; 0 elsewhere."""
     return (keys * mask).view(dtype)
 
 
@@ -59,7 +59,7 @@ def row_thresholds(keys: Tensor, *counts: Tensor) -> list[Threshold]:
 
 
 def keep_mask(keys: Tensor, threshold: Threshold) -> Tensor:
-    """The mask of rows of keys: bool, shape of `keys`. The threshold is one for each row, or one for all rows."""
+    """The mask of rows of keys: bool, shape of `keys`. `threshold` holds one cut for each row, or one for all."""
     tied = keys == threshold.key
     tied &= tied.cumsum(1, dtype=torch.int32) <= threshold.ties
     return tied.logical_or_(keys > threshold.key)
@@ -87,7 +87,7 @@ def pattern_mask(keys: Tensor, n: int, m: int) -> Tensor:
         (threshold,) = row_thresholds(groups, torch.full((groups.shape[0],), n, device=keys.device))
         return keep_mask(groups, threshold).reshape(keys.shape)
     places = groups.t().contiguous()
-    ahead = torch.zeros(places.shape, dtype=torch.uint8, device=keys.device)  # how many of its group beat each key
+    ahead = torch.zeros(places.shape, dtype=torch.uint8, device=keys.device)  # how many keys of its group are ahead of each key
     for distance in range(1, m):
         first_wins = places[:-distance] >= places[distance:]
         ahead[distance:] += first_wins
@@ -118,6 +118,10 @@ class RadixSelect:
 
     Each round fixes 16 more bits of the key, from a histogram of 65,536 counts: one round for 16-bit scores, two for 32-bit
     scores, four for 64-bit scores.
+
+    Args:
+        count: k, how many keys of the group are kept; may be 0.
+        key_bytes: bytes of a key: 2, 4 or 8.
     """
 
     def __init__(self, count: int, key_bytes: int) -> None:
@@ -144,8 +148,8 @@ class RadixSelect:
     def end_round(self) -> None:
         """Fix the next 16 bits of the key."""
         from_top = self._histogram.flip(0).cumsum(0)
-        wanted = max(self._count, 1) - self._above  # if none is kept, the cut is the largest key
-        position = int(torch.searchsorted(from_top, wanted))
+        rank = max(self._count, 1) - self._above  # if none is kept, the cut is the largest key
+        position = int(torch.searchsorted(from_top, rank))
         self._above += int(from_top[position - 1]) if position else 0
         digit = (1 << RADIX_BITS) - 1 - position
         self._prefix = (self._prefix << RADIX_BITS) | digit

@@ -1,5 +1,6 @@
-"""Compiled kernels that prune rows at memory speed, to the same bits as the reference in plain torch.
+"""Kernels that prune rows at memory speed, with the same bits as the reference in plain torch.
 
-`cpu` is the entry to the kernel for CPUs (numba, without torch), `cuda` to that for NVIDIA GPUs (Triton). A `KeepRule` goes in
-and `RowFigures` come out. The folder imports `arithmetic` and, in each file, one compiler; nothing else of this package.
+`cpu` runs the kernel for CPUs (numba), `cuda` the kernel for NVIDIA GPUs (Triton), and `numpy_rows` needs no compiler. Each
+takes a `KeepRule` and returns `RowFigures`. The folder imports `arithmetic`, and nothing else of this package; only `cuda`
+needs torch.
 """

@@ -1,6 +1,6 @@
-"""The row kernel for CPUs, compiled by numba: it prunes rows to the same bits as the reference, and needs no torch.
+"""The row kernel for CPUs, compiled by numba: it prunes rows with the same bits as the reference, and needs no torch.
 
-Two rounds share the rows among threads: `cpu_scores` sums the scores, then `cpu_cut` prunes.
+Threads share the rows in two rounds: `cpu_scores` sums the scores, then `cpu_cut` prunes.
 """
 
 import os
@@ -17,9 +17,10 @@ from emp_llm.selection.kernels.cpu_cut import cut16, cut32
 from emp_llm.selection.kernels.cpu_scores import Array, sums
 from emp_llm.selection.kernels.interface import KeepRule, RowFigures
 
-# A weight's bits, shifted by the first number, are those of a float32 that times the second is |w| (see `value16`).
+# A shift and a factor for each dtype. The bits of |w|, shifted left, are the bits of a float32; this number times the factor is
+# |w| (see `value16`).
 _SHIFTS = {"BF16": (16, 1.0), "F16": (13, 2.0**112), "F32": (0, 1.0)}
-_PIECE = 1 << 18  # weights in the piece of work of a thread
+_PIECE = 1 << 18  # weights in each piece of work
 
 
 def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -> RowFigures:
@@ -32,7 +33,7 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
         rule: how many weights of each row to keep.
 
     Returns:
-        Arrays.
+        Figures of the rows, as arrays.
 
     Raises:
         NonFiniteError: scores hold NaN or infinity; nothing is pruned.
@@ -66,17 +67,17 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
 
 
 def _in_parallel(rows: int, columns: int, work: Callable[[slice], Any]) -> None:
-    """Share rows among threads. A free thread takes the next few rows; this thread starts without waiting for the others."""
-    few = max(1, _PIECE // columns)
-    parts = iter([slice(first, min(first + few, rows)) for first in range(0, rows, few)])
+    """Share rows among threads. A free thread takes the next piece; this thread starts without waiting for the others."""
+    step = max(1, _PIECE // columns)
+    parts = iter([slice(first, min(first + step, rows)) for first in range(0, rows, step)])
 
-    def take() -> None:
+    def work_on_parts() -> None:
         for part in parts:
             work(part)
 
-    helpers = min(_threads(), -(-rows // few)) - 1
-    others = [_pool(helpers).submit(take) for _ in range(helpers)]
-    take()
+    helpers = min(_threads(), -(-rows // step)) - 1
+    others = [_pool(helpers).submit(work_on_parts) for _ in range(helpers)]
+    work_on_parts()
     for other in others:
         if not other.cancel():
             other.result()
@@ -87,8 +88,8 @@ def _threads() -> int:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         return int(torch.get_num_threads())
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0))
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    return int(requested) if requested.isdigit() and int(requested) else len(os.sched_getaffinity(0))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Second round of the row kernel for CPUs, compiled by numba: each row is cut and written while it lies in the cache.
+"""Second round of the row kernel for CPUs, compiled by numba: each row is cut and written while it is in the cache.
 
 The sums of `cpu_scores` give the number of weights to keep, unless the rule fixes it. `cpu_search` finds the cut. Then the row
 is written.
@@ -29,25 +29,25 @@ def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, before: Array) -> None:
-    """Keep the n largest of every m, and among equal ones the first: the weights that fewer than n of their m beat.
+def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, ahead: Array) -> None:
+    """Keep the n largest of every m weights, the first among equal ones: those with fewer than n weights of their m ahead.
 
-    The keys at each distance from each other are compared along the whole row at once.
+    For each distance, all pairs of keys at this distance are compared along the row.
 
     Args:
-        places: the place of each weight among its m; it tells which neighbours belong to the same m.
-        before: scratch memory: how many of its m beat each weight.
+        places: position of each weight within its m, so that only weights of the same m are compared.
+        ahead: scratch memory: how many weights of its m are ahead of each weight.
     """
-    before[:] = 0
+    ahead[:] = 0
     for distance in range(1, m):
         left, right, last = keys[: keys.size - distance], keys[distance:], np.uint16(m - distance)
-        after = before[distance:]
+        ahead_of_right = ahead[distance:]
         for j in range(left.size):
-            after[j] = np.uint16(after[j] + np.uint16((places[j] < last) & (left[j] >= right[j])))
+            ahead_of_right[j] = np.uint16(ahead_of_right[j] + np.uint16((places[j] < last) & (left[j] >= right[j])))
         for j in range(left.size):
-            before[j] = np.uint16(before[j] + np.uint16((places[j] < last) & (right[j] > left[j])))
+            ahead[j] = np.uint16(ahead[j] + np.uint16((places[j] < last) & (right[j] > left[j])))
     for j in range(row.size):
-        if before[j] >= n:
+        if ahead[j] >= n:
             row[j] = 0
 
 
@@ -65,10 +65,10 @@ def _zeros(row: Array, magnitude: Any) -> Any:
     zeros = 0
     for start in range(0, row.size, COUNTED):
         part = row[start : start + COUNTED]
-        some = np.uint16(0)
+        counted = np.uint16(0)
         for j in range(part.size):
-            some = np.uint16(some + np.uint16((part[j] & magnitude) == 0))
-        zeros += np.int64(some)
+            counted = np.uint16(counted + np.uint16((part[j] & magnitude) == 0))
+        zeros += np.int64(counted)
     return zeros
 
 
@@ -78,16 +78,16 @@ def _score(key: Any, wide: Any, shift: Any, scale: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale: Any, lanes: Array, more: Array) -> None:
-    """Lane sums: in `lanes` of the kept scores (those with `kept` other than 0), in `more` of the scores above `nu_key`."""
+def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale: Any, lanes: Array, above: Array) -> None:
+    """Lane sums: of the kept scores (`kept` is not 0 for them) into `lanes`, of the scores above `nu_key` into `above`."""
     lanes[:] = 0.0
-    more[:] = 0.0
+    above[:] = 0.0
     whole = keys.size // LANES * LANES
-    add_masses(keys, kept, nu_key, whole, shift, scale, lanes, more)
+    add_masses(keys, kept, nu_key, whole, shift, scale, lanes, above)
     for j in range(keys.size - whole):
         value = _score(keys[whole + j], wide, shift, scale)
         lanes[j] += value if kept[whole + j] != 0 else 0.0
-        more[j] += value if keys[whole + j] > nu_key else 0.0
+        above[j] += value if keys[whole + j] > nu_key else 0.0
 
 
 @njit(nogil=True, cache=True)
@@ -118,7 +118,7 @@ def _count_of(number: Any, total: Any, beta: Any, columns: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _share(total: Any, above: Any, ties: Any, value: Any) -> Any:
-    """As `counts.kept_mass` of the floor(N_eff) largest."""
+    """As `counts.kept_share` of the floor(N_eff) largest scores."""
     return 1.0 if total == 0 else min(1.0, (above + np.float64(ties) * value) / total)
 
 
@@ -142,7 +142,7 @@ def cut16(
 
     Args:
         weights, shift, scale, total, power: as for `sums`; uint16.
-        beta: keep floor(beta * N_eff) of a row; 0: keep as many as `counts` tells.
+        beta: keep floor(beta * N_eff) of a row; 0: keep as many as `counts` says.
         n, m: keep n of every m; m is 0 for the other rules.
         counts: int64, shape (rows,): how many weights are kept; an output if beta is not 0.
         zeros: int64, shape (rows,), an output: how many weights of the row are now zero.
@@ -152,7 +152,7 @@ def cut16(
     keys = np.empty(columns, np.uint16)
     first, second = np.empty(LANES), np.empty(LANES)
     places = _places(columns, m)
-    before = np.empty_like(places)
+    ahead = np.empty_like(places)
     guess = np.uint16(1 << 14)
     for r in range(weights.shape[0]):
         row = weights[r]
@@ -167,7 +167,7 @@ def cut16(
         nu_above = above = above16(keys, nu_key)
         key = nu_key
         if m:
-            _write_pattern(row, keys, np.uint16(n), m, places, before)
+            _write_pattern(row, keys, np.uint16(n), m, places, ahead)
         else:
             if k != nu:
                 key = kth16(keys, k, nu_key)
@@ -202,7 +202,7 @@ def cut32(
     high, low = np.empty(columns, np.uint16), np.empty(columns, np.uint16)
     first, second = np.empty(LANES), np.empty(LANES)
     places = _places(columns, m)
-    before = np.empty_like(places)
+    ahead = np.empty_like(places)
     guess = np.uint32(1 << 30)
     for r in range(weights.shape[0]):
         row = weights[r]
@@ -218,7 +218,7 @@ def cut32(
         guess = nu_key
         key, above = nu_key, nu_above
         if m:
-            _write_pattern(row, keys, np.uint16(n), m, places, before)
+            _write_pattern(row, keys, np.uint16(n), m, places, ahead)
         else:
             if k != nu:
                 key, above = kth32(keys, high, low, k, nu_key)

@@ -1,4 +1,4 @@
-"""Vector loops of the row kernel for CPUs, written in LLVM's language. numba's own loops would keep the lanes in memory.
+"""Vector loops of the row kernel for CPUs, written in LLVM's IR. numba's own loops would keep the lanes in memory.
 
 The 64 lanes of a row (see `arithmetic.sums`) are one vector of 64 float64 numbers. LLVM splits it into vectors of the
 processor's width, which stay in registers along the row. Every operation is a single IEEE operation in the order of the
@@ -60,13 +60,13 @@ def _pass(builder: Any, whole: Any, lanes: list[Any], step: Callable[[Any], list
     builder.cbranch(builder.icmp_signed("<", start, whole), body, after)
     builder.position_at_end(body)
     sums = [builder.fadd(total, term) for total, term in zip(totals, step(start), strict=True)]
-    further = builder.add(start, ir.Constant(whole.type, LANES))
+    next_start = builder.add(start, ir.Constant(whole.type, LANES))
     builder.branch(loop)
     start.add_incoming(zero, before)
-    start.add_incoming(further, builder.block)
-    for total, first, then in zip(totals, initial, sums, strict=True):
+    start.add_incoming(next_start, builder.block)
+    for total, first, following in zip(totals, initial, sums, strict=True):
         total.add_incoming(first, before)
-        total.add_incoming(then, builder.block)
+        total.add_incoming(following, builder.block)
     builder.position_at_end(after)
     for total, place in zip(totals, places, strict=True):
         builder.store(total, place, align=8)
@@ -76,8 +76,8 @@ def _pass(builder: Any, whole: Any, lanes: list[Any], step: Callable[[Any], list
 def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first: Any, second: Any) -> Any:
     """Add the scores of keys[j], keys[j + 64], ... to first[j], and their squares to second[j].
 
-    Keys from `whole`, a multiple of 64, on are left out. The sign bits of 16-bit keys are ignored. first, second: float64,
-    shape (64,).
+    Only the first `whole` keys are added; `whole` is a multiple of 64. The sign bits of 16-bit keys are ignored. first, second:
+    float64, shape (64,).
     """
     signature = types.void(keys, types.int64, types.uint32, types.float32, first, second)
 
@@ -88,10 +88,10 @@ def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first
         element = ir.IntType(kinds[0].dtype.bitwidth)
 
         def step(start: Any) -> list[Any]:
-            found = _load(builder, data, start, element)
+            vector = _load(builder, data, start, element)
             if element.width == 16:
-                found = builder.and_(found, _splat(builder, ir.Constant(element, 0x7FFF)))
-            scores = _scores(builder, found, arguments[2], arguments[3])
+                vector = builder.and_(vector, _splat(builder, ir.Constant(element, 0x7FFF)))
+            scores = _scores(builder, vector, arguments[2], arguments[3])
             return [scores, builder.fmul(scores, scores)]
 
         _pass(builder, arguments[1], lanes, step)
@@ -104,22 +104,22 @@ def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first
 def add_masses(
     typing: Any, keys: Any, kept: Any, least: Any, whole: Any, shift: Any, scale: Any, first: Any, second: Any
 ) -> Any:
-    """As `add_scores`, but add to first the scores whose `kept` is not 0, and to second those whose keys are above `least`."""
+    """As `add_scores`, but add the scores whose `kept` is not 0 to first, and those whose keys are above `least` to second."""
     signature = types.void(keys, kept, keys.dtype, types.int64, types.uint32, types.float32, first, second)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kinds = signature.args
-        data, stays = (_data(context, builder, kinds[i], arguments[i]) for i in (0, 1))
+        data, kept_data = (_data(context, builder, kinds[i], arguments[i]) for i in (0, 1))
         lanes = [_data(context, builder, kinds[i], arguments[i]) for i in (6, 7)]
         element, other = (ir.IntType(kinds[i].dtype.bitwidth) for i in (0, 1))
-        nothing = ir.Constant(_vector(_DOUBLE), None)
+        zeros = ir.Constant(_vector(_DOUBLE), None)
 
         def step(start: Any) -> list[Any]:
-            found = _load(builder, data, start, element)
-            scores = _scores(builder, found, arguments[4], arguments[5])
-            is_kept = builder.icmp_unsigned("!=", _load(builder, stays, start, other), ir.Constant(_vector(other), None))
-            is_above = builder.icmp_unsigned(">", found, _splat(builder, arguments[2]))
-            return [builder.select(is_kept, scores, nothing), builder.select(is_above, scores, nothing)]
+            vector = _load(builder, data, start, element)
+            scores = _scores(builder, vector, arguments[4], arguments[5])
+            is_kept = builder.icmp_unsigned("!=", _load(builder, kept_data, start, other), ir.Constant(_vector(other), None))
+            is_above = builder.icmp_unsigned(">", vector, _splat(builder, arguments[2]))
+            return [builder.select(is_kept, scores, zeros), builder.select(is_above, scores, zeros)]
 
         _pass(builder, arguments[3], lanes, step)
         return context.get_dummy_value()
@@ -129,20 +129,20 @@ def add_masses(
 
 @intrinsic
 def equal(typing: Any, keys: Any, start: Any, value: Any) -> Any:
-    """A uint32 whose bit j tells whether keys[start + j] == value. All 32 keys, of 16 bits, must lie within the array."""
+    """A uint32 whose bit j is 1 if keys[start + j] == value. The keys have 16 bits, and all 32 must lie within the array."""
     signature = types.uint32(keys, types.int64, types.uint16)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = _data(context, builder, signature.args[0], arguments[0])
-        found = _load(builder, data, arguments[1], ir.IntType(16), AT_ONCE)
-        return builder.bitcast(builder.icmp_unsigned("==", found, _splat(builder, arguments[2], AT_ONCE)), _I32)
+        vector = _load(builder, data, arguments[1], ir.IntType(16), AT_ONCE)
+        return builder.bitcast(builder.icmp_unsigned("==", vector, _splat(builder, arguments[2], AT_ONCE)), _I32)
 
     return signature, codegen
 
 
 @intrinsic
 def trailing_zeros(typing: Any, bits: Any) -> Any:
-    """The number of low bits that are 0 before the first 1, in a uint32 other than 0."""
+    """The number of 0 bits below the lowest 1 of a uint32 other than 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))

@@ -1,4 +1,4 @@
-"""First round of the row kernel for CPUs, compiled by numba: scores and their sums, to the same bits as the reference.
+"""First round of the row kernel for CPUs, compiled by numba: scores and their sums, with the same bits as the reference.
 
 Scores and their squares are summed in the order that `arithmetic.sums` defines (64 lanes, then halves). The compiler must not
 reorder them, so there is no fastmath. (Squares of 32-bit floats are exact in float64, so contraction cannot change a bit.)
@@ -48,6 +48,7 @@ def value16(bits: Any, shift: Any, scale: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def fold(lanes: Array) -> Any:
+    """The sum of 64 lanes, folded in halves, in place."""
     half = LANES // 2
     while half:
         for j in range(half):
@@ -109,7 +110,7 @@ def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, pow
 
 @njit(nogil=True, cache=True)
 def _infinite16(row: Array) -> Any:
-    """Whether float16 weights hold infinity or NaN. `value16` makes finite numbers of these, unlike those of bfloat16."""
+    """Whether float16 weights hold infinity or NaN. `value16` turns these into finite numbers, unlike those of bfloat16."""
     largest = np.uint16(0)
     for j in range(row.size):
         largest = max(largest, np.uint16(row[j] & np.uint16(0x7FFF)))

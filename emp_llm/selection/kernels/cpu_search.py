@@ -1,7 +1,7 @@
 """The k-th largest key of a row, and the end of its ties, for CPUs; compiled by numba.
 
-Bisection finds 16 bits of the key at a time. Its inner loop counts the 16-bit integers that reach one number; a processor
-compares 16 or 32 of them at once.
+Bisection finds 16 bits of the key at a time. Its inner loop counts the 16-bit integers that are at least a candidate; a
+processor compares 16 or 32 of them at once.
 """
 
 from typing import Any
@@ -12,20 +12,20 @@ from numba import njit
 from emp_llm.selection.kernels.cpu_lanes import AT_ONCE, equal, trailing_zeros
 from emp_llm.selection.kernels.cpu_scores import Array
 
-COUNTED = 1 << 15  # comparisons that a 16-bit counter can count
+COUNTED = 1 << 15  # comparisons for each 16-bit counter, few enough not to overflow it
 
 
 @njit(nogil=True, cache=True)
 def _count(keys: Array, least: Any) -> Any:
     """The number of 16-bit keys that are `least` or more."""
-    counted = 0
+    total = 0
     for start in range(0, keys.size, COUNTED):
         part = keys[start : start + COUNTED]
-        some = np.uint16(0)
+        counted = np.uint16(0)
         for j in range(part.size):
-            some = np.uint16(some + np.uint16(part[j] >= least))
-        counted += np.int64(some)
-    return counted
+            counted = np.uint16(counted + np.uint16(part[j] >= least))
+        total += np.int64(counted)
+    return total
 
 
 @njit(nogil=True, cache=True)
@@ -49,6 +49,7 @@ def kth16(keys: Array, k: Any, guess: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def above16(keys: Array, key: Any) -> Any:
+    """The number of 16-bit keys that are larger than `key`."""
     return 0 if key == np.uint16(0xFFFF) else _count(keys, np.uint16(key + np.uint16(1)))
 
 
@@ -59,25 +60,25 @@ def kth32(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
     Args:
         keys: uint32.
         high: uint16, the upper halves of the keys.
-        low: uint16, scratch memory for as many lower halves.
-        guess: a key with an upper half near the one sought.
+        low: uint16, scratch memory of the same size for lower halves.
+        guess: a key whose upper half is near that of the result.
     """
     upper = kth16(high, k, np.uint32(guess) >> np.uint32(16))
     above = above16(high, upper)
-    some = 0
+    size = 0
     whole = keys.size // AT_ONCE * AT_ONCE
     for start in range(0, whole, AT_ONCE):
-        found = equal(high, start, upper)
-        while found:
-            low[some] = np.uint16(keys[start + trailing_zeros(found)] & np.uint32(0xFFFF))
-            some += 1
-            found = np.uint32(found & np.uint32(found - np.uint32(1)))
+        matches = equal(high, start, upper)
+        while matches:
+            low[size] = np.uint16(keys[start + trailing_zeros(matches)] & np.uint32(0xFFFF))
+            size += 1
+            matches = np.uint32(matches & np.uint32(matches - np.uint32(1)))
     for j in range(whole, keys.size):
         if high[j] == upper:
-            low[some] = np.uint16(keys[j] & np.uint32(0xFFFF))
-            some += 1
-    lower = kth16(low[:some], k - above, 1 << 15)
-    above += above16(low[:some], lower)
+            low[size] = np.uint16(keys[j] & np.uint32(0xFFFF))
+            size += 1
+    lower = kth16(low[:size], k - above, 1 << 15)
+    above += above16(low[:size], lower)
     return np.uint32((np.uint32(upper) << np.uint32(16)) | np.uint32(lower)), above
 
 
@@ -89,11 +90,11 @@ def end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
     step = 256
     for start in range(0, keys.size, step):
         part = keys[start : start + step]
-        some = np.uint16(0)
+        counted = np.uint16(0)
         for j in range(part.size):
-            some = np.uint16(some + np.uint16(part[j] == key))
-        if np.int64(some) < ties:
-            ties -= np.int64(some)
+            counted = np.uint16(counted + np.uint16(part[j] == key))
+        if np.int64(counted) < ties:
+            ties -= np.int64(counted)
             continue
         for j in range(part.size):
             ties -= np.int64(part[j] == key)

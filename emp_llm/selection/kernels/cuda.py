@@ -45,11 +45,11 @@ def prune_rows_on_gpu(weight: Tensor, norms: Tensor | None, rule: KeepRule, out:
             None: in place.
 
     Returns:
-        Tensors on the device of the weights.
+        Figures of the rows, as tensors on the device of the weights.
 
     Raises:
-        NonFiniteError: scores hold NaN or infinity. Then `weight` is unchanged, and another `out` is useless.
-        ValueError: norms or `out` of another shape.
+        NonFiniteError: scores hold NaN or infinity. Then `weight` is unchanged, but another `out` may be partly written.
+        ValueError: the norms are of another shape, or `out` is not contiguous or does not match the weights.
     """
     flag, integers, floats = enqueue(weight, norms, rule, out)
     if int(flag):
@@ -61,7 +61,7 @@ def enqueue(weight: Tensor, norms: Tensor | None, rule: KeepRule, out: Tensor | 
     """As `prune_rows_on_gpu`, without waiting for the GPU.
 
     Returns:
-        flag: int32, shape (1,), in the end not 0 if scores hold NaN or infinity.
+        flag: int32, shape (1,); once the GPU has finished, not 0 if scores hold NaN or infinity.
         integers: int64, shape (2, rows): kept, zeros.
         floats: float64, shape (4, rows): kept_mass, mass, n_eff, s_eff.
     """
@@ -69,7 +69,7 @@ def enqueue(weight: Tensor, norms: Tensor | None, rule: KeepRule, out: Tensor | 
     _check_arguments(weight, norms, out)
     rows, columns = weight.shape
     device = weight.device
-    bits, room = (tensor.detach().view(_INTEGERS[weight.element_size()]) for tensor in (weight, out))
+    bits, result = (tensor.detach().view(_INTEGERS[weight.element_size()]) for tensor in (weight, out))
     factors = None if norms is None else norms.detach().to(device, torch.float32).contiguous()
     n, m = rule.pattern or (0, 0)
     counts = _counts_on_device(rule, rows, device)
@@ -81,14 +81,14 @@ def enqueue(weight: Tensor, norms: Tensor | None, rule: KeepRule, out: Tensor | 
         "NORMS": norms is not None,
         "TOP": _INFINITY[weight.dtype if norms is None else torch.float32],
     }
-    how = launch(rows, columns, weight.element_size(), m, _processors(device))
-    apart = room.data_ptr() != bits.data_ptr()
+    parameters = launch(rows, columns, weight.element_size(), m, _processors(device))
+    out_of_place = result.data_ptr() != bits.data_ptr()
     with _on(device):
-        if not apart:
+        if not out_of_place:
             cuda_cut.check_kernel[(rows,)](bits, factors, flag, columns, **kind, BLOCK=_CHUNK, num_warps=4)
-        cuda_cut.prune_kernel[(how.programs,)](
+        cuda_cut.prune_kernel[(parameters.programs,)](
             bits,
-            room,
+            result,
             factors,
             integers if counts is None else counts,  # not read if there are no counts
             flag,
@@ -101,12 +101,12 @@ def enqueue(weight: Tensor, norms: Tensor | None, rule: KeepRule, out: Tensor | 
             BUDGET=_budget_code(rule),
             M=m,
             **kind,
-            BLOCK=how.block,
-            WHOLE=how.block >= columns,
-            CHUNK=how.chunk,
-            EVEN=columns % LANES == 0,
-            APART=apart,
-            num_warps=how.warps,
+            BLOCK=parameters.block,
+            WHOLE=parameters.block >= columns,
+            CHUNK=parameters.chunk,
+            ALIGNED=columns % LANES == 0,
+            OUT_OF_PLACE=out_of_place,
+            num_warps=parameters.warps,
             maxnreg=_REGISTERS,
         )
     return flag, integers, floats
@@ -136,27 +136,27 @@ def launch(rows: int, columns: int, item: int, m: int, processors: int) -> Launc
     if block > _HELD:
         block = _CHUNK
     chunk = max(min(block, _CHUNK), triton.next_power_of_2(max(m, 1)))
-    at_once = max(_CACHE // (columns * item), 2)
-    return Launch(block, chunk, min(rows, processors * at_once), 1 if block <= 1024 and columns <= block else 2)
+    rows_at_once = max(_CACHE // (columns * item), 2)
+    return Launch(block, chunk, min(rows, processors * rows_at_once), 1 if block <= 1024 and columns <= block else 2)
 
 
 def _check_arguments(weight: Tensor, norms: Tensor | None, out: Tensor) -> None:
     columns = weight.shape[1]
     if out.shape != weight.shape or out.dtype != weight.dtype or out.device != weight.device or not out.is_contiguous():
-        kind = f"{tuple(weight.shape)}, {weight.dtype}, {weight.device}"
-        raise ValueError(f"out must be contiguous and match the weights: {kind}")
+        expected = f"{tuple(weight.shape)}, {weight.dtype}, {weight.device}"
+        raise ValueError(f"out must be contiguous and match the weights: {expected}")
     if norms is not None and tuple(norms.shape) != (columns,):  # the kernel reads without checking bounds
-        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights of {columns} inputs need ({columns},)")
+        raise ValueError(f"norms have shape {tuple(norms.shape)}; weights with {columns} inputs need ({columns},)")
 
 
 def _counts_on_device(rule: KeepRule, rows: int, device: torch.device) -> Tensor | None:
     if isinstance(rule.counts, int):
-        return torch.full((rows,), rule.counts, dtype=torch.int64, device=device)  # nothing to copy
+        return torch.full((rows,), rule.counts, dtype=torch.int64, device=device)  # nothing to copy from the CPU
     return None if rule.counts is None else torch.tensor(rule.counts, dtype=torch.int64).to(device)
 
 
 def _budget_code(rule: KeepRule) -> int:
-    """The BUDGET of `cuda_cut.prune_kernel` that stands for a rule."""
+    """The BUDGET of `cuda_cut.prune_kernel` for a rule."""
     code = cuda_cut.GIVEN
     if rule.pattern is not None:
         code = cuda_cut.PATTERN

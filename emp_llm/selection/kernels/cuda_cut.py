@@ -1,4 +1,4 @@
-"""The row kernel for CUDA, in Triton: how a row is pruned, and `prune_kernel` and `check_kernel`, which `cuda` launches.
+"""The row kernel for CUDA, in Triton: the pruning of a row, and the programs `prune_kernel` and `check_kernel` for `cuda`.
 
 A program reads a row three times: for the sums, for the cut, and for the masses and the write. Only the first read comes from
 memory. The others come from the caches, because `cuda` limits the number of rows in progress.
@@ -28,14 +28,14 @@ EFFECTIVE, BETA, GIVEN, PATTERN = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 
 @triton.jit
 def _pattern(row, norms, at, columns, n, M: tl.constexpr, KIND: tl.constexpr, NORMS: tl.constexpr):
-    """Whether each of some columns is among the n largest of its M; among equal ones the first counts as larger."""
+    """Whether the key at each of these columns is among the n largest of its M; among equal keys the first counts as larger."""
     key = row_keys(row, norms, at, columns, KIND, NORMS)
     first = at // M * M
-    before = at * 0
+    ahead = at * 0
     for place in range(M):
         other = row_keys(row, norms, first + place, columns, KIND, NORMS)
-        before += ((other > key) | ((other == key) & (first + place < at))).to(tl.int32)
-    return before < n
+        ahead += ((other > key) | ((other == key) & (first + place < at))).to(tl.int32)
+    return ahead < n
 
 
 @triton.jit
@@ -51,31 +51,31 @@ def _masses(
     M: tl.constexpr,
     KIND: tl.constexpr,
     NORMS: tl.constexpr,
-    EVEN: tl.constexpr,
-    APART: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OUT_OF_PLACE: tl.constexpr,
 ):
-    """The sums of the kept scores, and of the scores larger than `nu_key`. APART: also write the kept weights to `out`."""
+    """The sums of the kept scores, and of those larger than `nu_key`. OUT_OF_PLACE: also write the kept weights to `out`."""
     lane = tl.arange(0, LANES)
     kept = tl.zeros([LANES], tl.float64)
-    more = tl.zeros([LANES], tl.float64)
+    above = tl.zeros([LANES], tl.float64)
     for start in tl.range(0, columns, LANES, loop_unroll_factor=4):
         at = start + lane
-        bits = row_bits(row, at, columns, EVEN)
-        key = keys_of(bits, norms, at, columns, KIND, NORMS, EVEN)
+        bits = row_bits(row, at, columns, ALIGNED)
+        key = keys_of(bits, norms, at, columns, KIND, NORMS, ALIGNED)
         if M > 0:
             keep = _pattern(row, norms, at, columns, n, M, KIND, NORMS)
         else:
             keep = key >= tl.where(at < end, cut, cut + 1)
-        if APART:
+        if OUT_OF_PLACE:
             bits = tl.where(keep, bits, 0).to(out.dtype.element_ty)
-            if EVEN:
+            if ALIGNED:
                 tl.store(out + at, bits)
             else:
                 tl.store(out + at, bits, mask=at < columns)
         kept += unscaled(tl.where(keep, key, 0), KIND, NORMS)
-        more += unscaled(tl.where(key > nu_key, key, 0), KIND, NORMS)
-    kept_sum, more_sum = fold(kept, more)
-    return scaled(kept_sum, KIND, NORMS), scaled(more_sum, KIND, NORMS)
+        above += unscaled(tl.where(key > nu_key, key, 0), KIND, NORMS)
+    kept_sum, above_sum = fold(kept, above)
+    return scaled(kept_sum, KIND, NORMS), scaled(above_sum, KIND, NORMS)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _write(
     CHUNK: tl.constexpr,
 ):
     """Set to zero, in place, the weights that are not kept."""
-    # Whole groups, so that no chunk reads weights that another has written.
+    # A chunk holds whole groups of M, so that none reads weights that another has written.
     length: tl.constexpr = CHUNK // M * M if M > 0 else CHUNK
     for start in range(0, columns, length):
         at = start + tl.arange(0, CHUNK)
@@ -112,7 +112,7 @@ def _write(
 @triton.jit
 def _kept_zeros(row, norms, columns, end, n, M: tl.constexpr, KIND: tl.constexpr, NORMS: tl.constexpr, CHUNK: tl.constexpr):
     """How many of the kept weights are zero. Used where scores of zero are kept: those before `end`, or those of a pattern."""
-    some = tl.zeros([CHUNK], tl.int32)
+    count = tl.zeros([CHUNK], tl.int32)
     for start in range(0, columns, CHUNK):
         at = start + tl.arange(0, CHUNK)
         zero = magnitude_bits(row_bits(row, at, columns), KIND) == 0
@@ -120,8 +120,8 @@ def _kept_zeros(row, norms, columns, end, n, M: tl.constexpr, KIND: tl.constexpr
             keep = (at < columns) & _pattern(row, norms, at, columns, n, M, KIND, NORMS)
         else:
             keep = at < end
-        some += (zero & keep).to(tl.int32)
-    return tl.sum(some, 0)
+        count += (zero & keep).to(tl.int32)
+    return tl.sum(count, 0)
 
 
 @triton.jit
@@ -165,11 +165,11 @@ def _prune_row(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
-    APART: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OUT_OF_PLACE: tl.constexpr,
 ):
     """Prune one row. `counts`, `integers` and `floats` point to the entries of this row."""
-    total, power, largest = sums(row, norms, columns, KIND, NORMS, EVEN)
+    total, power, largest = sums(row, norms, columns, KIND, NORMS, ALIGNED)
     if largest >= TOP:
         tl.store(flag, 1)
     else:
@@ -194,8 +194,8 @@ def _prune_row(
         zeros = columns - k
         if M > 0 or cut == 0:
             zeros += _kept_zeros(row, norms, columns, end, n, M, KIND, NORMS, CHUNK)
-        kept_mass, above_nu = _masses(row, out, norms, columns, cut, end, nu_key, n, M, KIND, NORMS, EVEN, APART)
-        if not APART:
+        kept_mass, above_nu = _masses(row, out, norms, columns, cut, end, nu_key, n, M, KIND, NORMS, ALIGNED, OUT_OF_PLACE)
+        if not OUT_OF_PLACE:
             tl.debug_barrier()  # every thread has finished reading the row
             _write(row, norms, columns, cut, end, n, M, KIND, NORMS, CHUNK)
         tl.store(integers, k.to(tl.int64))
@@ -227,13 +227,13 @@ def prune_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
-    APART: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OUT_OF_PLACE: tl.constexpr,
 ):
     """Prune rows. Do nothing if `flag` is set. Set it for a row that holds NaN or infinity, and do not write that row.
 
     Args:
-        weights, out: int16 or int32, shape (rows, columns): the bits, and the place of the result.
+        weights, out: int16 or int32, shape (rows, columns): the bits of the weights, and of the result.
         norms: float32, shape (columns,), if NORMS.
         counts: int64, shape (rows,), if BUDGET is GIVEN.
         flag: int32, shape (1,).
@@ -246,17 +246,17 @@ def prune_kernel(
         BLOCK: number of keys read at a time, a power of two, at least 64.
         WHOLE: BLOCK is not less than the columns, so that all keys of a row stay in registers.
         CHUNK: number of weights written at a time in place: a power of two, at least 64 and M.
-        EVEN: the columns are a multiple of 64.
-        APART: `out` does not overlap `weights`; otherwise it is the same memory.
+        ALIGNED: the columns are a multiple of 64.
+        OUT_OF_PLACE: `out` does not overlap `weights`; otherwise it is the same memory.
     """
     if tl.load(flag) == 0:
         for index in range(tl.program_id(0), rows, tl.num_programs(0)):
-            # From the last row backwards: those are the rows of `check_kernel` that the cache still holds.
+            # From the last row backwards: the cache still holds the rows that `check_kernel` read last.
             place = (rows - 1 - index).to(tl.int64)
             start = place * columns
             _prune_row(
                 weights + start, out + start, norms, counts + place, flag, integers + place, floats + place,
-                rows, columns, beta, n, BUDGET, M, KIND, NORMS, TOP, BLOCK, WHOLE, CHUNK, EVEN, APART,
+                rows, columns, beta, n, BUDGET, M, KIND, NORMS, TOP, BLOCK, WHOLE, CHUNK, ALIGNED, OUT_OF_PLACE,
             )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """The row kernel for CUDA, in Triton: scores, their keys, their sums, and the number of weights of a row to keep.
 
-An integer key stands for each score and has the same order: the bits of a non-negative float. Sums follow the order that
-`arithmetic.sums` defines: a vector of 64 lanes moves along the row, then it is folded in halves.
+The key of a score is the bits of its float, read as an integer; keys are in the same order as scores. Sums follow the order
+that `arithmetic.sums` defines: a vector of 64 lanes moves along the row, then it is folded in halves.
 
 The bits equal those of the reference although a compiler may contract a * b + c. Every product that enters a sum is exact in
-float64: score * score (48 bits), ties * score (24 bits and those of the ties), score * power of two. All other operations are
-single IEEE operations, division included (div.rn.f64), and float32 products keep subnormal numbers (mul.f32 without .ftz).
+float64: score * score (48 bits), ties * score (24 bits and the bits of the count), score * power of two. All other operations
+are single IEEE operations, division included (div.rn.f64), and float32 products keep subnormal numbers (mul.f32 without .ftz).
 """
 
 import triton
@@ -23,9 +23,9 @@ _SCALE16, _UNSCALE16 = tl.constexpr(2.0**1008), tl.constexpr(2.0**-1008)
 
 
 @triton.jit
-def row_bits(row, at, columns, EVEN: tl.constexpr = False):
-    """The bits of the weights at some columns, as int32; 0 beyond the end of the row. EVEN: no column lies beyond it."""
-    if EVEN:
+def row_bits(row, at, columns, ALIGNED: tl.constexpr = False):
+    """The bits of the weights at the columns `at`, as int32; 0 beyond the end of the row. ALIGNED: no column lies beyond it."""
+    if ALIGNED:
         bits = tl.load(row + at)
     else:
         bits = tl.load(row + at, mask=at < columns, other=0)
@@ -43,8 +43,8 @@ def magnitude_bits(bits, KIND: tl.constexpr):
 
 
 @triton.jit
-def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
-    """The keys of the scores at some columns: the bits of |w|, or of |w| * norm in float32."""
+def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """The keys of the scores at the columns `at`: the bits of |w|, or of |w| * norm in float32."""
     key = magnitude_bits(bits, KIND)
     if NORMS:
         if KIND == "bfloat16":
@@ -53,7 +53,7 @@ def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, E
             value = key.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         else:
             value = key.to(tl.float32, bitcast=True)
-        if EVEN:
+        if ALIGNED:
             norm = tl.load(norms + at)
         else:
             norm = tl.load(norms + at, mask=at < columns, other=0.0)
@@ -62,9 +62,9 @@ def keys_of(bits, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, E
 
 
 @triton.jit
-def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr = False):
-    """The keys at some columns; 0 beyond the end of the row. EVEN: no column lies beyond it."""
-    return keys_of(row_bits(row, at, columns, EVEN), norms, at, columns, KIND, NORMS, EVEN)
+def row_keys(row, norms, at, columns, KIND: tl.constexpr, NORMS: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """The keys at the columns `at`; 0 beyond the end of the row. ALIGNED: no column lies beyond it."""
+    return keys_of(row_bits(row, at, columns, ALIGNED), norms, at, columns, KIND, NORMS, ALIGNED)
 
 
 @triton.jit
@@ -93,6 +93,7 @@ def unscaled(key, KIND: tl.constexpr, NORMS: tl.constexpr):
 
 @triton.jit
 def scaled(value, KIND: tl.constexpr, NORMS: tl.constexpr):
+    """A sum of numbers from `unscaled`, times the power of two that restores the scale of the scores."""
     if KIND == "float16" and not NORMS:
         value = value * _SCALE16
     else:
@@ -114,7 +115,7 @@ def key_near(score, KIND: tl.constexpr, NORMS: tl.constexpr):
 
 @triton.jit
 def fold(first, second):
-    """The sums of two vectors of 64 lanes, folded in halves. Each step reduces pairs, and a pair is one addition."""
+    """The sums of two vectors of 64 lanes, folded in halves. Each step adds pairs, with one addition for a pair."""
     both = tl.join(first, second)
     both = tl.sum(tl.reshape(both, [2, 32, 2]), 0)
     both = tl.sum(tl.reshape(both, [2, 16, 2]), 0)
@@ -125,14 +126,14 @@ def fold(first, second):
 
 
 @triton.jit
-def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr):
-    """sum s, sum s^2 and the largest key of a row. EVEN: the columns are a multiple of 64."""
+def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr, ALIGNED: tl.constexpr):
+    """sum s, sum s^2 and the largest key of a row. ALIGNED: the columns are a multiple of 64."""
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.float64)
     power = tl.zeros([LANES], tl.float64)
     largest = tl.zeros([LANES], tl.int32)
     for start in tl.range(0, columns, LANES, loop_unroll_factor=4):
-        key = row_keys(row, norms, start + lane, columns, KIND, NORMS, EVEN)
+        key = row_keys(row, norms, start + lane, columns, KIND, NORMS, ALIGNED)
         score = scaled(unscaled(key, KIND, NORMS), KIND, NORMS)
         total += score
         power += score * score
@@ -143,7 +144,7 @@ def sums(row, norms, columns, KIND: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.
 
 @triton.jit
 def number_of(total, power, size):
-    """N_eff, as `Moments.number`. That rounds halves to even, but a number near a half is never near an integer."""
+    """N_eff, as `Moments.number`. Halves round another way here, but then no integer is near."""
     number = tl.where(total == 0.0, size, total * total / tl.where(total == 0.0, 1.0, power))
     nearest = tl.floor(number + 0.5)
     number = tl.where(tl.abs(number - nearest) <= nearest * _TOLERANCE, nearest, number)

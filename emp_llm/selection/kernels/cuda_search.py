@@ -1,7 +1,7 @@
 """The row kernel for CUDA, in Triton: the cut of a row.
 
-To find the k-th largest key, the kernel counts the keys that reach a probe, again and again. Each count narrows the interval of
-the key. So the first guess decides how many counts are needed, and never the result.
+To find the k-th largest key, the kernel repeatedly counts the keys that are a probe or more. Each count narrows the interval
+that holds the k-th largest. So the first guess affects the number of counts, and never the result.
 """
 
 import triton
@@ -22,15 +22,15 @@ def _count(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The number of keys of a row that are `least` or more; `least` >= 1. WHOLE: `keys` holds the row, else it is reread."""
+    """The number of keys of a row that are `least` or more; `least` >= 1. WHOLE: `keys` holds the row; else it is reread."""
     if WHOLE:
         count = BLOCK + tl.sum(is_less(keys, least), 0)
     else:
-        some = tl.zeros([BLOCK], tl.int32)
+        less = tl.zeros([BLOCK], tl.int32)
         for start in range(0, columns, BLOCK):
             part = row_keys(row, norms, start + tl.arange(0, BLOCK), columns, KIND, NORMS)
-            some += is_less(part, least)
-        count = (columns + BLOCK - 1) // BLOCK * BLOCK + tl.sum(some, 0)
+            less += is_less(part, least)
+        count = (columns + BLOCK - 1) // BLOCK * BLOCK + tl.sum(less, 0)
     return count
 
 
@@ -49,13 +49,13 @@ def _smallest(
 ):
     """The smallest key that is `least` or more, or `otherwise` if that is smaller; `least` >= 1."""
     if WHOLE:
-        some = tl.where(keys >= least, tl.minimum(keys, otherwise), otherwise)
+        smallest = tl.where(keys >= least, tl.minimum(keys, otherwise), otherwise)
     else:
-        some = tl.zeros([BLOCK], tl.int32) + otherwise
+        smallest = tl.zeros([BLOCK], tl.int32) + otherwise
         for start in range(0, columns, BLOCK):
             part = row_keys(row, norms, start + tl.arange(0, BLOCK), columns, KIND, NORMS)
-            some = tl.where(part >= least, tl.minimum(some, part), some)
-    return tl.min(some, 0)
+            smallest = tl.where(part >= least, tl.minimum(smallest, part), smallest)
+    return tl.min(smallest, 0)
 
 
 @triton.jit
@@ -91,9 +91,9 @@ def search(
         unit = 1.0
     else:
         unit = 8.0
-    # The change of the probe for each count that it is off, from a normal distribution of the weights.
+    # The change of the probe for each key that a count is off, from a normal distribution of the weights.
     pace = 768.0 * unit / columns + (low * 0).to(tl.float32)
-    turn = low
+    interpolations = low
     probe = tl.minimum(tl.maximum(guess, 1), largest.to(tl.int64)).to(tl.int32)
     while low + 1 < high:
         count = _count(keys, probe, row, norms, columns, KIND, NORMS, BLOCK, WHOLE)
@@ -115,9 +115,9 @@ def search(
             pace = pace * 4.0
         else:  # linear interpolation between the two probes; every third time bisection, in case the counts are not linear
             share = (reach - k).to(tl.float32) / (reach - above).to(tl.float32)
-            turn += 1
-            line = tl.where(turn % 3 == 0, gap >> 1, (gap.to(tl.float32) * share + 0.5).to(tl.int32))
-            probe = low + tl.minimum(tl.maximum(line, 1), gap - 1)
+            interpolations += 1
+            step = tl.where(interpolations % 3 == 0, gap >> 1, (gap.to(tl.float32) * share + 0.5).to(tl.int32))
+            probe = low + tl.minimum(tl.maximum(step, 1), gap - 1)
     return low, above, reach
 
 
@@ -154,11 +154,11 @@ def end_of_ties(
         before = ties * 0
         for start in range(0, columns, BLOCK):
             part = row_keys(row, norms, start + at, columns, KIND, NORMS)
-            some = _ties(tl.where(start + at < columns, part, -1), key)
-            reached = tl.cumsum(some, 0) + before
+            block_ties = _ties(tl.where(start + at < columns, part, -1), key)
+            reached = tl.cumsum(block_ties, 0) + before
             passed = tl.maximum(passed, tl.max(tl.where(reached < ties, reached, 0), 0))
             whole += tl.sum((reached < ties).to(tl.int32), 0)
-            before += tl.sum(some, 0)
+            before += tl.sum(block_ties, 0)
     last = whole * LANES + tl.arange(0, LANES)
     tied = (row_keys(row, norms, last, columns, KIND, NORMS) == key) & (last < columns)
     reached = tl.cumsum(tied.to(tl.int32), 0) + passed

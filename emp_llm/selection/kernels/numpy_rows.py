@@ -1,7 +1,7 @@
 """Rows pruned on the CPU by numpy alone: for small models, and for machines without numba.
 
 Nothing is compiled and torch is not imported, so a small model is pruned in the time that the compiled kernels take to load.
-The bits are those of the torch reference and of the kernels: sums in 64 lanes, scores as integer keys, the cut read off sorted
+The bits are those of the torch reference and of the kernels: sums in 64 lanes, scores as integer keys, and the cut from sorted
 keys.
 """
 
@@ -21,10 +21,13 @@ def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: 
     """Set to zero, in place, the weights of each row that a rule does not keep.
 
     Args:
-        words: bits of the weights, uint16 or uint32, shape (rows, columns).
+        words: the bits of the weights, uint16 or uint32, shape (rows, columns).
         dtype: of the weights: "BF16", "F16" or "F32".
-        norms: float32, shape (columns,): scores are wanda's; None: magnitudes.
-        rule: how many to keep of each row.
+        norms: float32, shape (columns,), for the criterion wanda; None: magnitude.
+        rule: how many weights of each row to keep.
+
+    Returns:
+        Figures of the rows, as arrays.
 
     Raises:
         NonFiniteError: scores hold NaN or infinity; nothing is pruned.
@@ -37,13 +40,13 @@ def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: 
         raise NonFiniteError("scores hold NaN or infinity")
     n_eff = _effective_numbers(total, power, columns)
     nu = _counts(n_eff, total, 1.0, columns)
-    ordered = np.sort(keys, axis=1, kind="stable" if keys.itemsize == 2 else None)  # of 16 bits: a radix sort
+    ordered = np.sort(keys, axis=1, kind="stable" if keys.itemsize == 2 else None)  # stable means radix sort for 16 bits
     if rule.pattern is not None:
         n, m = rule.pattern
         groups = keys.reshape(-1, m)
         mask = _keep(groups, np.sort(groups, axis=1), np.full(len(groups), n)).reshape(keys.shape)
     else:
-        counts = _counts(n_eff, total, rule.beta, columns) if rule.beta is not None else _given(rule, len(words))
+        counts = _counts(n_eff, total, rule.beta, columns) if rule.beta is not None else _fixed_counts(rule, len(words))
         mask = _keep(keys, ordered, counts)
     s_eff = _mass_of_largest(scores, keys, ordered, nu, total)
     (kept_mass,) = _sum_rows(np.where(mask, scores, scores.dtype.type(0)), lambda s: s)
@@ -99,19 +102,19 @@ def _effective_numbers(total: _Array, power: _Array, columns: int) -> _Array:
 
 
 def _counts(n_eff: _Array, total: _Array, beta: float, columns: int) -> _Array:
-    """clip(floor(beta * N_eff), 1, N), and N of a row of zeros, as `arithmetic.counts.keep_counts`."""
+    """clip(floor(beta * N_eff), 1, N), and N for a row of zeros, as `arithmetic.counts.keep_counts`."""
     counts = np.clip(np.floor(beta * n_eff * (1 + RELATIVE_TOLERANCE)), 1.0, float(columns))
     return np.where(total == 0, columns, counts).astype(np.int64)
 
 
-def _given(rule: KeepRule, rows: int) -> _Array:
+def _fixed_counts(rule: KeepRule, rows: int) -> _Array:
     return np.broadcast_to(np.asarray(rule.counts, np.int64), (rows,))
 
 
 def _cut(keys: _Array, ordered: _Array, counts: _Array) -> tuple[_Array, _Array]:
     """The key at which each row is cut, and how many of the keys equal to it are kept; shape (rows, 1)."""
     columns = keys.shape[1]
-    places = np.minimum(columns - counts, columns - 1)[:, None]  # of none, the cut is the largest key
+    places = np.minimum(columns - counts, columns - 1)[:, None]  # if none is kept, the cut is the largest key
     key = np.take_along_axis(ordered, places, axis=1)
     return key, counts[:, None] - (keys > key).sum(1, keepdims=True)
 
@@ -127,7 +130,7 @@ def _keep(keys: _Array, ordered: _Array, counts: _Array) -> _Array:
 
 
 def _mass_of_largest(scores: _Array, keys: _Array, ordered: _Array, nu: _Array, total: _Array) -> _Array:
-    """s_eff: the share of each row's mass that its `nu` largest scores hold, as `arithmetic.counts.kept_mass`."""
+    """s_eff: the share of each row's mass that its `nu` largest scores hold, as `arithmetic.counts.kept_share`."""
     key, ties = _cut(keys, ordered, nu)
     cut = _values_of_keys(key, scores.dtype)
     (above,) = _sum_rows(np.where(keys > key, scores, scores.dtype.type(0)), lambda s: s)
@@ -137,7 +140,7 @@ def _mass_of_largest(scores: _Array, keys: _Array, ordered: _Array, nu: _Array, 
 
 
 def _values_of_keys(keys: _Array, dtype: np.dtype[Any]) -> _Array:
-    """The scores of some keys in float64; 16-bit keys of float32 scores are those of bfloat16."""
+    """The scores of keys, in float64. 16-bit keys of float32 scores are those of bfloat16 weights."""
     if keys.itemsize == dtype.itemsize:
         return keys.view(dtype).astype(np.float64)
     return (keys.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)

@@ -1,4 +1,4 @@
-"""An output folder of small files: the complete new folder appears, or the older one stays."""
+"""An output folder of small files: either the complete new folder appears, or the older one stays."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def check_folder(path: Path, overwrite: bool, expected: str) -> None:
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
     if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
-        raise UserError(f"--output {path}: something else is there (no {expected} in it); name another folder.")
+        raise UserError(f"--output {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
     if not overwrite:
         raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
 
@@ -52,7 +52,7 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
             if path.exists():
                 os.replace(path, old)
             os.replace(new, path)
-        except BaseException:  # `aside` is deleted below, and must not take the older output with it
+        except BaseException:  # `aside` is deleted below; move the older output out of it first
             if old.exists() and not path.exists():
                 os.replace(old, path)
             raise

@@ -22,8 +22,8 @@ from emp_llm.storage.file_pool import FilePool
 from emp_llm.storage.hashing import FileHasher
 from emp_llm.storage.output.work_folder import WorkFolder
 
-_SECONDS = 1.0  # least time between two entries
-_RATIO = 10  # least time between two entries as a multiple of the time of the last one, for slow disks
+_SECONDS = 1.0  # minimum time between two entries
+_RATIO = 10  # the same as a multiple of the time that the last entry took, for slow disks
 STATISTICS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
 
 

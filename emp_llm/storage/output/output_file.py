@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def check_output_file(path: Path, overwrite: bool) -> None:
     """Raise UserError if a file cannot be written, or exists and may not be replaced."""
     if path.is_dir() or next(folder for folder in path.absolute().parents if folder.exists()).is_file():
-        raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
+        raise UserError(f"--output {path}: it is a folder, or lies in a file; name a file in a folder.")
     if path.exists() and not overwrite:
         raise UserError(f"--output {path}: it exists; name another file, or add --overwrite.")
 

@@ -56,7 +56,7 @@ class OutputFolder:
         real = self.path.resolve()
         for origin in (source.resolve() for source in sources):
             if real == origin or real in origin.parents or origin in real.parents:
-                raise UserError(f"{option} {path}: it is the input, lies in it or holds it; name another folder.")
+                raise UserError(f"{option} {path}: it is the input folder, lies inside it or contains it; name another folder.")
         self._check_path()
         self._check_space(needed)
 
@@ -67,10 +67,10 @@ class OutputFolder:
                 self._created.append(folder)
             self.work.open()
             try:
-                self._put_back()  # an earlier run stopped between the two renames
+                self._restore_old()  # if an earlier run stopped between the two renames
                 if self._old.is_dir():  # or after them
                     shutil.rmtree(self._old)
-                self._check_path()  # another run may have written it meanwhile
+                self._check_path()  # another run may have written it in the meantime
             except BaseException:
                 self._close()
                 raise
@@ -110,20 +110,20 @@ class OutputFolder:
         try:
             os.replace(self.files, self.path)
         except OSError:
-            self._put_back()
+            self._restore_old()
             raise
         sync_path(self.path.parent)
         self.work.remove()
 
     def _close(self) -> None:
-        """Release the work folder. Keep it if it holds an older output that is still to be put back."""
+        """Release the work folder. Keep it if it still holds an older output, which the next run restores."""
         if self._old.is_dir():
             self.work.release()
         else:
             self.work.close()
 
-    def _put_back(self) -> None:
-        """Put the older output back in its place, unless the new one is there."""
+    def _restore_old(self) -> None:
+        """Restore the older output, unless the new one is in its place."""
         if self._old.is_dir() and not self.path.exists():
             os.replace(self._old, self.path)
 
@@ -133,7 +133,8 @@ class OutputFolder:
                 raise UserError(f"{self._option} {self.path}: it exists; name another folder, or add --overwrite.")
             if not _replaceable(self.path):
                 raise UserError(
-                    f"{self._option} {self.path}: it is not a model folder, so --overwrite keeps it; remove it yourself."
+                    f"{self._option} {self.path}: it is not a model folder, so --overwrite does not replace it; remove it "
+                    "yourself."
                 )
 
     def _check_space(self, needed: int) -> None:

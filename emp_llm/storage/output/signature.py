@@ -15,7 +15,7 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
 
 
 def describe_difference(old: Any, new: Any) -> str | None:
-    """`first_difference` in words, from the view of the new run; None if the records are equal."""
+    """`first_difference` in words, from the point of view of the new run; None if the records are equal."""
     difference = first_difference(old, new)
     if difference is None:
         return None
