@@ -26,7 +26,7 @@ def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | No
 
 
 def quantization_record(quantization: Quantization | None) -> QuantizationRecord | None:
-    """The quantisation as the part of a report."""
+    """The record of a quantisation for a report."""
     if quantization is None:
         return None
     form = {"8bit": "LLM.int8", "4bit": "NF4, computed in bfloat16"}[quantization]

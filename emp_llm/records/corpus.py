@@ -51,7 +51,7 @@ class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         return self
 
     def record(self) -> TextRecord:
-        """The corpus as the part of a report, which names files without their folders."""
+        """The record of the corpus for a report, which names files without their folders."""
         fields = [name for name in TextRecord.__struct_fields__ if name in self.__struct_fields__]
         record = TextRecord(**{name: getattr(self, name) for name in fields})
         if record.file is not None:
