@@ -1,14 +1,16 @@
-"""A data-free prune of a 7 B-shaped checkpoint from end to end, beside `cp -r` of the same files, the cache cold.
+"""Time of a data-free prune relative to `cp -r` and sync of the same files.
 
-    python scripts/bench_prune.py [--gigabytes 13.5] [--repeats 3] [--folder DIR] [--write]
+    python scripts/bench_prune.py [--gigabytes 5] [--repeats 5] [--cache cold|warm] [--folder DIR] [--write]
 
-Makes a checkpoint of random bfloat16 weights in three shards; then, in turn, copies it and prunes it (emp-magnitude, the MLP
-and all linear layers) as whole processes. Before each run the files are thrown out of the page cache; each run ends with the
-data on the disk: prune does so by itself, the copy is followed by sync, and `dd` with direct reads and writes tells what the
-disk takes. Prints medians, and the peak memory of a prune.
+Creates a synthetic bfloat16 checkpoint in three shards. Each round runs, as whole processes, `cp -r` with a sync of the copy,
+`dd` with direct reads and writes (the speed of the disk itself), and `emp-llm prune --method emp-magnitude` of the MLP and of
+all linear layers; every second round runs them in reverse order. A run ends when its output is on the disk; prune itself syncs
+its output. Before each run the source is dropped from the page cache (cold) or read into it (warm). A first
+prune, not counted, compiles the kernel. Prints medians and ranges of the seconds, and of the ratios within a round.
 """
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -16,56 +18,123 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from bench_helpers import forget, run_and_watch
-from measure_memory import make_checkpoint
+from machine import Watched, drop_from_cache, processor, read_to_cache, run_and_watch
+from synthetic import make_checkpoint
+
+from emp_llm.common.wording import count_of
+from emp_llm.storage.atomic import sync_tree
+
+COPY, DIRECT = "cp -r, sync", "dd, direct"
+TARGETS = ("mlp", "all-linear")
+CACHES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cold": (drop_from_cache, "the source is dropped from the page cache before each run"),
+    "warm": (read_to_cache, "the source is read into the page cache before each run"),
+}
 
 
-def main() -> None:
-    """Make, measure, print, and write if asked."""
+class Bench:
+    """The runs, and their measurements.
+
+    Args:
+        source: the checkpoint.
+        output: the folder that each run creates; deleted after it.
+        prepare: called with the source before each run.
+    """
+
+    def __init__(self, source: Path, output: Path, prepare: Callable[[Path], None]) -> None:
+        self._source, self._output, self._prepare = source, output, prepare
+        self._runs: dict[str, Callable[[], Watched]] = {COPY: self._copy, DIRECT: self._direct}
+        self._runs |= {f"prune, {targets}": partial(self._prune, targets) for targets in TARGETS}
+        self.seconds: dict[str, list[float]] = {name: [] for name in self._runs}
+        self.stages: list[float] = []
+        self.peak = 0
+
+    def round(self, backward: bool) -> None:
+        """Run each program once."""
+        for name in reversed(self._runs) if backward else self._runs:
+            self._prepare(self._source)
+            done = self._runs[name]()
+            self.seconds[name].append(done.seconds)
+            print(f"{name}: {done.seconds:.2f} s", flush=True)
+            if name.startswith("prune"):
+                self.peak = max(self.peak, done.peak)
+                report = json.loads((self._output / "emp_report.json").read_text())
+                self.stages.append(report["stages"]["prune"]["seconds"])
+            shutil.rmtree(self._output)
+            os.sync()  # the next run does not pay for the deletion
+
+    def table(self, size: int) -> str:
+        """The measurements; `size` of the checkpoint in bytes."""
+        lines = [f"| run | seconds | GB/s | ratio to {COPY} |", "|---|---:|---:|---:|"]
+        for name, seconds in self.seconds.items():
+            ratios = [one / copy for one, copy in zip(seconds, self.seconds[COPY], strict=True)]
+            speed = size / 1e9 / statistics.median(seconds)
+            lines.append(f"| {name} | {_spread(seconds, 1)} | {speed:.2f} | {_spread(ratios, 2)} |")
+        return "\n".join(lines)
+
+    def _copy(self) -> Watched:
+        start = time.perf_counter()
+        subprocess.run(["cp", "-r", self._source, self._output], check=True)
+        sync_tree(self._output)
+        return Watched(time.perf_counter() - start, 0)
+
+    def _direct(self) -> Watched:
+        start = time.perf_counter()
+        self._output.mkdir()
+        for path in self._source.iterdir():
+            line = ["dd", f"if={path}", f"of={self._output / path.name}", "bs=4M", "iflag=direct", "oflag=direct"]
+            subprocess.run([*line, "conv=fsync", "status=none"], check=True)
+        return Watched(time.perf_counter() - start, 0)
+
+    def _prune(self, targets: str) -> Watched:
+        return run_and_watch(_prune_command(self._source, self._output, targets), output=False)
+
+
+def main(line: list[str] | None = None) -> None:
+    """Create the checkpoint, measure, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=13.5)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="put the table in scripts/results/bench_prune.md")
-    arguments = parser.parse_args()
-    times: dict[str, list[float]] = {"cp -r": [], "dd, past the cache": [], "prune, mlp": [], "prune, all-linear": []}
-    peak = 0
+    parser.add_argument("--gigabytes", type=float, default=5.0, help="least size of the checkpoint; default: 5")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; default: 5")
+    parser.add_argument("--cache", choices=tuple(CACHES), default="cold", help="the source before each run; default: cold")
+    parser.add_argument("--folder", type=Path, help="working folder, on the disk to measure; default: a temporary folder")
+    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/bench_prune.md")
+    arguments = parser.parse_args(line)
+    prepare, treatment = CACHES[arguments.cache]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         source, output = Path(scratch) / "model", Path(scratch) / "output"
         size = make_checkpoint(source, arguments.gigabytes, shards=3)
-        for _ in range(arguments.repeats):
-            for name, passed in times.items():
-                forget(source)
-                start = time.perf_counter()
-                if name == "cp -r":
-                    subprocess.run(["cp", "-r", str(source), str(output)], check=True)
-                    os.sync()
-                elif name.startswith("dd"):
-                    output.mkdir()
-                    for path in source.iterdir():
-                        line = ["dd", f"if={path}", f"of={output / path.name}", "bs=4M", "iflag=direct", "oflag=direct"]
-                        subprocess.run([*line, "conv=fsync", "status=none"], check=True)
-                else:
-                    line = [sys.executable, "-m", "emp_llm.prune", "--model", str(source), "--output", str(output)]
-                    peak = max(peak, run_and_watch([*line, "--method", "emp-magnitude", "--targets", name.split(", ")[1]]))
-                passed.append(time.perf_counter() - start)
-                shutil.rmtree(output)
-    medians = {name: statistics.median(passed) for name, passed in times.items()}
-    lines = ["| run | seconds | GB/s | ratio to cp -r |", "|---|---:|---:|---:|"]
-    for name, seconds in medians.items():
-        lines.append(f"| {name} | {seconds:.1f} | {size / 1e9 / seconds:.2f} | {seconds / medians['cp -r']:.2f} |")
+        run_and_watch(_prune_command(source, output, "mlp"), output=False)  # compiles the kernel on a new machine
+        shutil.rmtree(output)
+        bench, loads = Bench(source, output, prepare), [os.getloadavg()[0]]
+        for number in range(arguments.repeats):
+            bench.round(backward=number % 2 == 1)
+        loads.append(os.getloadavg()[0])
     about = (
-        f"{size / 1e9:.1f} GB of bfloat16 in 3 shards, medians of {arguments.repeats}, cold cache, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}; whole processes, imports included. Peak memory of a prune: {peak / 1e9:.2f} GB."
+        f"{size / 1e9:.2f} GB of bfloat16 in 3 shards; medians of {count_of(arguments.repeats, 'round')} (ranges), in "
+        f"alternating order; {treatment}, and libraries stay in it. {processor()}; torch {torch.__version__}; load average {loads[0]:.1f} "
+        f"before, {loads[1]:.1f} after. Whole processes, imports included: the stage prune itself takes "
+        f"{_spread(bench.stages, 1)} s. Peak memory of a prune: {bench.peak / 1e9:.2f} GB."
     )
-    table = "\n".join(lines)
-    print(f"{about}\n\n{table}")
+    print(f"\n{about}\n\n{bench.table(size)}")
     if arguments.write:
-        text = f"# A prune beside a copy\n\n`python scripts/bench_prune.py`: {about}\n\n{table}\n"
+        command = f"python scripts/bench_prune.py --gigabytes {arguments.gigabytes:g} --repeats {arguments.repeats}"
+        text = f"# A prune beside a copy\n\n`{command} --cache {arguments.cache} --write`: {about}\n\n{bench.table(size)}\n"
         (Path(__file__).parent / "results" / "bench_prune.md").write_text(text, encoding="utf-8")
+
+
+def _prune_command(source: Path, output: Path, targets: str) -> list[object]:
+    command = [sys.executable, "-m", "emp_llm", "prune", "--model", source, "--output", output]
+    return [*command, "--method", "emp-magnitude", "--targets", targets]
+
+
+def _spread(values: list[float], digits: int) -> str:
+    """ "1.05 (0.98–1.12)": the median and the range."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 if __name__ == "__main__":
