@@ -171,9 +171,8 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
     for name, passed in times.items():
         seconds, work, system = (statistics.median(column) for column in zip(*passed, strict=True))
         dense = weights(source) / 1e9
-        rows.append(
-            f"| {name} | {seconds:.2f} | {dense / seconds:.2f} | {work:.2f} | {f'{dense / work:.1f}' if work >= 0.01 else ''} | {system:.2f} |"
-        )
+        rate = f"{dense / work:.1f}" if work >= 0.01 else ""
+        rows.append(f"| {name} | {seconds:.2f} | {dense / seconds:.2f} | {work:.2f} | {rate} | {system:.2f} |")
     return rows
 
 

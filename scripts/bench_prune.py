@@ -116,9 +116,9 @@ def main(line: list[str] | None = None) -> None:
         loads.append(os.getloadavg()[0])
     about = (
         f"{size / 1e9:.2f} GB of bfloat16 in 3 shards; medians of {count_of(arguments.repeats, 'round')} (ranges), in "
-        f"alternating order; {treatment}, and libraries stay in it. {processor()}; torch {torch.__version__}; load average {loads[0]:.1f} "
-        f"before, {loads[1]:.1f} after. Whole processes, imports included: the stage prune itself takes "
-        f"{_spread(bench.stages, 1)} s. Peak memory of a prune: {bench.peak / 1e9:.2f} GB."
+        f"alternating order; {treatment}, and libraries stay in it. {processor()}; torch {torch.__version__}; "
+        f"load average {loads[0]:.1f} before, {loads[1]:.1f} after. Whole processes, imports included: the stage prune itself "
+        f"takes {_spread(bench.stages, 1)} s. Peak memory of a prune: {bench.peak / 1e9:.2f} GB."
     )
     print(f"\n{about}\n\n{bench.table(size)}")
     if arguments.write:

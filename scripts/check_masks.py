@@ -1,49 +1,87 @@
-"""The kernel against a float64 oracle, weight by weight: numpy's stable sort of float64 scores, counts from float64 sums.
+"""The masks of EMP against a float64 oracle, weight by weight: a stable sort in numpy, with counts from float64 sums.
 
     python scripts/check_masks.py [--weights 100000000] [--write]
 
-Each dtype and criterion gets that many weights, in rows of odd lengths: Gaussian, heavy-tailed, few values (ties are the rule),
-mostly zeros, uniform, and subnormal next to huge. Prints how many weights differ; exit code 1 if any does.
+All ways to prune rows on a CPU are checked: the compiled kernel, numpy alone (small models, or no numba) and plain torch (all
+other dtypes). Each dtype and criterion gets that many weights, in rows of odd lengths: Gaussian, heavy-tailed, few values (ties
+are the rule), mostly zeros, uniform, and subnormal next to huge. Prints the number of weights that differ; the exit code is 1
+if there are any.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from emp_llm.selection.budgets import EffectiveBudget
-from emp_llm.selection.row_pruning import has_kernel, prune_rows
+from emp_llm.selection.kernels.numpy_rows import prune_words_by_numpy
+from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
 
 WIDTHS = (4096, 11008, 1000, 333, 64)
 KINDS = ("gaussian", "heavy", "ties", "sparse", "uniform", "extreme")
+# dtype -> (its name in safetensors, the unsigned and the signed integer dtype of its bits)
+DTYPES = {
+    torch.bfloat16: ("BF16", torch.uint16, torch.int16),
+    torch.float16: ("F16", torch.uint16, torch.int16),
+    torch.float32: ("F32", torch.uint32, torch.int32),
+    torch.float64: ("F64", torch.uint64, torch.int64),
+}
+BUDGET = EffectiveBudget()
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Check, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=int, default=100_000_000)
-    parser.add_argument("--write", action="store_true", help="put the table in scripts/results/check_masks.md")
-    arguments = parser.parse_args()
-    lines = ["| weights | criterion | checked | rows | different |", "|---|---|---:|---:|---:|"]
+    parser.add_argument("--weights", type=int, default=100_000_000, help="for each dtype and criterion; default: 10^8")
+    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/check_masks.md")
+    arguments = parser.parse_args(line)
+    lines = ["| weights | criterion | checked | rows | ways | different |", "|---|---|---:|---:|---|---:|"]
     wrong = 0
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in DTYPES:
         for criterion in ("magnitude", "wanda"):
-            checked, rows, different = _check(dtype, criterion, arguments.weights)
+            ways = ways_to_prune(dtype, criterion)
+            checked, rows, different = _check(dtype, criterion, ways, arguments.weights)
             wrong += different
-            lines.append(f"| {str(dtype).removeprefix('torch.')} | {criterion} | {checked:,} | {rows:,} | {different} |")
+            name = str(dtype).removeprefix("torch.")
+            lines.append(f"| {name} | {criterion} | {checked:,} | {rows:,} | {', '.join(ways)} | {different} |")
             print(lines[-1], flush=True)
     if arguments.write:
-        head = f"# The kernel against a float64 oracle\n\n`python scripts/check_masks.py --weights {arguments.weights}`: EMP, "
+        head = (
+            f"# Masks against a float64 oracle\n\n`python scripts/check_masks.py --weights {arguments.weights} --write`: EMP, "
+        )
         head += f"{', '.join(KINDS)} rows of {', '.join(map(str, WIDTHS))} weights, torch {torch.__version__}.\n\n"
         path = Path(__file__).parent / "results" / "check_masks.md"
         path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     sys.exit(wrong > 0)
 
 
-def _check(dtype: torch.dtype, criterion: str, weights: int) -> tuple[int, int, int]:
+def ways_to_prune(dtype: torch.dtype, criterion: str) -> dict[str, Callable[[Tensor, Tensor], object]]:
+    """The implementations that take a dtype, by name; each prunes weights in place, given the norms."""
+    name, unsigned, _ = DTYPES[dtype]
+    ways: dict[str, Callable[[Tensor, Tensor], object]] = {}
+    if has_kernel(torch.ones(1, 1, dtype=dtype), criterion, BUDGET):
+        ways["compiled"] = lambda weight, norms: prune_rows(weight, criterion, norms, BUDGET)
+    if name != "F64":
+
+        def by_numpy(weight: Tensor, norms: Tensor) -> None:
+            factors = norms.numpy() if criterion == "wanda" else None
+            prune_words_by_numpy(weight.view(unsigned).numpy(), name, factors, BUDGET.keep_rule(weight.shape))
+
+        ways["numpy"] = by_numpy
+    ways["torch"] = lambda weight, norms: prune_rows_plainly(weight, criterion, norms, BUDGET)
+    return ways
+
+
+def _check(
+    dtype: torch.dtype, criterion: str, ways: dict[str, Callable[[Tensor, Tensor], object]], weights: int
+) -> tuple[int, int, int]:
+    """The number of checked weights, that of rows, and that of wrong weights by all ways."""
     generator = torch.Generator().manual_seed(0)
     checked = rows = different = turn = 0
     while checked < weights:
@@ -51,17 +89,15 @@ def _check(dtype: torch.dtype, criterion: str, weights: int) -> tuple[int, int, 
         turn += 1
         weight = _weights(kind, ((1 << 21) // width, width), generator).to(dtype)
         norms = torch.rand(width, generator=generator) * 10
-        if not has_kernel(weight, criterion, EffectiveBudget()):
-            raise SystemExit("numba is not installed: pip install numba")
-        scores = weight.float().abs().numpy()
+        scores = (weight if dtype == torch.float64 else weight.float()).abs()
         if criterion == "wanda":
-            scores = scores * norms.numpy()
-        expected = _oracle(scores.astype(np.float64))
-        pruned = weight.clone()
-        prune_rows(pruned, criterion, norms, EffectiveBudget())
-        wanted = torch.where(torch.from_numpy(expected), weight, 0)
-        bits = torch.int32 if dtype == torch.float32 else torch.int16
-        different += int((pruned.view(bits) != wanted.view(bits)).sum())
+            scores = scores * norms
+        wanted = torch.where(torch.from_numpy(_oracle(scores.double().numpy())), weight, 0)
+        for prune in ways.values():
+            pruned = weight.clone()
+            prune(pruned, norms)
+            bits = DTYPES[dtype][2]
+            different += int((pruned.view(bits) != wanted.view(bits)).sum())
         checked += weight.numel()
         rows += weight.shape[0]
     return checked, rows, different
@@ -82,7 +118,8 @@ def _weights(kind: str, shape: tuple[int, int], generator: torch.Generator) -> T
     return values
 
 
-def _oracle(scores: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
+def _oracle(scores: NDArray[Any]) -> NDArray[np.bool_]:
+    """The mask of Algorithm 1, for float64 scores."""
     total, squares = scores.sum(1), np.square(scores).sum(1)
     with np.errstate(invalid="ignore"):
         counts = np.clip(np.floor(total * total / squares * (1 + 2.0**-44)), 1, scores.shape[1])
