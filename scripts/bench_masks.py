@@ -1,14 +1,15 @@
-"""Masks against a plain copy and against sorting: GB/s of weights, and ratios, in one run.
+"""Time of pruning a matrix relative to a plain copy and to sorting.
 
-    python scripts/bench_masks.py [--threads 2] [--repeats 7] [--write]
+    python scripts/bench_masks.py [--threads 2] [--repeats 7] [--rows N] [--write]
     python scripts/bench_masks.py --device cuda [--repeats 30] [--write]
 
-bfloat16 matrices of a 7 B model's MLP. The sort is pruning as Wanda's paper describes it: scores, a stable sort of every row,
-and zeros scattered to the places of the smallest; EMP's as the paper does it, with the counts of Algorithm 1. All three
-work on the same weights in turn; medians. `--write` puts the table in scripts/results: bench_masks.md or bench_masks_cuda.md.
+bfloat16 matrices of a 7B model's MLP. "sort" is pruning as described in Wanda's paper: scores, a stable sort of every row, and
+zeros scattered to the places of the smallest; for EMP, with the counts of Algorithm 1. All runs use the same weights in turn;
+medians. On the CPU, "numpy" is the pruning of machines without numba, and "torch" the reference for other dtypes; all must give
+the same bits. `--write` writes the table to scripts/results: bench_masks.md or bench_masks_cuda.md.
 
-On a GPU whole matrices are pruned, to another tensor and in place, and the copy is one within its memory. The GPU's own clock
-is read, with work queued ahead so that it never waits for Python; `call` is what a caller waits for prune_rows.
+On a GPU whole matrices are pruned, to another tensor and in place, and the copy is one within its memory. Times are read from
+the GPU's clock, with work queued ahead so that it never waits for Python; "call" is the caller's wait for prune_rows.
 """
 
 import argparse
@@ -19,10 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_helpers import processor_name, wall_time
+from bench_helpers import wall_time
+from machine import processor
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
+from emp_llm.selection.kernels.numpy_rows import prune_words_by_numpy
 from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
 
 SHAPES = ((11008, 4096), (4096, 11008))
@@ -33,28 +36,29 @@ RUNS: tuple[tuple[str, str, Budget], ...] = (
     ("wanda 50 %", "wanda", RatioBudget(0.5)),
     ("magnitude 2:4", "magnitude", PatternBudget(2, 4)),
 )
-BLOCK = 1 << 21  # weights, as a checkpoint is pruned
+BLOCK = 1 << 21  # weights at a time, as in `emp-llm prune`
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Measure, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--repeats", type=int, help="default: 7, on a GPU 30")
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--rows", type=int, help="on the CPU: only the first rows of each matrix; default: all")
+    parser.add_argument("--repeats", type=int, help="times that each run is measured; default: 7, on a GPU 30")
+    parser.add_argument("--write", action="store_true", help="write the table to scripts/results")
+    arguments = parser.parse_args(line)
     torch.set_num_threads(arguments.threads)
     if arguments.device == "cuda":
         _on_gpu(arguments.repeats or 30, arguments.write)
         return
     repeats = arguments.repeats or 7
     lines = [
-        "| matrix | method | copy | kernel | GB/s | kernel / copy | torch, no kernel | sort | sort / kernel |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| matrix | method | copy | kernel | GB/s | kernel / copy | numpy | torch | sort | sort / kernel |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
-        weight, norms = random_matrix(shape)
+        weight, norms = random_matrix((min(shape[0], arguments.rows or shape[0]), shape[1]))
         for name, criterion, budget in RUNS:
             lines.append(_row(weight, norms, name, criterion, budget, repeats))
             print(lines[-1], flush=True)
@@ -73,37 +77,53 @@ def random_matrix(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def _row(weight: Tensor, norms: Tensor, name: str, criterion: str, budget: Budget, repeats: int) -> str:
     times = cpu_times(weight, norms if criterion == "wanda" else None, criterion, budget, repeats)
-    copy, fast, plainly, sort = (times[step] for step in ("copy", "kernel", "plain", "sort"))
+    copy, fast, numpy, plainly, sort = (times[step] for step in ("copy", "kernel", "numpy", "plain", "sort"))
     size = weight.nbytes / 1e9
     return (
         f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {1e3 * copy:.1f} ms | {1e3 * fast:.1f} ms | {size / fast:.2f} "
-        f"| {fast / copy:.1f} | {1e3 * plainly:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
+        f"| {fast / copy:.1f} | {1e3 * numpy:.0f} ms | {1e3 * plainly:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
     )
 
 
 def cpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budget, repeats: int) -> dict[str, float]:
-    """Median seconds of a copy, of the kernel, of plain torch, and of sorting; the last two are measured once."""
+    """Median seconds of a copy, of the kernel, of numpy, of plain torch, and of sorting; the last three are measured once.
+
+    Raises:
+        SystemExit: there is no kernel, or kernel, numpy and torch give different bits.
+    """
     room = torch.empty_like(weight)
     work, step = weight.clone(), max(1, BLOCK // weight.shape[1])
     if not has_kernel(work, criterion, budget):
-        raise SystemExit("numba is not installed: pip install numba")
+        raise SystemExit("the compiled kernel does not load; is numba installed?")
 
     def kernel() -> None:
         for first in range(0, len(work), step):
             prune_rows(work[first : first + step], criterion, norms, budget)
+
+    def by_numpy() -> None:
+        factors = None if norms is None else norms.numpy()
+        for first in range(0, len(work), step):
+            block = work[first : first + step]
+            prune_words_by_numpy(block.view(torch.uint16).numpy(), "BF16", factors, budget.keep_rule(block.shape))
 
     def plain() -> None:
         for first in range(0, len(work), step):
             prune_rows_plainly(work[first : first + step], criterion, norms, budget)
 
     steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
-    slow: dict[str, Callable[[], object]] = {"plain": plain, "sort": lambda: _sorted(work, norms, budget)}
+    slow: dict[str, Callable[[], object]] = {"numpy": by_numpy, "plain": plain}
+    slow["sort"] = lambda: _sorted(work, norms, budget)
     times: dict[str, list[float]] = {step: [] for step in (*steps, *slow)}
-    kernel()  # compiled, and the pages of all tensors at hand
+    results: list[Tensor] = []
+    kernel()  # compiles, and touches the pages of all tensors
     for repeat in range(repeats):
         for name, run in (steps if repeat else steps | slow).items():
             work.copy_(weight)
             times[name].append(wall_time(run))
+            if not repeat and name in ("kernel", "numpy", "plain"):
+                results.append(work.view(torch.int16).clone())
+    if not all(torch.equal(results[0], result) for result in results):
+        raise SystemExit(f"{criterion}, {budget}: kernel, numpy and torch give different bits")
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -216,9 +236,9 @@ def _gpu_time(run: Callable[[], object]) -> float:
 def _write(table: str, threads: int, repeats: int) -> None:
     about = (
         "# Masks at memory speed\n\n"
-        f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: {processor_name()}, "
-        f"{os.cpu_count()} cores, torch {torch.__version__}, {threads} threads. bfloat16 weights, in place; medians of one "
-        "run, in turn (the slow ones once).\n\n"
+        f"`python scripts/bench_masks.py --threads {threads} --repeats {repeats} --write`: {processor()}; torch "
+        f"{torch.__version__}, {threads} threads. bfloat16 weights, in place; medians of one run, in turn (numpy, torch and "
+        "sort once).\n\n"
     )
     (Path(__file__).parent / "results" / "bench_masks.md").write_text(about + table + "\n", encoding="utf-8")
 

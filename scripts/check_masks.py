@@ -33,6 +33,7 @@ DTYPES = {
     torch.float64: ("F64", torch.uint64, torch.int64),
 }
 BUDGET = EffectiveBudget()
+BLOCK = 1 << 19  # weights that are checked at a time; 30 blocks cover all kinds and widths
 
 
 def main(line: list[str] | None = None) -> None:
@@ -87,7 +88,7 @@ def _check(
     while checked < weights:
         width, kind = WIDTHS[turn % len(WIDTHS)], KINDS[turn % len(KINDS)]
         turn += 1
-        weight = _weights(kind, ((1 << 21) // width, width), generator).to(dtype)
+        weight = _weights(kind, (BLOCK // width, width), generator).to(dtype)
         norms = torch.rand(width, generator=generator) * 10
         scores = (weight if dtype == torch.float64 else weight.float()).abs()
         if criterion == "wanda":
