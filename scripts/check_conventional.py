@@ -1,12 +1,13 @@
-"""Conventional names against the model's class, for every causal language model of the installed transformers.
+"""The structure read off conventional names, compared with the model's class: all causal language models of transformers.
 
-    python scripts/check_conventional.py
+    python scripts/check_conventional.py [MODEL_TYPE ...]
 
-Each class is built on the meta device with two blocks and its default sizes. Where the names and shapes of its weights are
-conventional, the structure read off them must be that of the class: the same layers in the same order, of the same kinds. The
-exit code is 1 if one differs.
+emp-llm reads the structure of most models off the names and shapes of their weights, without importing their classes. Here each
+class is built on the meta device with two blocks and its default sizes. If its names are conventional, both ways must give
+the same layers in the same order, of the same kinds. The exit code is 1 if a model differs.
 """
 
+import argparse
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from emp_llm.architecture.structure import structure_of_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.safetensors_header import StoredTensor
 from emp_llm.common.errors import UserError
+from emp_llm.common.wording import count_of
 
 
 class NamedCheckpoint(Checkpoint):
@@ -40,11 +42,14 @@ class NamedCheckpoint(Checkpoint):
         return self._config
 
 
-def main() -> None:
-    """Compare, and print the models that take the short road."""
+def main(line: list[str] | None = None) -> None:
+    """Compare, and print the models with conventional names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="MODEL_TYPE", help="default: all")
+    types = parser.parse_args(line).types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     transformers.logging.set_verbosity_error()
-    short, differ, unbuilt = [], [], []
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    conventional, differ, unbuilt = [], [], []
+    for kind in types:
         try:
             config = transformers.AutoConfig.for_model(kind)
             config.num_hidden_layers = 2
@@ -57,7 +62,7 @@ def main() -> None:
         found = conventional_structure(checkpoint)
         if found is None:
             continue
-        short.append(kind)
+        conventional.append(kind)
         try:
             exact = structure_of_model(model, checkpoint)
         except UserError as error:
@@ -65,8 +70,8 @@ def main() -> None:
             continue
         if found.layers != exact.layers or found.block_shapes != exact.block_shapes:
             differ.append(kind)
-    print(f"transformers {transformers.__version__}: {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} model types")
-    print(f"conventional ({len(short)}): {', '.join(short)}")
+    print(f"transformers {transformers.__version__}: {count_of(len(types), 'model type')}")
+    print(f"conventional ({len(conventional)}): {', '.join(conventional)}")
     print(f"not built ({len(unbuilt)}): {', '.join(unbuilt)}")
     print(f"different ({len(differ)}): {', '.join(differ) or 'none'}")
     sys.exit(1 if differ else 0)

@@ -1,9 +1,10 @@
-"""Pruned checkpoints against digests of their bytes, recorded with version 0.1.0: every method, group and budget.
+"""The bytes of pruned checkpoints, compared with digests recorded with version 0.1.0: every method, group and budget.
 
-    python scripts/check_golden.py [--write]
+    python scripts/check_golden.py [--models NAME ...] [--write]
 
-The norms come from a formula and not from a forward pass, so the bits depend on no library and no processor. The models are the
-demo model and, if the folder `shared` lies beside the checkout, its two. The exit code is 1 if a digest differs.
+The norms come from a formula and not from a forward pass, so the bytes depend on no library and no processor. The models are
+the demo model and, if the folder `shared` lies beside the checkout, stories260K and wiki-llama-5m. The exit code is 1 if a
+digest differs.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from emp_llm.common.wording import count_of
 from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ METHODS = ("emp-wanda", "emp-magnitude", "wanda", "magnitude")
 
 
 def models() -> dict[str, Path]:
-    """The models that are at hand, by the name they have in the digests."""
+    """The models that exist here, by their names in the digests."""
     shared = ROOT.parent / "shared" / "models"
     found = {"demo": ROOT / "scripts" / "demo" / "model", "stories260K": shared / "stories260K"}
     found["wiki-llama-5m"] = shared / "wiki-llama-5m"
@@ -54,7 +56,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def digest_of(model: Path, options: dict[str, Any], folder: Path) -> str:
-    """Prune into `folder`, and return 16 hexadecimal digits of SHA-256 over the shards; norms are made up."""
+    """Prune into `folder`; returns 16 hexadecimal digits of SHA-256 over the shards. The norms are synthetic."""
     norms = folder.parent / "norms.safetensors"
     if not norms.exists():
         save_norms(model, norms)
@@ -69,7 +71,7 @@ def digest_of(model: Path, options: dict[str, Any], folder: Path) -> str:
 
 
 def save_norms(model: Path, path: Path) -> None:
-    """An activations file of numbers from a formula, some inputs dominant."""
+    """Write an activations file with numbers from a formula; some inputs dominate."""
     norms = {}
     for shard in sorted(model.glob("*.safetensors")):
         with safe_open(shard, "pt") as file:
@@ -84,21 +86,22 @@ def save_norms(model: Path, path: Path) -> None:
     save_file(norms, path, {"emp_llm": json.dumps(metadata | {"tokens": {}})})
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Compare all cases of all models, or write their digests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the digests in tests/data/golden.json")
-    arguments = parser.parse_args()
+    parser.add_argument("--models", nargs="+", choices=tuple(models()), default=[*models()], help="default: all")
+    parser.add_argument("--write", action="store_true", help="write the digests to tests/data/golden.json")
+    arguments = parser.parse_args(line)
     recorded = json.loads(DIGESTS.read_text()) if DIGESTS.is_file() else {}
     found: dict[str, str] = {}
-    for name, model in models().items():
+    for name, model in ((name, models()[name]) for name in arguments.models):
         with tempfile.TemporaryDirectory() as folder:
             for case, options in cases():
                 found[f"{name} {case}"] = digest_of(model, options, Path(folder) / case)
     if arguments.write:
         DIGESTS.write_text(json.dumps(recorded | found, indent=1) + "\n")
     different = [name for name, digest in found.items() if recorded.get(name) != digest]
-    print(f"{len(found)} checkpoints, {len(different)} different from the recorded ones", *different, sep="\n")
+    print(f"{count_of(len(found), 'checkpoint')}, {len(different)} different from the recorded digests", *different, sep="\n")
     sys.exit(1 if different and not arguments.write else 0)
 
 

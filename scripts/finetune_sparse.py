@@ -1,10 +1,10 @@
-"""Fine-tune a pruned model with `transformers.Trainer`, with and without `emp_llm.SparsityCallback`, which keeps it pruned.
+"""Fine-tuning of a pruned model by `transformers.Trainer`, with and without `SparsityCallback`, which keeps it sparse.
 
     python scripts/finetune_sparse.py [--model DIR] [--text FILE] [--beta 0.6] [--steps 40] [--output DIR]
 
 The script prunes the model (emp-magnitude, beta times N_eff weights kept) and trains it on the text twice, with and without
 the callback. It prints the loss on the last tenth of the text, which is held out, and the number of removed weights that are
-not zero any more. --output writes the model that was trained with the callback, in the dtype of the pruned model, with its
+no longer zero. --output writes the model that was trained with the callback, in the dtype of the pruned model, with its
 tokenizer. By default model and text are the demo's, and no network is needed.
 
 With LoRA, train as usual and call `reapply_mask(model.merge_and_unload(), "pruned")` at the end.
@@ -41,11 +41,13 @@ _LENGTH = 128  # tokens of an example
 def main(line: list[str] | None = None) -> None:
     """Prune, train twice, print the table, and write the model if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "scripts" / "demo" / "model")
-    parser.add_argument("--text", type=Path, default=ROOT / "calibration" / "demo.txt")
-    parser.add_argument("--beta", type=float, default=0.6)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--output", type=Path, help="folder for the tuned model; default: it is not written")
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "scripts" / "demo" / "model", help="folder; default: the demo model"
+    )
+    parser.add_argument("--text", type=Path, default=ROOT / "calibration" / "demo.txt", help="file; default: the demo's text")
+    parser.add_argument("--beta", type=float, default=0.6, help="multiple of N_eff to keep; default: 0.6")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps; default: 40")
+    parser.add_argument("--output", type=Path, help="write the tuned model to this folder")
     arguments = parser.parse_args(line)
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,9 +2,10 @@
 
     python scripts/fuzz_checkpoint.py [--executions 1000000] [--minutes 30] [--seed 0] [--folder DIR] [--write]
 
-Each execution damages a sound safetensors file, index or config (bytes, JSON values, lengths, structure) and reads it. The
-right answers are a UserError of one sentence, or tensors that tile the file exactly and that the safetensors library reads
-alike. Anything else is a crash, and more than 5 seconds are a hang. The peak of Python's allocations in one execution is kept.
+Each execution damages a valid safetensors file, index or config (bytes, JSON values, lengths, structure) and reads it. Two
+outcomes are right: a UserError on one line, or tensors that tile the file exactly and have the names that the safetensors
+library reads. Anything else is a crash, and more than 5 seconds are a hang. The table shows the peak of Python's allocations in
+one execution. The exit code is 1 after a crash or a hang.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import random
 import signal
 import string
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -43,7 +45,7 @@ class Hang(BaseException):
 
 
 def sound_header(rng: random.Random) -> dict[str, Any]:
-    """The header of a sound file of one to five small tensors."""
+    """The header of a valid file with one to five small tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if rng.random() < 0.7 else {}
     position = 0
     for i in range(rng.randint(1, 5)):
@@ -58,7 +60,7 @@ def sound_header(rng: random.Random) -> dict[str, Any]:
 
 
 def damaged_value(value: Any, rng: random.Random) -> Any:
-    """A JSON value with one part replaced, removed, added or moved."""
+    """A JSON value with one part replaced, removed, added or renamed."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         changed = dict(value)
         key = rng.choice(list(changed))
@@ -163,7 +165,7 @@ def fuzz_folder(folder: Path, rng: random.Random) -> None:
 
 
 def outcome_of(fuzz: Callable[[Path, random.Random], None], folder: Path, rng: random.Random) -> str:
-    """ "accepted", "refused", "hang", or the words of the crash."""
+    """ "accepted", "refused", "hang", or the message of the crash."""
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     try:
         fuzz(folder, rng)
@@ -179,15 +181,15 @@ def outcome_of(fuzz: Callable[[Path, random.Random], None], folder: Path, rng: r
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Run, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--executions", type=int, default=1_000_000)
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--executions", type=int, default=1_000_000, help="default: 1,000,000")
+    parser.add_argument("--minutes", type=float, default=30, help="time limit; default: 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="working folder; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="put the table in scripts/results/fuzz_checkpoint.md")
-    arguments = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="write the table to scripts/results/fuzz_checkpoint.md")
+    arguments = parser.parse_args(line)
 
     def on_alarm(*_: object) -> None:
         raise Hang
@@ -225,8 +227,9 @@ def main() -> None:
     about = f"seed {arguments.seed}, {(time.monotonic() - start) / 60:.0f} minutes on one core"
     print(f"{about}\n\n{table}\n", *bad, sep="\n")
     if arguments.write:
-        text = f"# Damaged and hostile model folders\n\n`python scripts/fuzz_checkpoint.py`, {about}:\n\n{table}\n"
+        text = f"# Damaged and hostile model folders\n\n`python scripts/fuzz_checkpoint.py --write`: {about}.\n\n{table}\n"
         (Path(__file__).parent / "results" / "fuzz_checkpoint.md").write_text(text, encoding="utf-8")
+    sys.exit(1 if bad else 0)
 
 
 if __name__ == "__main__":

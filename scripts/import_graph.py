@@ -1,11 +1,12 @@
-"""The rooms of emp_llm, lowest first, with the rooms that each imports.
+"""The rooms of emp_llm, lowest first, each with the rooms that it imports.
 
     python scripts/import_graph.py
 
-A room may import only rooms above it in this list, which is the order in docs/design.md. An import that breaks the rule is
-marked, and the exit code is 1. `tests/test_architecture.py` holds the package to the same rule.
+A room may import only rooms above it in this list, the order of docs/design.md. An import that breaks the rule is marked, and
+the exit code is 1. `tests/test_architecture.py` enforces the same rule.
 """
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator
@@ -41,8 +42,9 @@ ROOMS = (
 COMMANDS = "commands"  # the files beside the rooms
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Print the graph."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(line)
     graph, wrong = import_graph(), 0
     for number, room in enumerate((*ROOMS, COMMANDS)):
         imported = sorted(graph.get(room, {}), key=order_of)

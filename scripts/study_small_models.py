@@ -1,11 +1,11 @@
-"""All methods on real small models: sparsity and perplexity, each EMP run with its criterion at the same sparsity.
+"""All methods on real small models: sparsity and perplexity, each EMP run beside its criterion at the same sparsity.
 
     python scripts/study_small_models.py --shared DIR [--samples N] [--limit N] > scripts/results/small_models.md
 
-DIR holds `models/stories260K`, `models/wiki-llama-5m`, `text/tinystories_{train,valid}.txt` and `datasets/` laid out by Hub
-id. Every model is calibrated on the train split and evaluated on the test split of the same text, with the paper's settings
-(128 x 512 calibration tokens; blocks of 2048, or of the model's context); wiki-llama-5m also in blocks of 512, its training
-length. --samples and --limit are for a quick trial: fewer calibration samples, and fewer blocks of the test text.
+A quick trial: --samples 4 --limit 2. DIR holds `models/stories260K`, `models/wiki-llama-5m`, `text/tinystories_train.txt`,
+`text/tinystories_valid.txt`, and `datasets/` laid out by Hub id. Every model is calibrated on the train split and evaluated on
+the test split of the same text, with the paper's settings (128 x 512 calibration tokens; blocks of 2048 tokens, or of the
+model's context); wiki-llama-5m also in blocks of 512, its training length.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from emp_llm.records.run_report import RunReport
 METHODS: tuple[Method, ...] = ("emp-wanda", "wanda", "emp-magnitude", "magnitude")
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Print the tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, required=True)
-    parser.add_argument("--samples", type=int)
-    parser.add_argument("--limit", type=int)
-    arguments = parser.parse_args()
+    parser.add_argument("--shared", type=Path, required=True, help="folder with models, texts and data sets")
+    parser.add_argument("--samples", type=int, help="calibration samples; default: those of the recipe (128)")
+    parser.add_argument("--limit", type=int, help="blocks of the test text; default: all")
+    arguments = parser.parse_args(line)
     shared: Path = arguments.shared.resolve()
     logging.disable(logging.WARNING)
     os.chdir(shared / "datasets")  # load_dataset finds the data sets here by their Hub ids
@@ -46,9 +46,9 @@ def main() -> None:
     print("`python scripts/study_small_models.py --shared DIR > scripts/results/small_models.md`\n")
     print(", ".join(f"{name} {version}" for name, version in versions().items()) + "; CPU, the models' own dtypes.")
     print(
-        "Sparsity is that of the MLP linear layers. `wanda = emp-wanda` is Wanda with uniform rows and as many weights removed"
+        "Sparsity is that of the MLP linear layers. `wanda = emp-wanda` is Wanda at the sparsity of emp-wanda (`--match`): as"
     )
-    print("in total as by emp-wanda (`--match`).\n")
+    print("many weights removed in total, the same share of each row.\n")
     with tempfile.TemporaryDirectory() as scratch:
         stories = _stories_suite(shared, Path(scratch))
         for model, texts in (
@@ -58,8 +58,8 @@ def main() -> None:
             for text, names in texts.items():
                 corpus = "wikitext2" if text == "WikiText-2" else str(shared / "text" / "tinystories_train.txt")
                 suites = [find_suite(name).limited(arguments.limit) for name in names]
-                for line in _study(shared / "models" / model, text, corpus, suites, Path(scratch), arguments.samples):
-                    print(line, flush=True)
+                for row in _study(shared / "models" / model, text, corpus, suites, Path(scratch), arguments.samples):
+                    print(row, flush=True)
 
 
 def _study(model: Path, text: str, corpus: str, suites: list[Suite], scratch: Path, samples: int | None) -> Iterator[str]:

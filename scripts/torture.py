@@ -1,21 +1,24 @@
-"""Kills and faults at all moments of small runs. Each run is then repeated, and must end with the bytes of an undisturbed run.
+"""Kills and faults at random moments of small runs. Each disturbed run is repeated, and must end with the bytes of an
+undisturbed run.
 
-    python scripts/torture.py [--kills 200] [--every 1] [--folder DIR] [--write]
+    python scripts/torture.py [--kills 200] [--every 1] [--only CASE] [--kinds KIND] [--folder DIR] [--write]
 
-Runs are started in forks of this process, to save the time of their imports. For each of some prunes and calibrations:
+A quick run: --kills 24 --every 12. Runs are forks of this process, which saves the time of their imports. For each of some
+prunes and calibrations:
 
 - SIGKILL, SIGTERM and SIGINT are sent after a random time, and SIGKILL at random calls of write, sync and rename functions;
-- every such call, and every positioned read, fails once with EIO and once with ENOSPC;
+- every such call, and every read, fails once with EIO and once with ENOSPC;
 - the disk is too small, in several sizes, until the second run (a tmpfs of limited size; for root only).
 
-Afterwards, the output must be missing, unchanged or complete, and a fault must be reported as a UserError. Then the same
-command runs undisturbed, and its files are compared byte by byte with those of an undisturbed run, except for the times of the
-stages in the report.
+Afterwards the output must be missing, unchanged or complete, and a fault must be reported as a UserError. Then the same command
+runs undisturbed, and its files are compared byte by byte with those of an undisturbed run, except for the times of the stages
+in the report.
 """
 
 import argparse
 import contextlib
 import errno
+import gc
 import json
 import os
 import random
@@ -34,6 +37,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from machine import processor
+
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
 from emp_llm.common.errors import UserError
@@ -47,6 +52,7 @@ Bytes = dict[str, bytes]
 _WRITES = [(os, name) for name in ("pwrite", "fsync", "replace", "mkdir", "ftruncate")]
 _WRITES += [(shutil, "copyfile"), (Path, "write_bytes")]  # type: ignore[list-item]
 _READS = [(os, name) for name in ("preadv", "pread")]
+_READS += [(Path, "open")]  # type: ignore[list-item]
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
 
 
 def make_runs_fine_grained() -> None:
-    """Give small runs many moments: small blocks of rows, a slow disk, and a journal entry every few milliseconds."""
+    """Give small runs many moments: small blocks of rows, a slow disk, and finished work noted every few milliseconds."""
     write = os.pwrite
 
     def slow(*arguments: Any) -> int:
@@ -198,10 +204,14 @@ def disturb_and_rerun(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     problem = disturb(folder) or check_output(folder, None, complete)
-    resumed = any(
-        (folder / place / "manifest.json").is_file() for place in (".out.partial", ".out.calibration", ".out.progress")
-    )
+    resumed = has_work(folder)
     return problem or check_rerun(case, folder, complete), resumed
+
+
+def has_work(folder: Path) -> bool:
+    """Whether a disturbed run left finished work."""
+    places = (".out.partial", ".out.calibration", ".out.progress")
+    return any((folder / place / "manifest.json").is_file() for place in places)
 
 
 def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: int) -> Callable[[Path], str | None]:
@@ -268,10 +278,11 @@ def run_on_small_disk(case: Case, folder: Path, complete: Bytes, share: float) -
         problem = check_output(folder, None, complete)
         if (ending == 2 and "disk is full" not in messages and "no space left" not in messages) or ending not in (0, 2):
             problem = f"exit code {ending}: {messages[-300:]}"
-        resumed = any((folder / place / "manifest.json").is_file() for place in (".out.partial", ".out.progress"))
+        resumed = has_work(folder)
         subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
         return problem or check_rerun(case, folder, complete), resumed
     finally:
+        gc.collect()  # tensors that map a file of the run keep the file system busy
         subprocess.run(["umount", str(folder)], check=True)
 
 
@@ -295,15 +306,61 @@ def undisturbed(case: Case, folder: Path) -> tuple[Bytes, int, int, float]:
 def sharded_demo(folder: Path) -> Path:
     """Two blocks of the bundled model, in several shards as in large models."""
     import transformers
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # four of six blocks are left out, which it reports
+    logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="auto", num_hidden_layers=2)
     model.save_pretrained(folder, max_shard_size="1MB")
     transformers.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
     return folder
 
 
-def main() -> None:
-    """Torture, print the table, and write it if asked."""
+def disturbances(
+    case: Case, arguments: argparse.Namespace, rng: random.Random, writes: int, calls: int, seconds: float
+) -> Iterator[tuple[str, Sequence[Callable[[Path], str | None] | float]]]:
+    """(kind, disturbances) of a case; a number is the share of the output for which the disk has room."""
+    for name, number, code, share in (("SIGKILL", 9, -9, 1), ("SIGTERM", 15, 143, 4), ("SIGINT", 2, 130, 4)):
+        yield (
+            f"{name}, at random times",
+            [
+                killed_after(case, i % 4 > 0, rng.uniform(0, seconds * (0.4 if i % 4 else 1)), number, code)
+                for i in range(arguments.kills // share)
+            ],
+        )
+    picked = [rng.randint(1, writes) for _ in range(arguments.kills // 4)]
+    yield f"SIGKILL, at random calls of {writes}", [killed_at(case, call) for call in picked]
+    for first, code in enumerate((errno.EIO, errno.ENOSPC)):
+        every = range(1 + first, calls + 1, arguments.every)
+        yield f"{errno.errorcode[code]}, at calls of {calls}", [faulty_at(case, call, code) for call in every]
+    if os.geteuid() == 0:
+        yield "small disk (tmpfs)", [(i + 1) / 22 for i in range(21)]
+
+
+def torture(case: Case, arguments: argparse.Namespace, rng: random.Random, scratch: Path) -> Iterator[tuple[str, list[str]]]:
+    """Disturb a case in all ways; yields (row of the table, problems) of each kind."""
+    folder = scratch / "complete"
+    folder.mkdir()
+    complete, writes, calls, seconds = undisturbed(case, folder)
+    shutil.rmtree(folder)
+    for kind, chosen in disturbances(case, arguments, rng, writes, calls, seconds):
+        if arguments.kinds not in kind:
+            continue
+        problems: list[str] = []
+        work = 0
+        for number, disturb in enumerate(chosen):
+            if isinstance(disturb, float):
+                problem, resumed = run_on_small_disk(case, scratch / "small", complete, disturb)
+            else:
+                problem, resumed = disturb_and_rerun(case, scratch / "run", complete, disturb)
+            work += resumed
+            if problem is not None:
+                problems.append(f"{case.name}, {kind}, number {number}: {problem}")
+        yield f"| {case.name} | {kind} | {len(chosen)} | {work} | {len(chosen) - len(problems)} |", problems
+
+
+def main(line: list[str] | None = None) -> None:
+    """Torture, print the table, and write it if asked; the exit code is 1 if there are problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs per run; other signals a quarter of them")
     parser.add_argument("--every", type=int, default=1, help="fail every N-th call")
@@ -312,7 +369,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only runs with this text in their name")
     parser.add_argument("--kinds", default="", help="only disturbances with this text in their name")
     parser.add_argument("--write", action="store_true", help="write the table to scripts/results/torture.md")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(line)
     make_runs_fine_grained()
     rng = random.Random(arguments.seed)
     lines = ["| run | disturbance | times | had work to resume | same bytes in the end |", "|---|---|---:|---:|---:|"]
@@ -321,47 +378,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         model = sharded_demo(Path(scratch) / "model")
         for case in cases(model):
-            if arguments.only not in case.name:
-                continue
-            folder = Path(scratch) / "complete"
-            folder.mkdir()
-            complete, writes, calls, seconds = undisturbed(case, folder)
-            shutil.rmtree(folder)
-            kinds: dict[str, Sequence[Callable[[Path], str | None] | float]] = {}
-            for name, number, code, share in (("SIGKILL", 9, -9, 1), ("SIGTERM", 15, 143, 4), ("SIGINT", 2, 130, 4)):
-                kinds[f"{name}, at random times"] = [
-                    killed_after(case, i % 4 > 0, rng.uniform(0, seconds * (0.4 if i % 4 else 1)), number, code)
-                    for i in range(arguments.kills // share)
-                ]
-            picked = [rng.randint(1, writes) for _ in range(arguments.kills // 4)]
-            kinds[f"SIGKILL, at random calls of {writes}"] = [killed_at(case, call) for call in picked]
-            for first, code in enumerate((errno.EIO, errno.ENOSPC)):
-                every = range(1 + first, calls + 1, arguments.every)
-                kinds[f"{errno.errorcode[code]}, at calls of {calls}"] = [faulty_at(case, call, code) for call in every]
-            if os.geteuid() == 0:
-                kinds["small disk (tmpfs)"] = [(i + 1) / 22 for i in range(21)]
-            for kind, disturbances in kinds.items():
-                if arguments.kinds not in kind:
-                    continue
-                counts: Counter[str] = Counter()
-                for number, disturb in enumerate(disturbances):
-                    if isinstance(disturb, float):
-                        problem, resumed = run_on_small_disk(case, Path(scratch) / "small", complete, disturb)
-                    else:
-                        problem, resumed = disturb_and_rerun(case, Path(scratch) / "run", complete, disturb)
-                    counts["good"] += problem is None
-                    counts["resumed"] += resumed
-                    if problem is not None and len(problems) < 50:
-                        problems.append(f"{case.name}, {kind}, number {number}: {problem}")
-                        print(problems[-1], flush=True)
-                lines.append(f"| {case.name} | {kind} | {len(disturbances)} | {counts['resumed']} | {counts['good']} |")
-                print(lines[-1], flush=True)
+            if arguments.only in case.name:
+                for row, found in torture(case, arguments, rng, Path(scratch)):
+                    problems += found
+                    lines.append(row)
+                    print(row, *found[:20], sep="\n", flush=True)
     table = "\n".join(lines)
-    about = f"seed {arguments.seed}, {(time.monotonic() - start) / 60:.0f} minutes"
-    print(f"\n{about}\n\n{table}")
+    options = f"--kills {arguments.kills} --every {arguments.every} --seed {arguments.seed}"
+    about = f"{(time.monotonic() - start) / 60:.0f} minutes on {processor()}"
+    print(f"\n{about}; {len(problems)} problems\n\n{table}")
     if arguments.write:
-        text = f"# Kills and faults\n\n`python scripts/torture.py`, {about}:\n\n{table}\n"
+        text = f"# Kills and faults\n\n`python scripts/torture.py {options} --write`: {about}.\n\n{table}\n"
         (Path(__file__).parent / "results" / "torture.md").write_text(text, encoding="utf-8")
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

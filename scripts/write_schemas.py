@@ -2,7 +2,7 @@
 
     python scripts/write_schemas.py [--check]
 
-With --check nothing is written; the exit code is 1 if a schema in docs/schemas differs from its declaration.
+--check writes nothing; the exit code is 1 if a schema in docs/schemas differs from its declaration.
 """
 
 import argparse
@@ -66,11 +66,11 @@ def schema_text(name: str) -> str:
     return json.dumps(schema_of(name), indent=2) + "\n"
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     """Write the schemas, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    check: bool = parser.parse_args().check
+    check: bool = parser.parse_args(line).check
     different = []
     for name in FORMATS:
         path = FOLDER / f"{name}.schema.json"
