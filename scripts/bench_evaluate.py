@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import processor
+from bench_helpers import processor
 
 from emp_llm.common.wording import count_of
 

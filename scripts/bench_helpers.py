@@ -137,15 +137,19 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def run_and_watch(command: list[str]) -> int:
-    """Run to the end; returns the highest resident memory in bytes.
+def run_and_watch(command: list[str], output: bool = True) -> int:
+    """Run a process to its end; returns its highest resident memory in bytes.
 
-    The kernel's high-water mark is read from outside all along. (getrusage would count what this process held at the fork.)
+    The kernel's high-water mark is read from outside: getrusage would include the memory of this process at the fork.
+
+    Args:
+        command: the program and its arguments.
+        output: show the standard output.
 
     Raises:
         SystemExit: with the code of a command that fails.
     """
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stdout=None if output else subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
         with contextlib.suppress(OSError, StopIteration):
@@ -158,7 +162,7 @@ def run_and_watch(command: list[str]) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Throw the pages of a folder's files out of the cache."""
+    """Sync all disks, and drop the pages of a folder's files from the page cache."""
     os.sync()
     for path in folder.iterdir():
         file = os.open(path, os.O_RDONLY)
@@ -166,11 +170,34 @@ def forget(folder: Path) -> None:
         os.close(file)
 
 
+def read_to_cache(folder: Path) -> None:
+    """Read the files of a folder, so that they lie in the page cache."""
+    buffer = bytearray(1 << 22)
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
 def processor_name() -> str:
     """The name of the CPU."""
+    return _cpu_fields().get("model name") or platform.processor() or platform.machine()
+
+
+def processor() -> str:
+    """The CPU for the head of a table: "Intel Xeon, 2 cores, without SHA instructions"."""
+    fields = _cpu_fields()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()  # on x86 and on ARM
+    sha = "with" if {"sha_ni", "sha2"} & set(flags) else "without"
+    return f"{processor_name()}, {os.cpu_count()} cores, {f'{sha} SHA instructions' if flags else 'SHA instructions unknown'}"
+
+
+def _cpu_fields() -> dict[str, str]:
+    """The description of the last core in /proc/cpuinfo; empty without this file."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key.strip(): " ".join(value.split()) for key, value in pairs}
 
 
 def hardware(device: str) -> str:

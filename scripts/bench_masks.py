@@ -20,8 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_helpers import wall_time
-from machine import processor
+from bench_helpers import processor, wall_time
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget

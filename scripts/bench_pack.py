@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import drop_from_cache, processor, read_to_cache, run_and_watch
+from bench_helpers import forget, processor, read_to_cache, run_and_watch
 from safetensors.torch import save_file
 
 from emp_llm.common.wording import count_of
@@ -157,7 +157,7 @@ def speeds(source: Path, scratch: Path, repeats: int) -> list[str]:
         for name, work in runs.items():
             for folder in (source, packed):
                 if folder.is_dir():
-                    (drop_from_cache if "cold" in name else read_to_cache)(folder)
+                    (forget if "cold" in name else read_to_cache)(folder)
             start, before = time.perf_counter(), cpu_seconds()
             work()
             times[name].append(
@@ -190,7 +190,7 @@ def copy(source: Path, target: Path) -> None:
 
 def command(name: str, *arguments: object) -> int:
     """Run a command as a process; returns its peak memory in bytes."""
-    return run_and_watch([sys.executable, "-m", "emp_llm", name, *arguments], output=False).peak
+    return run_and_watch([sys.executable, "-m", "emp_llm", name, *map(str, arguments)], output=False)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from machine import Watched, drop_from_cache, processor, read_to_cache, run_and_watch
+from bench_helpers import forget, processor, read_to_cache, run_and_watch
 from synthetic import make_checkpoint
 
 from emp_llm.common.wording import count_of
@@ -32,7 +32,7 @@ from emp_llm.storage.atomic import sync_tree
 COPY, DIRECT = "cp -r, sync", "dd, direct"
 TARGETS = ("mlp", "all-linear")
 CACHES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cold": (drop_from_cache, "the source is dropped from the page cache before each run"),
+    "cold": (forget, "the source is dropped from the page cache before each run"),
     "warm": (read_to_cache, "the source is read into the page cache before each run"),
 }
 
@@ -48,7 +48,7 @@ class Bench:
 
     def __init__(self, source: Path, output: Path, prepare: Callable[[Path], None]) -> None:
         self._source, self._output, self._prepare = source, output, prepare
-        self._runs: dict[str, Callable[[], Watched]] = {COPY: self._copy, DIRECT: self._direct}
+        self._runs: dict[str, Callable[[], None]] = {COPY: self._copy, DIRECT: self._direct}
         self._runs |= {f"prune, {targets}": partial(self._prune, targets) for targets in TARGETS}
         self.seconds: dict[str, list[float]] = {name: [] for name in self._runs}
         self.stages: list[float] = []
@@ -58,11 +58,11 @@ class Bench:
         """Run each program once."""
         for name in reversed(self._runs) if backward else self._runs:
             self._prepare(self._source)
-            done = self._runs[name]()
-            self.seconds[name].append(done.seconds)
-            print(f"{name}: {done.seconds:.2f} s", flush=True)
+            start = time.perf_counter()
+            self._runs[name]()
+            self.seconds[name].append(time.perf_counter() - start)
+            print(f"{name}: {self.seconds[name][-1]:.2f} s", flush=True)
             if name.startswith("prune"):
-                self.peak = max(self.peak, done.peak)
                 report = json.loads((self._output / "emp_report.json").read_text())
                 self.stages.append(report["stages"]["prune"]["seconds"])
             shutil.rmtree(self._output)
@@ -77,22 +77,18 @@ class Bench:
             lines.append(f"| {name} | {_spread(seconds, 1)} | {speed:.2f} | {_spread(ratios, 2)} |")
         return "\n".join(lines)
 
-    def _copy(self) -> Watched:
-        start = time.perf_counter()
+    def _copy(self) -> None:
         subprocess.run(["cp", "-r", self._source, self._output], check=True)
         sync_tree(self._output)
-        return Watched(time.perf_counter() - start, 0)
 
-    def _direct(self) -> Watched:
-        start = time.perf_counter()
+    def _direct(self) -> None:
         self._output.mkdir()
         for path in self._source.iterdir():
             line = ["dd", f"if={path}", f"of={self._output / path.name}", "bs=4M", "iflag=direct", "oflag=direct"]
             subprocess.run([*line, "conv=fsync", "status=none"], check=True)
-        return Watched(time.perf_counter() - start, 0)
 
-    def _prune(self, targets: str) -> Watched:
-        return run_and_watch(_prune_command(self._source, self._output, targets), output=False)
+    def _prune(self, targets: str) -> None:
+        self.peak = max(self.peak, run_and_watch(prune_command(self._source, self._output, targets), output=False))
 
 
 def main(line: list[str] | None = None) -> None:
@@ -108,7 +104,7 @@ def main(line: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         source, output = Path(scratch) / "model", Path(scratch) / "output"
         size = make_checkpoint(source, arguments.gigabytes, shards=3)
-        run_and_watch(_prune_command(source, output, "mlp"), output=False)  # compiles the kernel on a new machine
+        run_and_watch(prune_command(source, output, "mlp"), output=False)  # compiles the kernel on a new machine
         shutil.rmtree(output)
         bench, loads = Bench(source, output, prepare), [os.getloadavg()[0]]
         for number in range(arguments.repeats):
@@ -127,8 +123,9 @@ def main(line: list[str] | None = None) -> None:
         (Path(__file__).parent / "results" / "bench_prune.md").write_text(text, encoding="utf-8")
 
 
-def _prune_command(source: Path, output: Path, targets: str) -> list[object]:
-    command = [sys.executable, "-m", "emp_llm", "prune", "--model", source, "--output", output]
+def prune_command(source: Path, output: Path, targets: str) -> list[str]:
+    """The command that is measured."""
+    command = [sys.executable, "-m", "emp_llm", "prune", "--model", str(source), "--output", str(output)]
     return [*command, "--method", "emp-magnitude", "--targets", targets]
 
 

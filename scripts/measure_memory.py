@@ -10,9 +10,10 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from machine import processor, run_and_watch
+from bench_helpers import processor, run_and_watch
 from synthetic import make_checkpoint
 
 
@@ -26,13 +27,13 @@ def main(line: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         source, output = Path(scratch) / "model", Path(scratch) / "pruned"
         size = make_checkpoint(source, arguments.gigabytes)
-        command = [sys.executable, "-m", "emp_llm", "prune", "--model", source, "--output", output]
-        done = run_and_watch([*command, "--method", "emp-magnitude", "--group", arguments.group])
+        command = [sys.executable, "-m", "emp_llm", "prune", "--model", str(source), "--output", str(output)]
+        start = time.perf_counter()
+        peak = run_and_watch([*command, "--method", "emp-magnitude", "--group", arguments.group])
+        seconds = time.perf_counter() - start
         stage = json.loads((output / "emp_report.json").read_text())["stages"]["prune"]
         print(f"\n{size / 1e9:.2f} GB in 2 shards, group {arguments.group}; {processor()}:")
-        print(
-            f"peak resident memory {done.peak / 1e6:.0f} MB, wall {done.seconds:.1f} s (stage prune: {stage['seconds']:.1f} s)"
-        )
+        print(f"peak resident memory {peak / 1e6:.0f} MB, wall {seconds:.1f} s (stage prune: {stage['seconds']:.1f} s)")
 
 
 if __name__ == "__main__":

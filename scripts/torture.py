@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from machine import processor
+from bench_helpers import processor
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
