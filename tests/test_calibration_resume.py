@@ -15,6 +15,7 @@ from emp_llm.calibration import resume
 from emp_llm.common.wording import format_bytes
 from emp_llm.execution.blockwise import Step
 from emp_llm.prune import prune
+from emp_llm.sweep import sweep
 
 SAMPLES, LENGTH, WIDTH = 4, 64, 32
 STATE = SAMPLES * LENGTH * WIDTH * 2  # bytes of the hidden states, bfloat16
@@ -146,6 +147,44 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
         patch.setattr(resume, "write_exactly", end_in_state)
     else:
         patch.setattr(resume, "write_json", end_before_manifest)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("again", ["the same", "another"])
+def test_no_state_is_left_by_a_run_killed_after_its_calibration(
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """The norms are in the unfinished output, and the state between blocks is not deleted yet."""
+    with monkeypatch.context() as patch:
+        patch.setattr("emp_llm.calibration.calibration.delete_progress", _kill)
+        with pytest.raises(_Killed):
+            calibrated(deep, text, tmp_path, "prune")
+    assert list(tmp_path.rglob("state-3"))
+    if again == "the same":
+        calibrated(deep, text, tmp_path, "prune")
+    else:
+        prune(model=deep, output=tmp_path / "out", method="emp-magnitude", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("eager")
+def test_no_state_is_left_by_a_sweep_killed_after_its_calibration(
+    evaluable: Callable[[str], Path], text: Path, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"model": evaluable("llama"), "output": tmp_path / "out", "calibration": str(text)}
+    options |= {"samples": SAMPLES, "seqlen": LENGTH, "methods": "emp-wanda", "execution": "blocks", "device_map": "cpu"}
+    options |= {"suite": str(task_suite.parent / "short.toml")}
+    with monkeypatch.context() as patch:
+        patch.setattr("emp_llm.calibration.calibration.delete_progress", _kill)
+        with pytest.raises(_Killed):
+            sweep(**options)
+    assert (tmp_path / "out" / ".calibration").is_dir()
+    sweep(**options)
+    assert not (tmp_path / "out" / ".calibration").exists()
+
+
+def _kill(folder: Path) -> None:
+    raise _Killed
 
 
 @pytest.mark.usefixtures("eager")

@@ -91,6 +91,10 @@ class CalibrateStage:
     def finished(self) -> bool:
         if self.norms is None and self._calibration is not None and self._restore is not None:
             self.norms = ranks().share(self._restore() if ranks().main else None)
+            if self.norms is not None:
+                from emp_llm.calibration.calibration import delete_progress
+
+                delete_progress(self._resume)  # the interrupted run may have ended before it did
         return self.norms is not None or self._calibration is None
 
     def run(self) -> None:

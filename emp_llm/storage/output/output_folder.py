@@ -113,6 +113,7 @@ class OutputFolder:
             self._restore_old()
             raise
         sync_path(self.path.parent)
+        shutil.rmtree(self.calibration, ignore_errors=True)  # of an unfinished run with other options
         self.work.remove()
 
     def _close(self) -> None:
