@@ -39,7 +39,7 @@ def main(line: list[str] | None = None) -> None:
     walls, processors = [], []
     for number in range(arguments.pairs):
         with tempfile.TemporaryDirectory() as scratch:
-            commands = {"lm_eval": _lm_eval(arguments, Path(scratch)), "emp-llm": _ours(arguments, names, Path(scratch))}
+            commands = {"lm_eval": _lm_eval(arguments, Path(scratch)), "emp-llm": our_command(arguments, names, Path(scratch))}
             order = [*commands] if number % 2 == 0 else [*reversed(commands)]
             times = {program: _timed(commands[program]) for program in order}
             theirs, ours = times["lm_eval"], times["emp-llm"]
@@ -59,7 +59,8 @@ def _lm_eval(arguments: argparse.Namespace, scratch: Path) -> list[str]:
     return line + (["--limit", str(arguments.limit)] if arguments.limit else [])
 
 
-def _ours(arguments: argparse.Namespace, names: list[str], scratch: Path) -> list[str]:
+def our_command(arguments: argparse.Namespace, names: list[str], scratch: Path) -> list[str]:
+    """The command of emp-llm; `names` are the tasks."""
     suite = scratch / "suite.toml"
     demo = f"folder = {json.dumps(str(ROOT / 'eval' / 'demo'))}\n" if set(names) <= set(DEMO_TASKS.split(",")) else ""
     suite.write_text(f"[[tasks]]\nnames = {json.dumps(names)}\n{demo}")

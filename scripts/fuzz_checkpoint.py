@@ -223,6 +223,8 @@ def main(line: list[str] | None = None) -> None:
             f"{sum(counts.values()):,} | {counts['accepted']:,} | {counts['refused']:,} | {counts['crash']} | {counts['hang']}"
         )
         lines.append(f"| {name} | {done} | {peak / 1e6:.1f} MB |")
+    tracemalloc.stop()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     table = "\n".join(lines)
     about = f"seed {arguments.seed}, {(time.monotonic() - start) / 60:.0f} minutes on one core"
     print(f"{about}\n\n{table}\n", *bad, sep="\n")

@@ -98,7 +98,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 def test_the_graph_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        import_module("import_graph").main()
+        import_module("import_graph").main([])
     assert end.value.code == 0
     printed = capsys.readouterr().out
     assert all(room in printed for room in (*ROOMS, TOP))

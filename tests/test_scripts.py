@@ -1,0 +1,99 @@
+"""Every script imports and answers --help, the commands that scripts start parse, and small runs of some succeed."""
+
+import argparse
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import bench_evaluate
+import bench_prune
+import pytest
+
+from emp_llm.cli import parse
+from emp_llm.evaluate import evaluate
+from emp_llm.prune import prune
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> int:
+    """The exit code of a script."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    try:
+        import_module(name).main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_script_answers_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The help begins with the purpose and a usage line, which names only options that exist."""
+    assert run(monkeypatch, name, "--help") == 0
+    told = capsys.readouterr().out
+    usage, _, options = told.partition("\noptions:")
+    assert f"    python scripts/{name}.py" in usage
+    named = set(re.findall(r"--[a-z-]+", usage.split(f"python scripts/{name}.py", 1)[1].split("\n\n")[0]))
+    assert named <= set(re.findall(r"--[a-z-]+", options))
+
+
+@pytest.mark.parametrize("page", sorted((SCRIPTS / "results").glob("*.md")), ids=lambda page: page.name)
+def test_pages_of_results_name_a_command_that_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = re.findall(r"`python scripts/(\w+)\.py([^`]*)`", page.read_text(encoding="utf-8").replace("\n", " "))
+    assert commands or "`bash scripts/on_gpu.sh" in page.read_text(encoding="utf-8")
+    for name, arguments in commands:
+        assert (SCRIPTS / f"{name}.py").is_file()
+        options = _options(import_module(name), monkeypatch)
+        assert set(re.findall(r"(?<!\w)--[a-z-]+", arguments)) <= options
+
+
+def _options(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The options of a script."""
+    found: set[str] = set()
+
+    def note(parser: argparse.ArgumentParser, *_: object) -> None:
+        found.update(option for action in parser._actions for option in action.option_strings)
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", note)
+        with pytest.raises(SystemExit):
+            script.main()
+    return found
+
+
+def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
+    line = bench_prune.prune_command(Path("model"), Path("output"), "all-linear")
+    parse(prune, line[line.index("prune") + 1 :], "prune")
+    arguments = argparse.Namespace(model=Path("model"), tasks="demo_facts", limit=3)
+    line = bench_evaluate.our_command(arguments, ["demo_facts"], tmp_path)
+    parse(evaluate, line[line.index("evaluate") + 1 :], "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("import_graph", ""),
+        ("check_conventional", "llama qwen2"),
+        ("check_masks", "--weights 100"),
+        ("bench_masks", "--rows 8 --repeats 1 --threads 1"),
+        ("fuzz_checkpoint", "--executions 20"),
+    ],
+)
+def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: str) -> None:
+    assert run(monkeypatch, name, *arguments.split()) == 0
+    assert capsys.readouterr().out
+
+
+def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that benchmarks prune, with narrow layers."""
+    synthetic = import_module("synthetic")
+    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 96, "VOCABULARY": 100, "_PIECE": 1 << 16}.items():
+        monkeypatch.setattr(synthetic, name, value)
+    size = synthetic.make_checkpoint(tmp_path / "model", 0.001, shards=3)
+    assert size >= 1_000_000
+    prune(model=tmp_path / "model", output=tmp_path / "pruned", method="emp-magnitude", targets="all-linear")
+    assert len(list((tmp_path / "pruned").glob("*.safetensors"))) == 3
