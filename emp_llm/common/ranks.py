@@ -53,6 +53,7 @@ class Ranks:
             return [value]
         from torch import distributed
 
+        _state()
         values: list[Any] = [None] * self.count
         distributed.all_gather_object(values, value)
         return values
@@ -63,6 +64,7 @@ class Ranks:
             return value
         from torch import distributed
 
+        _state()
         values = [value]
         distributed.broadcast_object_list(values, src=0)
         return values[0]
@@ -70,10 +72,15 @@ class Ranks:
 
 @cache
 def ranks() -> Ranks:
-    """The ranks of this job. The first call in each process joins the group: gloo on CPUs, NCCL on GPUs."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """The ranks of this job.
+
+    A process joins the group, gloo on CPUs and NCCL on GPUs, at its first collective call. So wrong input is reported by every
+    rank, and no rank loses its connection to one that has ended already.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
         return Ranks(0, 1)
-    return Ranks(_state().process_index, _state().num_processes)
+    return Ranks(int(os.environ.get("RANK") or _state().process_index), count)
 
 
 @cache
