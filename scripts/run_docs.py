@@ -4,7 +4,8 @@
 
 A page is one session: its blocks run from top to bottom in an empty folder with links to the checkout's folders. Hub commands
 talk to a loopback server, on which the demo model stands in for large models. A block after a line `<!-- not run: REASON -->`
-is not run; the reasons are printed. In expected output a line `...` stands for any lines, and times are not compared.
+is not run; the reasons are printed. After `<!-- run with: OPTIONS -->`, the last command of the block is run with more options,
+if it takes hours without them. In expected output a line `...` stands for any lines, and times are not compared.
 `--update` puts the real output into the pages. The exit code is 1 if a command fails or an output differs.
 """
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 _FENCE = re.compile(r"^( *)```(bash|console|python)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: ([^>]*) -->\s*$")
+_RUN_WITH = re.compile(r"<!-- run with: ([^>]*) -->\s*$")
 _TIMES = re.compile(r"\d+(\.\d+)? (s|ms|GB/s)\b")
 _LINKED = ("scripts", "calibration", "eval", "docs")
 _LARGE = ("meta-llama/Llama-2-7b-hf", "OWNER/DENSE")  # the demo model is served under these names
@@ -38,6 +40,7 @@ class Block:
     Attributes:
         start, end: of its text in the page.
         reason: why it is not run, if it is not.
+        options: added to its last command when it is run.
     """
 
     kind: str
@@ -45,6 +48,7 @@ class Block:
     start: int
     end: int
     reason: str | None
+    options: str = ""
 
 
 @dataclass
@@ -60,8 +64,9 @@ def blocks_of(page: str) -> list[Block]:
     """The blocks of a page's text that hold commands."""
     found = []
     for match in _FENCE.finditer(page):
-        skipped = _NOT_RUN.search(page[: match.start()])
-        found.append(Block(match[2], match[3], match.start(3), match.end(3), skipped and skipped[1]))
+        skipped, options = (kind.search(page[: match.start()]) for kind in (_NOT_RUN, _RUN_WITH))
+        reason = skipped and skipped[1]
+        found.append(Block(match[2], match[3], match.start(3), match.end(3), reason, options[1] if options else ""))
     return found
 
 
@@ -81,6 +86,8 @@ def commands_of(block: Block) -> list[Command]:
             start = start[:-1].rstrip() + " " + source[-1].strip()
         if start.strip() and not start.lstrip().startswith("#"):
             found.append(Command(start.strip(), [] if block.kind == "console" else None, source))
+    if found and block.options:
+        found[-1].line += f" {block.options}"
     return found
 
 
