@@ -26,6 +26,12 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     common: dict[str, Any] = {"model": evaluable("llama"), "suite": task_suite}
     refused(r"'demmo' is neither a suite .*Did you mean demo", **common | {"suite": "demmo"})
     refused(r"--limit must be at least 1", **common, limit=0)
+    refused(r"--tasks and --suite both", **common, tasks="arc_easy")
+    refused(r"--num-fewshot needs --tasks", **common, num_fewshot=5)
+    tasks: dict[str, Any] = {"model": evaluable("llama")}
+    refused(r"--tasks: task 'a' is named twice", **tasks, tasks=["a", "b", "a"])
+    refused(r"--tasks names no task", **tasks, tasks=" , ")
+    refused(r"--num-fewshot must be 0 or more, got -1", **tasks, tasks="a", num_fewshot=-1)
     refused(r"--batch-size 'many': expected a number", **common, batch_size="many")
     refused(r"--format 'latex' is not one of terminal", **common, form="latex")
     refused(r"--dtype 'int8' is not one of auto", **common, dtype="int8")
@@ -53,6 +59,7 @@ def test_wrong_tasks(evaluable: Models, tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr("lm_eval.tasks.TaskManager", task_manager)
         Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
         refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, suite="a.toml")
+        refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, tasks="arc_eazy")
     Path("tasks").mkdir()
     Path("tasks/lost.yaml").write_text(
         TASK.format(name="lost", data="lost.jsonl", kind="multiple_choice", target="answer", more=CHOICE)

@@ -8,7 +8,8 @@ from conftest import SHARED
 
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.suites import Task, find_suite
+from emp_llm.evaluation.suites import Task, find_suite, suite_of
+from emp_llm.options.commands import EvaluateOptions
 
 SEVEN = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 
@@ -81,6 +82,15 @@ def test_wrong_suite_names() -> None:
             find_suite(wrong)
     with pytest.raises(UserError, match="--limit must be at least 1"):
         find_suite("demo").limited(0)
+
+
+def test_tasks_without_a_suite() -> None:
+    assert suite_of(EvaluateOptions()) == find_suite("perplexity")
+    assert suite_of(EvaluateOptions(suite="demo", limit=3)) == find_suite("demo,limit=3")
+    suite = suite_of(EvaluateOptions(tasks=" hellaswag,arc_easy ", num_fewshot=5, limit=9))
+    assert suite.tasks == (Task("hellaswag", 5, 9), Task("arc_easy", 5, 9))
+    assert (suite.name, suite.corpus) == ("hellaswag,arc_easy,num_fewshot=5", None)
+    assert suite_of(EvaluateOptions(tasks=["rte"])).tasks == (Task("rte"),)
 
 
 def test_a_limit_in_the_name() -> None:

@@ -23,6 +23,7 @@ from emp_llm.calibration.corpora import corpus_of, read_toml, with_changes
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable
+from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import SuiteRecord, SuiteTask
@@ -132,6 +133,30 @@ def find_suite(name: str) -> Suite:
     return Suite(name, corpus, tasks).limited(limit)
 
 
+def suite_of(options: SuiteOptions) -> Suite:
+    """The suite of a command: that of --suite, or one of --tasks alone; the default is "perplexity".
+
+    Raises:
+        UserError: the suite is invalid, or the options conflict.
+    """
+    if options.tasks is None:
+        if options.num_fewshot is not None:
+            raise UserError("--num-fewshot needs --tasks; in a suite file, num_fewshot belongs to [[tasks]].")
+        return find_suite(options.suite or "perplexity").limited(options.limit)
+    if options.suite is not None:
+        raise UserError("--tasks and --suite both choose what is measured; give one of them.")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"--num-fewshot must be 0 or more, got {options.num_fewshot}.")
+    names = options.tasks.split(",") if isinstance(options.tasks, str) else options.tasks
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise UserError("--tasks names no task; give names of lm-eval tasks, separated by commas.")
+    _refuse_doubles(names, "--tasks")
+    shots = [] if options.num_fewshot is None else [f"num_fewshot={options.num_fewshot}"]
+    tasks = tuple(Task(name, options.num_fewshot) for name in names)
+    return Suite(",".join([*names, *shots]), None, tasks).limited(options.limit)
+
+
 def _split_limit(name: str) -> tuple[str, int | None]:
     """The name of a suite without its ",limit=N", and N."""
     base, *changes = name.split(",")
@@ -159,8 +184,11 @@ def _tasks_of(tables: list[TaskTable], path: Path) -> tuple[Task, ...]:
         if folder is not None and not folder.is_dir():
             raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
         tasks += [Task(name, table.num_fewshot, table.limit, folder) for name in table.names]
-    names = [task.name for task in tasks]
+    _refuse_doubles([task.name for task in tasks], str(path))
+    return tuple(tasks)
+
+
+def _refuse_doubles(names: list[str], place: str) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{path}: task {name!r} is named twice; results are kept by name, so name it once.")
-    return tuple(tasks)
+            raise UserError(f"{place}: task {name!r} is named twice; results are kept by name, so name it once.")

@@ -10,9 +10,15 @@ from emp_llm.options.base import Opt, Options
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions(Options):
-    """The suite, and a limit on its size."""
+    """The suite, or tasks without one, and a limit on their size."""
 
-    suite: Annotated[str, Opt("Evaluation suite: a name from eval/, or your own .toml file.")] = "perplexity"
+    suite: Annotated[str | None, Opt("Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.")] = (
+        None
+    )
+    tasks: Annotated[str | list[str] | None, Opt("lm-eval tasks a,b instead of a suite.")] = None
+    num_fewshot: Annotated[
+        int | None, Opt("Examples before each question, for --tasks; default: each task's own number.", minimum=0)
+    ] = None
     limit: Annotated[int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.")] = None
 
 

@@ -14,7 +14,7 @@ from emp_llm.evaluation.evaluated_model import model_of_results
 from emp_llm.evaluation.evaluator import Evaluator, missing
 from emp_llm.evaluation.harness import Harness, parse_batch_size
 from emp_llm.evaluation.results_file import ResultsFile, new_results
-from emp_llm.evaluation.suites import Suite, find_suite
+from emp_llm.evaluation.suites import Suite, suite_of
 from emp_llm.execution.device_map import parse_device_map
 from emp_llm.execution.loading import load_model, load_tokenizer
 from emp_llm.execution.quantization import Quantization, quantization_of
@@ -61,7 +61,7 @@ class EvaluateRun:
         self._options = options
         self._size = parse_batch_size(options.batch_size)
         self._quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
-        self._suite = find_suite(options.suite).limited(options.limit)
+        self._suite = suite_of(options)
         names = [name for name in (options.model, options.baseline) if name and not _is_results(name)]
         self._sources = [
             find_model(name, options.revision if name == options.model else None, options.trust_remote_code) for name in names
@@ -78,7 +78,7 @@ class EvaluateRun:
             lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
         if suite.tasks:
             lines += [f"task {name}: {count_of(count, 'example')}" for name, count in Harness(suite.tasks).examples().items()]
-        return Prepared(self._options.suite, lines)
+        return Prepared(suite.name, lines)
 
     @property
     def evaluated(self) -> Evaluated:

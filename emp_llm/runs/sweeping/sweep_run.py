@@ -14,7 +14,7 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.evaluation.evaluator import BATCH_SIZE, Evaluator
 from emp_llm.evaluation.results_file import new_results
-from emp_llm.evaluation.suites import find_suite
+from emp_llm.evaluation.suites import suite_of
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import part
 from emp_llm.options.commands import SweepOptions
@@ -95,7 +95,7 @@ class SweepRun:
             raise UserError(
                 "A sweep runs in one process. Start it without torchrun; --device-map spreads a large model over devices."
             )
-        self._suite = find_suite(options.suite).limited(options.limit)
+        self._suite = suite_of(options)
         scored = [self._recipe(point) for point in self._planned if self._recipe(point).needs_activations]
         leading = scored[0] if scored else self._recipe(self._planned[0])
         self._scored = bool(scored)
