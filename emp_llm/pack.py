@@ -1,5 +1,6 @@
 """`emp-llm pack DIR OUT`: a pruned checkpoint is packed without its zeros, or its mask alone, for shipping."""
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from emp_llm.options.commands import PackOptions
 
 if TYPE_CHECKING:
     from emp_llm.packing.packer import PackedSizes
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def pack(options: PackOptions) -> Packed:
         out.begin({"packs": str(options.folder)})
         sizes = packer.write(out.files)
         out.publish()
+    if sizes.sparse == 0:
+        logger.warning("warning: %s has too few zeros to save space; pack is for pruned checkpoints.", options.folder)
     return Packed(str(options.output), sizes, round(time.monotonic() - started, 3))
 
 

@@ -204,6 +204,15 @@ def test_sizes_in_the_report_are_those_of_packing(pruned: Callable[[str], Path],
     assert told["mask"] == data(tmp_path / "mask", ".mask")
 
 
+def test_a_dense_checkpoint_is_noticed(
+    pruned: Callable[[str], Path], models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack(pruned("llama"), tmp_path / "sparse")
+    assert "too few zeros" not in caplog.text
+    pack(models("llama"), tmp_path / "dense")
+    assert f"{models('llama')} has too few zeros to save space; pack is for pruned checkpoints." in caplog.text
+
+
 def test_sizes_of_gaussian_weights(tmp_path: Path) -> None:
     """At 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd. Random zeros are the worst case."""
     torch.manual_seed(0)

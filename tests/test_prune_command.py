@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Run
@@ -39,6 +40,25 @@ def test_a_dry_run_still_refuses_a_folder_of_other_files(models: Models, tmp_pat
     (tmp_path / "out" / "thesis.tex").write_text("all of it")
     with pytest.raises(UserError, match="not a model folder"):
         prune(model=models("llama"), output=tmp_path / "out", method="magnitude", dry_run=True)
+
+
+def test_options_without_effect_are_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "dry_run": True}
+    prune(method="magnitude", calibration="c4", samples=9, **options)
+    assert "--calibration, --samples have no effect: method magnitude needs no activations." in caplog.text
+    caplog.clear()
+    prune(method="emp-magnitude", activations="norms", **options)
+    assert "--activations has no effect: method emp-magnitude needs no activations." in caplog.text
+    caplog.clear()
+    prune(method="magnitude", **options)
+    assert "no effect" not in caplog.text
+
+
+def test_a_pruned_model_is_noticed(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prune(model=models("llama"), output=tmp_path / "once", method="emp-magnitude")
+    assert "already pruned" not in caplog.text
+    prune(model=tmp_path / "once", output=tmp_path / "twice", method="emp-magnitude")
+    assert "once is already pruned. Its zeros count as weights" in caplog.text
 
 
 def test_paths_are_models(models: Models, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from emp_llm.common.file_names import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.common.timing import Stopwatch
 from emp_llm.execution.quantization import quantization_of
@@ -65,6 +66,11 @@ class PruneRun:
             parse_device_map(options.device_map)
         self._given = given_norms(options, options)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
+        if (self._source.folder / REPORT_NAME).is_file():
+            logger.warning(
+                "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.",
+                self._source.name,
+            )
         self._plan = Plan(self._source.folder, self._source.name, options, options.trust_remote_code, options.mask_device)
         self._pruner = self._plan.pruner_of(options)
         if self._given is not None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,24 @@ logger = logging.getLogger(__name__)
 
 def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect are logged."""
-    if options.activations is None:
-        return None
     if not recipe.needs_activations:
-        logger.info("--activations has no effect: method %s needs none.", recipe.method)
+        unused = [f"--{name.replace('_', '-')}" for name in _changed(options)]
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            logger.warning("warning: %s %s no effect: method %s needs no activations.", ", ".join(unused), verb, recipe.method)
+        return None
+    if options.activations is None:
         return None
     if (options.samples, options.seqlen) != (None, None):
         logger.info("--samples and --seqlen have no effect: the norms of --activations are used.")
     from emp_llm.calibration.activations import Activations
 
     return Activations.load(options.activations)
+
+
+def _changed(options: NormOptions) -> list[str]:
+    """The options of the norms that do not have their defaults."""
+    return [each.name for each in fields(NormOptions) if getattr(options, each.name) != each.default]
 
 
 def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:

@@ -99,7 +99,7 @@ class SweepRun:
         scored = [self._recipe(point) for point in self._planned if self._recipe(point).needs_activations]
         leading = scored[0] if scored else self._recipe(self._planned[0])
         self._scored = bool(scored)
-        self._given = given_norms(options, leading) if scored else None
+        self._given = given_norms(options, leading)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
         self._plan = Plan(self._source.folder, self._source.name, leading, options.trust_remote_code, options.mask_device)
         if self._given is not None:
