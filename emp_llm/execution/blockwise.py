@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.blocks import body_of, find_blocks
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.memory import enough_for_weights, enough_memory, ran_out
-from emp_llm.common.ranks import ranks
+from emp_llm.common.progress_bars import progress_bar
 from emp_llm.execution.block_calls import Call, InseparableBlocks, TensorPool, check_independence, record_calls, run_tail
 from emp_llm.execution.hidden_states import HiddenStates, check_place, choose_place
 from emp_llm.execution.loading import input_device
@@ -136,9 +135,7 @@ class Walk:
         self._calls: list[list[Call]] = []
         self.device = execution_device(runner.blocks[0])
         tokens = sum(batch.numel() for batch in batches)
-        self.bar = tqdm(
-            total=tokens * len(runner.blocks), desc=title, unit="tok", unit_scale=True, disable=None if ranks().main else True
-        )
+        self.bar = progress_bar(tokens * len(runner.blocks), title, "tok")
         pool = TensorPool()
         try:
             with torch.no_grad(), runner._outside.loaded_on_call():

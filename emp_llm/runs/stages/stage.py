@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from emp_llm.common.progress_bars import progress_of
 from emp_llm.common.timing import Stopwatch
 from emp_llm.records.source import StageRecord
 
@@ -28,7 +29,8 @@ def run_stages(stages: Sequence[Stage]) -> None:
     """Run the unfinished stages in order."""
     for stage in stages:
         if not stage.finished():
-            stage.run()
+            with progress_of(stage.name):
+                stage.run()
 
 
 def stage_records(stopwatch: Stopwatch) -> dict[str, StageRecord]:
