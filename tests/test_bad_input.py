@@ -376,7 +376,7 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, object]]] = {
     "missing model": (r"^error: .*nothing: no such model folder", {"--model": "/nothing"}),
     "model not in the cache": (r"^error: nobody/nothing: .*cache.*cannot be reached", {"--model": "nobody/nothing"}),
     "method": (r"'sparsegpt'", {"--method": "sparsegpt"}),
-    "pattern": (r"^error: .*multiple of 5", {"--method": "magnitude", "--pattern": "3:5", "--targets": "q_proj"}),
+    "pattern": (r"^error: .*multiple of 5", {"--method": "wanda", "--pattern": "3:5", "--targets": "q_proj"}),
     "text too short": (r"^error: .*too short", {"--samples": "4000"}),
     "data set not in the cache": (
         r"^error: nobody/nothing/train: the data set cannot be loaded",
