@@ -80,6 +80,21 @@ def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
     assert theirs == record["tasks"]["demo_stories"]["results"]
 
 
+def test_a_chat_template_is_applied_as_by_lm_eval(tmp_path: Path, command: Run) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / "chat"))
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    folder = data_folder("eval") / "demo"
+    (tmp_path / "s.toml").write_text(f'[[tasks]]\nnames = ["demo_stories"]\nfolder = "{folder}"\nnum_fewshot = 1\n')
+    line = ("evaluate", "--model", model, "--suite", tmp_path / "s.toml", "--limit", 20)
+    done = command(*line, "--apply-chat-template", "--output", tmp_path / "chat.json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "chat.json").read_text())
+    assert [task["chat_template"] for task in record["made_by"]["tasks"]] == [True]
+    with_template = lm_eval(model, "demo_stories", folder, batch_size=8, limit=20, num_fewshot=1, apply_chat_template=True)
+    assert record["tasks"]["demo_stories"]["results"] == with_template
+    assert with_template != lm_eval(model, "demo_stories", folder, batch_size=8, limit=20, num_fewshot=1)
+
+
 def test_a_real_task_equals_lm_eval(shared: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few-shot examples, from lm-eval's own task files and an unmodified data set."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", task_manager)

@@ -29,6 +29,8 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     refused(r"--tasks and --suite both", **common, tasks="arc_easy")
     refused(r"--num-fewshot needs --tasks", **common, num_fewshot=5)
     tasks: dict[str, Any] = {"model": evaluable("llama")}
+    refused(r"--apply-chat-template is for tasks", **tasks, suite="perplexity", apply_chat_template=True)
+    refused(r"has no chat template\. Leave out --apply-chat-template", **common, apply_chat_template=True)
     refused(r"--tasks: task 'a' is named twice", **tasks, tasks=["a", "b", "a"])
     refused(r"--tasks names no task", **tasks, tasks=" , ")
     refused(r"--num-fewshot must be 0 or more, got -1", **tasks, tasks="a", num_fewshot=-1)

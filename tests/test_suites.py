@@ -91,6 +91,9 @@ def test_tasks_without_a_suite() -> None:
     assert suite.tasks == (Task("hellaswag", 5, 9), Task("arc_easy", 5, 9))
     assert (suite.name, suite.corpus) == ("hellaswag,arc_easy,num_fewshot=5", None)
     assert suite_of(EvaluateOptions(tasks=["rte"])).tasks == (Task("rte"),)
+    (chat,) = suite_of(EvaluateOptions(tasks=["rte"], apply_chat_template=True)).tasks
+    assert chat == Task("rte", chat_template=True)
+    assert chat.record() != Task("rte").record(), "results with and without the template are not compared"
 
 
 def test_a_limit_in_the_name() -> None:

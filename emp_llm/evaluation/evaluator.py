@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from emp_llm.evaluation.harness import Harness, check_tokenizer
+from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import Suite
 from emp_llm.records.evaluation import Measures
@@ -35,6 +35,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         if suite.tasks:
             check_tokenizer(tokenizer)
+            check_chat_template(tokenizer, suite.tasks)
         self._tokens = text_tokens(suite.corpus, tokenizer) if suite.corpus is not None else None
         self._harness = harness or Harness(suite.tasks) if suite.tasks else None
 

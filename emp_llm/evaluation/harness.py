@@ -45,6 +45,15 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def check_chat_template(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
+    """Raise UserError if a task needs a chat template and the tokenizer has none."""
+    if any(task.chat_template for task in tasks) and not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template. Leave out --apply-chat-template, and "
+            "chat_template in the suite, or add chat_template.jinja to the model's folder."
+        )
+
+
 class _LoadError(Exception):
     """A task that cannot be loaded: the part that is missing, and the reason."""
 
@@ -149,6 +158,8 @@ class Harness:
                 tasks=chosen,
                 num_fewshot=task.num_fewshot,
                 limit=task.limit,
+                apply_chat_template=task.chat_template,
+                fewshot_as_multiturn=task.chat_template,  # as lm-eval's command line does
                 log_samples=False,
                 task_manager=self._manager,
             )

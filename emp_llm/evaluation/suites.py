@@ -8,6 +8,7 @@ A suite file has a [perplexity] table (a text, as in a calibration recipe; `seql
     num_fewshot = 0          # default: the task's own
     limit = 100              # default: all examples
     folder = "my_tasks"      # your own lm-eval task files; relative to the suite file
+    chat_template = true     # ask through the tokenizer's chat template; default: false
 """
 
 import hashlib
@@ -38,18 +39,27 @@ class Task:
         num_fewshot: examples shown before each question; None: the task's own number.
         limit: number of examples; None: all.
         folder: a folder with lm-eval task files, searched before lm-eval's own.
+        chat_template: ask through the tokenizer's chat template, each example before the question a turn of its own.
     """
 
     name: str
     num_fewshot: int | None = None
     limit: int | None = None
     folder: Path | None = None
+    chat_template: bool = False
 
     def record(self) -> SuiteTask:
         """For a results file: a folder is recorded by its name and content, so that a moved suite is the same suite."""
         folder = None if self.folder is None else self.folder.name
         digest = None if self.folder is None else _digest(self.folder)
-        return SuiteTask(name=self.name, num_fewshot=self.num_fewshot, limit=self.limit, folder=folder, sha256=digest)
+        return SuiteTask(
+            name=self.name,
+            num_fewshot=self.num_fewshot,
+            limit=self.limit,
+            folder=folder,
+            sha256=digest,
+            chat_template=self.chat_template or None,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ class TaskTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_fewshot: Annotated[int, Meta(ge=0)] | None = None
     limit: Annotated[int, Meta(ge=1)] | None = None
     folder: str | None = None
+    chat_template: bool = False
 
 
 class SuiteFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -139,10 +150,19 @@ def suite_of(options: SuiteOptions) -> Suite:
     Raises:
         UserError: the suite is invalid, or the options conflict.
     """
+    suite = _suite_of(options).limited(options.limit)
+    if not options.apply_chat_template:
+        return suite
+    if not suite.tasks:
+        raise UserError("--apply-chat-template is for tasks, and this suite has none; leave it out.")
+    return replace(suite, tasks=tuple(replace(task, chat_template=True) for task in suite.tasks))
+
+
+def _suite_of(options: SuiteOptions) -> Suite:
     if options.tasks is None:
         if options.num_fewshot is not None:
             raise UserError("--num-fewshot needs --tasks; in a suite file, num_fewshot belongs to [[tasks]].")
-        return find_suite(options.suite or "perplexity").limited(options.limit)
+        return find_suite(options.suite or "perplexity")
     if options.suite is not None:
         raise UserError("--tasks and --suite both choose what is measured; give one of them.")
     if options.num_fewshot is not None and options.num_fewshot < 0:
@@ -154,7 +174,7 @@ def suite_of(options: SuiteOptions) -> Suite:
     _refuse_doubles(names, "--tasks")
     shots = [] if options.num_fewshot is None else [f"num_fewshot={options.num_fewshot}"]
     tasks = tuple(Task(name, options.num_fewshot) for name in names)
-    return Suite(",".join([*names, *shots]), None, tasks).limited(options.limit)
+    return Suite(",".join([*names, *shots]), None, tasks)
 
 
 def _split_limit(name: str) -> tuple[str, int | None]:
@@ -183,7 +203,7 @@ def _tasks_of(tables: list[TaskTable], path: Path) -> tuple[Task, ...]:
         folder = None if table.folder is None else path.parent / table.folder
         if folder is not None and not folder.is_dir():
             raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
-        tasks += [Task(name, table.num_fewshot, table.limit, folder) for name in table.names]
+        tasks += [Task(name, table.num_fewshot, table.limit, folder, table.chat_template) for name in table.names]
     _refuse_doubles([task.name for task in tasks], str(path))
     return tuple(tasks)
 

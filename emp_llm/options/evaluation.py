@@ -19,6 +19,7 @@ class SuiteOptions(Options):
     num_fewshot: Annotated[
         int | None, Opt("Examples before each question, for --tasks; default: each task's own number.", minimum=0)
     ] = None
+    apply_chat_template: Annotated[bool, Opt("Ask the questions of tasks through the tokenizer's chat template.")] = False
     limit: Annotated[int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.")] = None
 
 

@@ -88,6 +88,7 @@ class SuiteTask(Part, kw_only=True):
     limit: int | None = None
     folder: str | None = None
     sha256: str | None = None
+    chat_template: bool | None = None
 
 
 class SuiteRecord(Part, kw_only=True):
