@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from emp_llm.calibration.conversations import COLUMNS as CHAT_COLUMNS
+from emp_llm.calibration.conversations import Render, messages_in
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.wording import quotable
@@ -93,11 +95,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
 
 
-def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str]:
+def text_rows(corpus: Corpus, seed: int = 0, render: Render | None = None) -> Iterator[str]:
     """The rows of a corpus, in order; a .txt file is one row.
 
     Args:
         seed: for corpora that are shuffled.
+        render: makes text of a conversation; None: conversations are empty rows.
 
     Raises:
         UserError: the file, the data set or its column does not exist, or the column does not hold text.
@@ -109,7 +112,7 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str]:
         if path.suffix == ".txt":
             yield path.read_text(encoding="utf-8", errors="replace")
             return
-    yield from _data_set_rows(corpus, seed)
+    yield from _data_set_rows(corpus, seed, render or (lambda _: ""))
 
 
 def _named_corpus(name: str) -> Corpus:
@@ -127,7 +130,7 @@ def _named_corpus(name: str) -> Corpus:
     )
 
 
-def _data_set_rows(corpus: Corpus, seed: int) -> Iterator[str]:
+def _data_set_rows(corpus: Corpus, seed: int, render: Render) -> Iterator[str]:
     import datasets
 
     where = corpus.source
@@ -142,11 +145,18 @@ def _data_set_rows(corpus: Corpus, seed: int) -> Iterator[str]:
             raise
         raise UserError(f"{where}: the data set cannot be loaded ({reason(error)}).") from error
     columns = data.column_names or list(next(iter(data), {}))
-    if corpus.column not in columns:
+    column = corpus.column
+    if column == "text" and column not in columns:
+        column = next((name for name in CHAT_COLUMNS if name in columns), column)
+    if column not in columns:
         raise UserError(f"{where}: no column {corpus.column!r}; it has {', '.join(columns)}. Add ,column=NAME.")
     if corpus.shuffle:
         data = data.shuffle(seed=seed, buffer_size=10_000) if corpus.stream else data.shuffle(seed=seed)
     for row in data:
-        if not isinstance(row[corpus.column], str):
-            raise UserError(f"{where}: column {corpus.column!r} does not hold text.")
-        yield row[corpus.column]
+        value = row[column]
+        if isinstance(value, str):
+            yield value
+        elif (messages := messages_in(value)) is not None:
+            yield render(messages)
+        else:
+            raise UserError(f"{where}: column {column!r} holds neither text nor conversations.")

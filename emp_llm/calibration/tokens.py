@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from emp_llm.calibration.conversations import ChatText, chat_text
 from emp_llm.calibration.corpora import text_rows
 from emp_llm.common.cache_folder import cache_folder
 from emp_llm.common.errors import UserError
@@ -40,12 +41,14 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     """
     samples, seqlen = corpus.samples, corpus.seqlen
     wanted = None if samples is None or seqlen is None else samples * seqlen
-    rows = text_rows(corpus, seed)
-    documents = [corpus.join.join(rows)] if corpus.join is not None else list(_up_to(rows, wanted))
-    key = _content_key(documents, tokenizer, wanted)
+    rows = text_rows(corpus, seed, lambda messages: chat_text(messages, tokenizer, corpus.source))
+    documents = list(rows if corpus.join is not None else _up_to(rows, wanted))
+    chat = any(isinstance(document, ChatText) for document in documents)
+    documents = [corpus.join.join(documents)] if corpus.join is not None else documents
+    key = _content_key(documents, tokenizer, wanted, chat)
     ids = _from_cache(key)
     if ids is None:
-        ids = _tokenise(documents, tokenizer, wanted)
+        ids = _tokenise(documents, tokenizer, wanted, chat)
         _to_cache(key, ids)
     if samples is None or seqlen is None or wanted is None:
         return ids
@@ -75,24 +78,24 @@ def _up_to(rows: Iterator[str], tokens: int | None) -> Iterator[str]:
                 return
 
 
-def _tokenise(documents: list[str], tokenizer: Any, wanted: int | None) -> Tensor:
+def _tokenise(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> Tensor:
     ids: list[int] = []
     remaining = iter(documents)
     while batch := list(islice(remaining, 256)):
         # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
-        for document in tokenizer(batch, verbose=False)["input_ids"]:
+        for document in tokenizer(batch, verbose=False, add_special_tokens=not chat)["input_ids"]:
             ids.extend(document)
         if wanted is not None and len(ids) >= wanted:
             break
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _content_key(documents: list[str], tokenizer: Any, wanted: int | None) -> str:
+def _content_key(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> str:
     digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     digest.update((backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)).encode())
     settings = {name: getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "special_tokens_map")}
-    digest.update(f"{type(tokenizer).__name__} {settings} {wanted}".encode())
+    digest.update(f"{type(tokenizer).__name__} {settings} {wanted}{' chat' if chat else ''}".encode())
     for document in documents:
         raw = document.encode()
         digest.update(len(raw).to_bytes(8, "little"))
