@@ -13,10 +13,11 @@ from runs import make_sweep, report_of, results_of, study_of, weights_of
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.measured_values import Value
 from emp_llm.prune import prune
+from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
 from emp_llm.reporting.run_tables import pruning_table
 from emp_llm.reporting.studies.curves import Difference, boxes, change_of, curves, differences, grids, masses, paired_stderr
-from emp_llm.reporting.studies.measured_points import MeasuredPoint, Spread, SuiteResult, by_role_and_block, pooled
+from emp_llm.reporting.studies.measured_points import MeasuredPoint, SuiteResult, by_role_and_block, pooled
 from emp_llm.reporting.studies.reading import read_points
 from emp_llm.reporting.studies.study import studies
 
@@ -106,10 +107,11 @@ def test_the_mean_of_tasks_has_the_error_of_their_means(runs: Path, tmp_path: Pa
 
 
 def test_populations_are_pooled() -> None:
-    flat = Spread(0.0, 0.25, 0.5, 0.75, 1.0)
+    flat = Quartiles(min=0.0, q1=0.25, median=0.5, q3=0.75, max=1.0)
     assert pooled([flat], [3]) is flat
     assert pooled([flat, flat], [1, 5]).values == pytest.approx(flat.values, abs=0.01)
-    low, high = Spread(0.0, 0.1, 0.2, 0.3, 0.4), Spread(0.6, 0.7, 0.8, 0.9, 1.0)
+    low = Quartiles(min=0.0, q1=0.1, median=0.2, q3=0.3, max=0.4)
+    high = Quartiles(min=0.6, q1=0.7, median=0.8, q3=0.9, max=1.0)
     both = pooled([low, high], [1, 1])
     assert (both.min, both.max) == (0.0, 1.0)
     assert both.q1 == pytest.approx(0.2, abs=0.01)  # a quarter of both is half of the lower one

@@ -5,6 +5,7 @@ also receives the number of target weights before the first group, so that it ca
 """
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,13 +68,14 @@ class Budget(Protocol):
         """
 
 
-class _SizeBudget:
+class _SizeBudget(ABC):
     """A budget that depends on the sizes and positions of the groups, and not on their scores."""
 
     order: float = 2.0
 
+    @abstractmethod
     def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
-        raise NotImplementedError
+        """As `Budget.fixed_counts`; never None."""
 
     def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
         return moments.size.new_tensor(self.fixed_counts(moments.size.tolist(), offset))

@@ -7,7 +7,8 @@ from typing import Literal
 
 from emp_llm.evaluation.measured_values import Value, change_between, in_percent
 from emp_llm.options.recipe import MatchBy
-from emp_llm.reporting.studies.measured_points import MatrixStats, MeasuredPoint, Spread, SuiteResult, by_role_and_block
+from emp_llm.records.run_report import Quartiles
+from emp_llm.reporting.studies.measured_points import MatrixStats, MeasuredPoint, SuiteResult, by_role_and_block
 from emp_llm.reporting.studies.study import Study, StudySuite, label_of
 
 Allocation = Literal["emp", "total", "matrix"]  # EMP, or the quantity in which a uniform baseline matches an EMP point
@@ -83,7 +84,7 @@ class Boxes:
 
     label: str
     roles: tuple[str, ...]
-    spreads: dict[tuple[str, int | None], Spread]
+    spreads: dict[tuple[str, int | None], Quartiles]
 
 
 @dataclass(frozen=True)

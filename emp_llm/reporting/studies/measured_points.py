@@ -7,24 +7,10 @@ import numpy as np
 
 from emp_llm.evaluation.measured_values import Value
 from emp_llm.options.recipe import MatchBy
+from emp_llm.records.run_report import Quartiles
 
 _GRID = np.linspace(0, 1, 201)
 _QUARTERS = np.array([0, 0.25, 0.5, 0.75, 1])
-
-
-@dataclass(frozen=True)
-class Spread:
-    """min, quartiles and max of a quantity over the rows of one or more matrices."""
-
-    min: float
-    q1: float
-    median: float
-    q3: float
-    max: float
-
-    @property
-    def values(self) -> tuple[float, float, float, float, float]:
-        return self.min, self.q1, self.median, self.q3, self.max
 
 
 @dataclass(frozen=True)
@@ -48,10 +34,10 @@ class MatrixStats:
     weights: int
     rows: int
     kept: int
-    kept_fraction: Spread
+    kept_fraction: Quartiles
     effective_share: float | None = None
     group_size: int | None = None
-    s_eff: Spread | None = None
+    s_eff: Quartiles | None = None
     s_eff_mean: float | None = None
     bound: float | None = None
     margin: float | None = None
@@ -150,7 +136,7 @@ class MeasuredPoint:
         return next((result for result in self.results if result.key == key), None)
 
 
-def pooled(spreads: Sequence[Spread], weights: Sequence[float]) -> Spread:
+def pooled(spreads: Sequence[Quartiles], weights: Sequence[float]) -> Quartiles:
     """The spread of several populations together, from the spread of each.
 
     min and max are exact. Quartiles are those of the mixture if each population is uniform between its own quartiles.
@@ -167,7 +153,7 @@ def pooled(spreads: Sequence[Spread], weights: Sequence[float]) -> Spread:
     values, share = values[order], share[order]
     position = (np.cumsum(share) - share / 2) / share.sum()
     q1, median, q3 = (float(value) for value in np.interp([0.25, 0.5, 0.75], position, values))
-    return Spread(float(values[0]), q1, median, q3, float(values[-1]))
+    return Quartiles(min=float(values[0]), q1=q1, median=median, q3=q3, max=float(values[-1]))
 
 
 def by_role_and_block(matrices: Sequence[MatrixStats]) -> dict[tuple[str, int | None], MatrixStats]:

@@ -16,7 +16,7 @@ from emp_llm.options.recipe import MatchBy
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import MatrixRecord, Quartiles, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
-from emp_llm.reporting.studies.measured_points import MatrixStats, Spread, SuiteResult, WholeGroup
+from emp_llm.reporting.studies.measured_points import MatrixStats, SuiteResult, WholeGroup
 
 
 def suite_result_of(model: EvaluatedModel, where: str) -> SuiteResult:
@@ -100,12 +100,11 @@ def _numbers(value: Any) -> tuple[float, ...]:
     return (value,) if isinstance(value, float) else ()
 
 
-def _spread(quartiles: Quartiles, where: str) -> Spread:
-    """Quartiles of a share; UserError if they are not in order and between 0 and 1."""
-    spread = Spread(*quartiles.values)
-    if list(spread.values) != sorted(spread.values) or not -1e-9 <= spread.min <= spread.max <= 1 + 1e-9:
+def _spread(quartiles: Quartiles, where: str) -> Quartiles:
+    """The same quartiles of a share; UserError if they are not in order and between 0 and 1."""
+    if list(quartiles.values) != sorted(quartiles.values) or not -1e-9 <= quartiles.min <= quartiles.max <= 1 + 1e-9:
         raise UserError(f"{where} must be quartiles in ascending order, between 0 and 1.")
-    return spread
+    return quartiles
 
 
 def origin_of(source: ModelSource) -> dict[str, Any]:

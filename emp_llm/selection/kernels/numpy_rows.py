@@ -18,20 +18,7 @@ _Array = NDArray[Any]
 
 
 def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule) -> RowFigures:
-    """Set to zero, in place, the weights of each row that a rule does not keep.
-
-    Args:
-        words: the bits of the weights, uint16 or uint32, shape (rows, columns).
-        dtype: of the weights: "BF16", "F16" or "F32".
-        norms: float32, shape (columns,), for the criterion wanda; None: magnitude.
-        rule: how many weights of each row to keep.
-
-    Returns:
-        Figures of the rows, as arrays.
-
-    Raises:
-        NonFiniteError: scores hold NaN or infinity; nothing is pruned.
-    """
+    """As `cpu.prune_words`, with the same arguments, result and errors."""
     columns = words.shape[1]
     scores, keys = _scores(words, dtype, norms)
     with np.errstate(over="ignore", invalid="ignore"):
