@@ -12,7 +12,7 @@ Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
 
 
-class Quartiles(Part, kw_only=True, frozen=True):
+class Quartiles(Part, kw_only=True, frozen=True):  # type: ignore[misc]  # msgspec allows it; dataclasses would not
     """min, quartiles and max of a quantity over the rows of a matrix."""
 
     min: float
