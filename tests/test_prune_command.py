@@ -44,8 +44,11 @@ def test_a_dry_run_still_refuses_a_folder_of_other_files(models: Models, tmp_pat
 
 def test_options_without_effect_are_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "dry_run": True}
-    prune(method="magnitude", calibration="c4", samples=9, **options)
-    assert "--calibration, --samples have no effect: method magnitude needs no activations." in caplog.text
+    prune(method="magnitude", calibration="c4", samples=9, resumable_calibration=False, **options)
+    assert (
+        "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude needs no activations."
+        in caplog.text
+    )
     caplog.clear()
     prune(method="emp-magnitude", activations="norms", **options)
     assert "--activations has no effect: method emp-magnitude needs no activations." in caplog.text

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect are logged."""
     if not recipe.needs_activations:
-        unused = [f"--{name.replace('_', '-')}" for name in _changed(options)]
+        unused = _changed(options)
         if unused:
             verb = "has" if len(unused) == 1 else "have"
             logger.warning("warning: %s %s no effect: method %s needs no activations.", ", ".join(unused), verb, recipe.method)
@@ -40,8 +40,11 @@ def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
 
 
 def _changed(options: NormOptions) -> list[str]:
-    """The options of the norms that do not have their defaults."""
-    return [each.name for each in fields(NormOptions) if getattr(options, each.name) != each.default]
+    """The flags of the norms' options that do not have their defaults; a switch that is off has the prefix "no-"."""
+    values = {
+        each.name: getattr(options, each.name) for each in fields(NormOptions) if getattr(options, each.name) != each.default
+    }
+    return [f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in values.items()]
 
 
 def warn_if_foreign(activations: "Activations", identity: str, folder: Path) -> None:
