@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -181,9 +182,11 @@ def _parameter(name: str, hint: Any, option: Opt, default: Any) -> inspect.Param
 
 
 def _shell_type(hint: Any) -> Any:
-    """The type of a field in the shell: lists of names are text with commas."""
-    if get_origin(hint) in (Union, UnionType) and str in get_args(hint):
-        return str | None if type(None) in get_args(hint) else str
+    """The type of a field in the shell: text or a path where Python also takes objects; lists of names are text with commas."""
+    if get_origin(hint) in (Union, UnionType):
+        for kind in (str, Path):
+            if kind in get_args(hint):
+                return kind | None if type(None) in get_args(hint) else kind
     return hint
 
 

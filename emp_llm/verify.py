@@ -1,8 +1,9 @@
 """`emp-llm verify`: a pruned checkpoint is checked by slower and simpler code than the code that wrote it."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.pruning.output.verification import Findings
     from emp_llm.records.manifest import Manifest
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ def verify(options: VerifyOptions) -> Verification:
 
     if options.activations is not None and options.source is None:
         raise UserError("--activations is for checking the masks, which needs the dense model too; add --source.")
+    options.check_criterion()
     findings = Findings()
     manifest = read_manifest(options.folder)
     check_files(options.folder, manifest, findings)
@@ -77,8 +82,29 @@ def _check_against(
     blocks = options.blocks or recipe.blocks
     architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
     targets = architecture.select(recipe.targets, recipe.ignore)
+    given = _given_scores(options, manifest)
     if check_other_bytes(dense, pruned, targets, findings):
-        check_masks(dense, pruned, targets, manifest, norms, findings)
+        check_masks(dense, pruned, targets, manifest, norms, findings, given)
+
+
+def _given_scores(options: VerifyOptions, manifest: "Manifest") -> Any:
+    """The scores that decided the masks, if they were given; a warning if the code of an own criterion has changed."""
+    from emp_llm.options.criterion import origin_of
+    from emp_llm.pruning.own_scores import GivenScores
+
+    record = manifest.recipe.criterion
+    if record is None:
+        return None
+    if record.function is not None:
+        name = manifest.scheme.criterion
+        if options.own_name == name and origin_of(name)[1] != record.source:
+            logger.warning("warning: the file of the criterion %s has changed since the masks were decided.", record.function)
+        return None
+    if options.scores is None:
+        raise UserError(f"given scores ({record.scores or 'tensors in memory'}) decided the masks; give them with --scores.")
+    if GivenScores(options.scores, []).digest != record.digest:
+        raise UserError(f"--scores {options.scores}: not the scores that decided these masks.")
+    return options.scores
 
 
 def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":

@@ -24,12 +24,11 @@ from emp_llm.common.provenance import versions
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import Suite, find_suite
 from emp_llm.execution.loading import load_model, load_tokenizer
-from emp_llm.options.recipe import Method
 from emp_llm.prune import prune
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import RunReport
 
-METHODS: tuple[Method, ...] = ("emp-wanda", "wanda", "emp-magnitude", "magnitude")
+METHODS: tuple[str, ...] = ("emp-wanda", "wanda", "emp-magnitude", "magnitude")
 
 
 def main(line: list[str] | None = None) -> None:

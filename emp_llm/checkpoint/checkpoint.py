@@ -21,6 +21,7 @@ from emp_llm.common.file_names import (
     SINGLE_NAME,
 )
 from emp_llm.common.wording import quotable
+from emp_llm.storage.file_pool import FilePool
 from emp_llm.storage.json_files import INDEX_LIMIT, read_json
 
 
@@ -76,6 +77,10 @@ class Checkpoint:
     def states(self) -> dict[str, tuple[int, int]]:
         """Size and modification time (ns) of each shard, when the checkpoint was opened."""
         return {shard.name: state[:2] for shard, state in self._states.items() if state is not None}
+
+    def open_files(self, again: bool = False) -> FilePool:
+        """The shards, open for reading, as a context; `again` as for `FilePool`."""
+        return FilePool(again)
 
     def check_unchanged(self) -> None:
         """Raise UserError if a shard has changed since the checkpoint was opened."""

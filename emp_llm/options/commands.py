@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 from emp_llm.options.calibration import CalibrationOptions, NormOptions, PropagationOptions
+from emp_llm.options.criterion import CriterionOptions
 from emp_llm.options.evaluation import EvaluationStageOptions, SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
@@ -14,6 +15,7 @@ from emp_llm.options.recipe import Recipe, TargetOptions
 from emp_llm.selection.scheme import Group
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
+METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
 TableFormat = Literal["terminal", "markdown", "csv"]
 PrunedFolder = Annotated[Path, Opt("Output folder of a finished prune.", argument=True)]
 
@@ -84,22 +86,31 @@ class CalibrateOptions(QuantizationOptions, LoadingOptions, CalibrationOptions, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(LoadingOptions, NormOptions, TargetOptions, OutputOptions, ModelOptions):
+class MeasureOptions(LoadingOptions, NormOptions, CriterionOptions, TargetOptions, OutputOptions, ModelOptions):
     """Options of `measure`."""
 
     output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
-    criteria: Annotated[str, Opt("Criteria, separated by commas: magnitude, wanda.")] = "magnitude,wanda"
+    criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None
     orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2"
     activations: Annotated[Path | None, Opt("Activations file; default: calibrate now, if wanda is measured.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(SuiteOptions, LoadingOptions, NormOptions, MaskDeviceOptions, TargetOptions, OutputOptions, ModelOptions):
+class SweepOptions(
+    SuiteOptions,
+    LoadingOptions,
+    NormOptions,
+    MaskDeviceOptions,
+    CriterionOptions,
+    TargetOptions,
+    OutputOptions,
+    ModelOptions,
+):
     """Options of `sweep`."""
 
     output: Annotated[Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")] = None
     overwrite: Annotated[bool, Opt("Discard a sweep with other options at the output.")] = False
-    methods: Annotated[str, Opt("Methods of prune, separated by commas.")] = "emp-wanda,wanda,emp-magnitude,magnitude"
+    methods: Annotated[str | None, Opt(f"Methods, separated by commas; default: {METHODS} and those of your criterion.")] = None
     betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
     orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
     sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
@@ -188,7 +199,7 @@ class PushCommandOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Options):
+class VerifyOptions(CriterionOptions):
     """Options of `verify`."""
 
     folder: PrunedFolder = field(kw_only=False)

@@ -1,15 +1,15 @@
 """The recipe: all options that define the masks of a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
+from emp_llm.options.criterion import GIVEN, CriterionOptions
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
-Method = Literal["emp-wanda", "emp-magnitude", "wanda", "magnitude"]
 MatchBy = Literal["total", "matrix"]
 
 
@@ -25,19 +25,22 @@ class TargetOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(TargetOptions):
+class Recipe(CriterionOptions, TargetOptions):
     """All options that define the masks of a run.
 
     Attributes:
-        method: a criterion. With the prefix "emp-", the effective number sets the number of kept weights; without it, the
-            sparsity is fixed.
+        method: a criterion: "wanda", "magnitude", the name of a registered one, or "scores". With the prefix "emp-", the
+            effective number sets the number of kept weights; without it, the sparsity is fixed. None: "emp-" and the
+            criterion given by `criterion` or `scores`, else "emp-wanda".
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
         match_by: "total": remove as many weights in total as the earlier run; "matrix": as many in every matrix. None: total.
         group: the weights that compete with each other: those of a row, of a matrix, or of all targets.
     """
 
-    method: Annotated[Method, Opt("Criterion; with emp-, the effective number sets the number of kept weights.")] = "emp-wanda"
+    method: Annotated[
+        str, Opt("wanda, magnitude or your criterion; emp-NAME: N_eff sets the number of kept weights; default: emp-wanda.")
+    ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
     order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None
     neff_dtype: Annotated[str | None, Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic.")] = None
@@ -46,6 +49,11 @@ class Recipe(TargetOptions):
     match: Annotated[Path | None, Opt("Output of an earlier run; remove as many weights as that run (other methods).")] = None
     match_by: Annotated[MatchBy | None, Opt("Match the total of that run, or every matrix; default: total.")] = None
     group: Annotated[Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")] = "row"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method is None:
+            object.__setattr__(self, "method", f"emp-{self.own_name or 'wanda'}")
 
     @property
     def adaptive(self) -> bool:
@@ -60,11 +68,19 @@ class Recipe(TargetOptions):
     def needs_activations(self) -> bool:
         return CRITERIA[self.criterion_name].needs_norms
 
+    def with_method(self, method: str) -> "Recipe":
+        """The recipe with another method. Scores of the user's own stay only if the method uses them."""
+        criterion = method.removeprefix("emp-")
+        unused: dict[str, Any] = {}
+        if criterion in CRITERIA and not CRITERIA[criterion].own:
+            unused = {"criterion": None, "scores": None, "score_map": None}
+        return replace(self, method=method, **unused)
+
     def check_recipe(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
-        if self.criterion_name not in CRITERIA:
-            names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA)
-            raise UserError(f"--method {self.method!r} is not one of {names}.")
+        self.check_criterion()
+        check_method(self.method)
+        self._check_own()
         self._check_method()
         given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
         if len(given) > 1:
@@ -78,6 +94,17 @@ class Recipe(TargetOptions):
         if self.match_by is not None and self.match_by not in get_args(MatchBy):
             raise UserError(f"--match-by {self.match_by!r} is not one of {', '.join(get_args(MatchBy))}.")
 
+    def _check_own(self) -> None:
+        """Raise UserError if the method and the user's own scores do not belong together."""
+        name, own = self.criterion_name, self.own_name
+        if name == GIVEN and self.scores is None:
+            raise UserError(f"--method {self.method} needs your scores; give a file with --scores.")
+        if own is not None and name != own:
+            flag = "--scores" if self.scores is not None else "--criterion"
+            raise UserError(f"--method {self.method} does not use {flag}; leave one out, or give --method {own} or emp-{own}.")
+        if self.score_map is not None and not CRITERIA[name].own:
+            raise UserError(f"--map is for scores of your own; the scores of {name} are never negative. Leave it out.")
+
     def _check_method(self) -> None:
         """Raise UserError for an option of emp methods with another method, and the reverse."""
         for name in ("sparsity", "pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype"):
@@ -86,3 +113,12 @@ class Recipe(TargetOptions):
                 flag = name.replace("_", "-")
                 rule = "the effective number sets its sparsity" if self.adaptive else "its sparsity is fixed"
                 raise UserError(f"--{flag} does not go with method {self.method}: {rule}. Use --method {other}.")
+
+
+def check_method(method: str, flag: str = "--method") -> None:
+    """Raise UserError unless a method is a registered criterion, with or without the prefix "emp-"."""
+    if method.removeprefix("emp-") not in CRITERIA:
+        names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA if name != GIVEN)
+        raise UserError(
+            f"{flag} {method!r} is not one of {names}. A criterion of your own is named by --criterion MODULE:FUNCTION."
+        )

@@ -53,7 +53,14 @@ class Plan:
         """The pruner of the targets for a recipe."""
         scheme = scheme_of(recipe, {target.name: target.matrix.numel for target in self.chosen})
         rows = row_pruner(self._mask_device, scheme)
-        return Pruner(self.checkpoint, self.chosen, scheme, least_tokens=recipe.min_expert_tokens, rows=rows)
+        return Pruner(
+            self.checkpoint,
+            self.chosen,
+            scheme,
+            least_tokens=recipe.min_expert_tokens,
+            rows=rows,
+            given=recipe.scores,
+        )
 
     def layers_to_calibrate(self) -> list[Layer]:
         """All linear layers, so that the activations can be reused for other targets, and all targets."""

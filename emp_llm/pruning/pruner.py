@@ -4,9 +4,10 @@ The path of a weight: `Matrix.read` reads its bytes from the shard, the scheme's
 to keep, the mask is applied, and `Matrix.write` (called in `shard_writer`) writes it to the same offset of the new shard.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -45,6 +46,7 @@ class Pruner:
         block_weights: weights in memory at a time; the masks do not depend on it. None: BLOCK_WEIGHTS.
         least_tokens: as for `TargetScores`.
         rows: prunes blocks of rows; None: on the CPU.
+        given: as for `TargetScores`.
 
     Attributes:
         scores: the scores of the targets.
@@ -63,12 +65,13 @@ class Pruner:
         block_weights: int | None = None,
         least_tokens: int = 0,
         rows: RowPruner | None = None,
+        given: Path | Mapping[str, Any] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets
         self.scheme = scheme
         self.block_weights = block_weights or BLOCK_WEIGHTS
-        self.scores = TargetScores(targets, scheme, least_tokens)
+        self.scores = TargetScores(targets, scheme, least_tokens, checkpoint, given)
         self.rows = rows or CpuRowPruner()
         self.buffers = self.rows.buffers
         self.whole: tuple[float, float] | None = None
@@ -87,7 +90,8 @@ class Pruner:
         """The rule for the rows of a target, each row being one group."""
         criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
         offset, compiled = self._offsets[target.name], self._weights > _SMALL
-        return RowRule(target.matrix.stored.dtype, criterion, norms, self.scheme.budget, offset, compiled)
+        own, dtype = self.scores.own_of(target), target.matrix.stored.dtype
+        return RowRule(dtype, criterion, norms, self.scheme.budget, offset, compiled, own)
 
     def mask(self, target: Target, norm: "Tensor | None", tokens: int | None = None) -> "Tensor":
         """The mask of a target, given the norms of its inputs; the same as in a run.
@@ -112,10 +116,10 @@ class Pruner:
         if norm is not None:
             self.scores.take(target, norm, tokens)
         mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
-        with FilePool(again=True) as files, naming_target(target):
+        with self.checkpoint.open_files(again=True) as files, naming_target(target):
             selector = self.search([target], files) if self.scheme.group == "matrix" else None
             for first, words in self.blocks(target, files):
-                scores = self._scored(target, words)
+                scores = self._scored(target, first, words)
                 offset = self._offsets[target.name] + first * target.matrix.columns
                 with naming_block(first, words):
                     part = select_rows(scores, self.scheme.budget, offset) if selector is None else selector.select(scores)
@@ -137,7 +141,7 @@ class Pruner:
         """
         outcomes = []
         total = sum(target.matrix.numel for target in self.targets)
-        with FilePool(again=True) as files, progress_bar(total, "decide", "W") as bar:
+        with self.checkpoint.open_files(again=True) as files, progress_bar(total, "decide", "W") as bar:
             global_selector = self.search(self.targets, files) if self.scheme.group == "all" else None
             for target in self.targets:
                 selector = self.search([target], files) if self.scheme.group == "matrix" else global_selector
@@ -156,7 +160,7 @@ class Pruner:
         """The figures of a block of a target's rows, each row being one group; the block is not changed."""
         rule = self.rule_of(target)
         with naming_target(target), naming_block(first, words):
-            return prune_block(words.copy(), rule, rule.offset + first * target.matrix.columns)
+            return prune_block(first, words.copy(), rule)
 
     def blocks(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
         """(first row, bits) of each block of a target's rows; the next iteration reuses a block's memory."""
@@ -209,7 +213,7 @@ class Pruner:
             for first, words in blocks:
                 host = as_tensor(words, target.matrix.stored.dtype)
                 weights = host.to(self._device)
-                figures = apply_selection(weights, selector.select(self.scores.of(target, weights)))
+                figures = apply_selection(weights, selector.select(self.scores.of(target, first, weights)))
                 if back and weights is not host:
                     host.copy_(weights)
                 arrays = RowFigures(*(None if values is None else values.cpu().numpy() for values in figures))
@@ -226,7 +230,7 @@ class Pruner:
                 with naming_target(target):
                     for first, words in self.blocks(target, files):
                         with naming_block(first, words):
-                            feed(self._scored(target, words))
+                            feed(self._scored(target, first, words))
             if not selector.searching():
                 return selector
             feed = selector.search
@@ -251,9 +255,9 @@ class Pruner:
             mass = global_selector.effective_mass(self.scores.dtype(self.targets[0]))
             self.whole = (float(global_selector.moments.number()), mass)
 
-    def _scored(self, target: Target, words: Words) -> "Tensor":
+    def _scored(self, target: Target, first: int, words: Words) -> "Tensor":
         """The scores of a block of a target's rows, on the device that decides the masks."""
-        return self.scores.of(target, as_tensor(words, target.matrix.stored.dtype).to(self._device))
+        return self.scores.of(target, first, as_tensor(words, target.matrix.stored.dtype).to(self._device))
 
     def _check_pattern(self, target: Target) -> None:
         budget = self.scheme.budget

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import REPORT_NAME
+from emp_llm.options.criterion import origin_of
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import RecipeRecord
+from emp_llm.records.source import CriterionRecord, RecipeRecord
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.json_files import INDEX_LIMIT
 
@@ -35,7 +37,7 @@ def scheme_of(recipe: Recipe, sizes: Mapping[str, int]) -> Scheme:
         UserError: an option is out of range, or the run to match does not fit.
     """
     try:
-        return Scheme(recipe.criterion_name, _budget(recipe, sizes), recipe.group)
+        return Scheme(recipe.criterion_name, _budget(recipe, sizes), recipe.group, recipe.score_map)
     except UserError:
         raise
     except ValueError as error:
@@ -45,7 +47,12 @@ def scheme_of(recipe: Recipe, sizes: Mapping[str, int]) -> Scheme:
 def recipe_record(recipe: Recipe) -> RecipeRecord:
     """The options of a recipe with defaults filled in."""
     record = RecipeRecord(
-        method=recipe.method, group=recipe.group, targets=recipe.targets, ignore=recipe.ignore, blocks=recipe.blocks
+        method=recipe.method,
+        group=recipe.group,
+        targets=recipe.targets,
+        ignore=recipe.ignore,
+        criterion=criterion_record(recipe),
+        blocks=recipe.blocks,
     )
     if recipe.needs_activations:
         record.min_expert_tokens = recipe.min_expert_tokens
@@ -60,6 +67,20 @@ def recipe_record(recipe: Recipe) -> RecipeRecord:
     fixed = recipe.pattern is None and recipe.match is None
     record.sparsity = (0.5 if recipe.sparsity is None else float(recipe.sparsity)) if fixed else None
     return record
+
+
+def criterion_record(recipe: Recipe) -> CriterionRecord | None:
+    """The user's own score; None for a built-in criterion."""
+    if recipe.scores is not None:
+        from emp_llm.pruning.own_scores import GivenScores
+
+        digest = GivenScores(recipe.scores, []).digest
+        name = recipe.scores.name if isinstance(recipe.scores, Path) else None
+        return CriterionRecord(scores=name, digest=digest, score_map=recipe.score_map)
+    if not CRITERIA[recipe.criterion_name].own:
+        return None
+    function, source = origin_of(recipe.criterion_name)
+    return CriterionRecord(function=function, source=source, score_map=recipe.score_map)
 
 
 def parse_pattern(text: str) -> tuple[int, int]:

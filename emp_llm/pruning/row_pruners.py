@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -39,6 +39,7 @@ class RowRule:
         budget: sets the number of kept weights in each row.
         offset: number of target weights before this target.
         compiled: the run is large enough to load the compiled kernel, or to compile it.
+        scores: for the user's own scores, computes those of a block from its first row and its weights; else None.
     """
 
     dtype: str
@@ -47,6 +48,7 @@ class RowRule:
     budget: Budget
     offset: int
     compiled: bool = True
+    scores: "Callable[[int, Tensor], Tensor] | None" = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class CpuRowPruner:
     def prune(self, blocks: Iterable[tuple[int, Words]], rule: RowRule, back: bool = True) -> Iterator[PrunedBlock]:
         for first, words in blocks:
             with naming_block(first, words):
-                yield PrunedBlock(first, words, prune_block(words, rule, rule.offset + first * words.shape[1]))
+                yield PrunedBlock(first, words, prune_block(first, words, rule))
 
 
 class GpuRowPruner:
@@ -220,8 +222,9 @@ class _BlockOnGpu:
         return PrunedBlock(self.first, self.words, RowFigures(*integers.numpy(), *floats.numpy()), self.weights)
 
 
-def prune_block(words: Words, rule: RowRule, offset: int) -> RowFigures:
-    """Prune one block on the CPU, in place; returns arrays."""
+def prune_block(first: int, words: Words, rule: RowRule) -> RowFigures:
+    """Prune the block that begins with row `first` on the CPU, in place; returns arrays."""
+    offset = rule.offset + first * words.shape[1]
     if words.size and kernels_support(rule.dtype, rule.criterion, rule.budget):
         norms = rule.norms if rule.criterion != "magnitude" else None
         keep = rule.budget.keep_rule(words.shape, offset)
@@ -234,10 +237,15 @@ def prune_block(words: Words, rule: RowRule, offset: int) -> RowFigures:
         return prune_words_by_numpy(words, rule.dtype, norms, keep)
     import torch
 
-    from emp_llm.selection.row_pruning import prune_rows_plainly
+    from emp_llm.selection.row_pruning import apply_selection, prune_rows_plainly
+    from emp_llm.selection.row_selection import select_rows
 
-    norm = None if rule.norms is None else torch.from_numpy(rule.norms)
-    figures = prune_rows_plainly(as_tensor(words, rule.dtype), rule.criterion, norm, rule.budget, offset)
+    weights = as_tensor(words, rule.dtype)
+    if rule.scores is not None:
+        figures = apply_selection(weights, select_rows(rule.scores(first, weights), rule.budget, offset))
+    else:
+        norm = None if rule.norms is None else torch.from_numpy(rule.norms)
+        figures = prune_rows_plainly(weights, rule.criterion, norm, rule.budget, offset)
     return RowFigures(*(None if values is None else values.numpy() for values in figures))
 
 

@@ -1,16 +1,21 @@
 """The scores of a run's targets: each target's criterion, and the norms of its inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import as_tensor, torch_dtype
 from emp_llm.common.errors import UserError
+from emp_llm.options.criterion import GIVEN
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.selection.criteria import InputStatistics
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.buffers import Block
 
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from emp_llm.calibration.activations import Activations
+    from emp_llm.pruning.own_scores import OwnScores
 
 
 class TargetScores:
@@ -28,17 +34,33 @@ class TargetScores:
         targets: of the run.
         scheme: its criterion applies to all targets except those in `by_magnitude`.
         least_tokens: experts that saw fewer tokens are scored by magnitude, because norms over few tokens are unreliable.
+        checkpoint: of the targets.
+        given: the scores of the criterion "scores", a path or tensors by name.
 
     Attributes:
         by_magnitude: name -> number of tokens, for the targets scored by magnitude for that reason.
+
+    Raises:
+        UserError: given scores are missing for a target, or have another shape.
     """
 
-    def __init__(self, targets: list[Target], scheme: Scheme, least_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        targets: list[Target],
+        scheme: Scheme,
+        least_tokens: int,
+        checkpoint: Checkpoint,
+        given: Path | Mapping[str, Any] | None = None,
+    ) -> None:
         self.least_tokens = least_tokens
         self.by_magnitude: dict[str, int] = {}
         self._targets = targets
         self._scheme = scheme
         self._norms: dict[str, Block] = {}
+        self._tokens: dict[str, int | None] = {}
+        self._own: OwnScores | None = None
+        if scheme.criterion.own:
+            self._own = self._own_scores(checkpoint, given)
 
     def use(self, activations: "Activations", name: str = "the activations") -> None:
         """Use these input norms; errors call them `name`.
@@ -66,6 +88,7 @@ class TargetScores:
     def take(self, target: Target, norm: "Tensor", tokens: int | None) -> None:
         """Set the norms of one target's inputs, float32, shape (columns,), and the number of tokens that they cover."""
         self._norms[target.name] = np.ascontiguousarray(norm.detach().cpu().float().numpy())
+        self._tokens[target.name] = tokens
         if target.layer.routed and tokens is not None and tokens < self.least_tokens:
             self.by_magnitude[target.name] = tokens
 
@@ -77,20 +100,50 @@ class TargetScores:
         """The norms of a target's inputs, float32, shape (columns,)."""
         return self._norms.get(target.name)
 
-    def of(self, target: Target, weights: "Tensor") -> "Tensor":
-        """The scores of a block of a target's rows, on the device of the weights."""
-        import torch
+    def of(self, target: Target, first: int, weights: "Tensor") -> "Tensor":
+        """The scores of a block of a target's rows, on the device of the weights.
 
-        norms = self._norms.get(target.name)
-        norm = None if norms is None else torch.from_numpy(norms).to(weights.device)
-        return self.scheme_of(target).criterion.score(weights, norm).contiguous()
+        Args:
+            first: number of the block's first row.
+        """
+        criterion = self.scheme_of(target).criterion
+        if criterion.own and self._own is not None:
+            return self._own.rows(target, first, first + weights.shape[0]).to(weights.device)
+        scores = criterion.score(weights, self._inputs(target)) if criterion.needs_norms else criterion.score(weights)
+        return scores.contiguous()
+
+    def own_of(self, target: Target) -> "Callable[[int, Tensor], Tensor] | None":
+        """Computes the scores of a target's blocks, if its criterion is the user's own; else None."""
+        return partial(self.of, target) if self.scheme_of(target).criterion.own else None
 
     def dtype(self, target: Target) -> "torch.dtype":
         """The dtype of a target's scores."""
         import torch
 
+        criterion = self.scheme_of(target).criterion
+        if criterion.own and self._own is not None:
+            return self._own.rows(target, 0, 1).dtype
         dtype = torch_dtype(target.matrix.stored.dtype)
-        return torch.promote_types(dtype, torch.float32) if self.scheme_of(target).criterion.needs_norms else dtype
+        return torch.promote_types(dtype, torch.float32) if criterion.needs_norms else dtype
+
+    def _inputs(self, target: Target) -> InputStatistics | None:
+        import torch
+
+        norms = self._norms.get(target.name)
+        return None if norms is None else InputStatistics(torch.from_numpy(norms), self._tokens.get(target.name))
+
+    def _own_scores(self, checkpoint: Checkpoint, given: Path | Mapping[str, Any] | None) -> "OwnScores":
+        from emp_llm.pruning.own_scores import CriterionScores, GivenScores, OwnScores, ScoreSource
+
+        scheme = self._scheme
+        source: ScoreSource
+        if scheme.criterion_name != GIVEN:
+            source = CriterionScores(scheme.criterion_name, scheme.criterion, checkpoint, self._inputs)
+        elif given is not None:
+            source = GivenScores(given, self._targets)
+        else:
+            raise UserError("the scores that decided the masks are not at hand; give their file with --scores.")
+        return OwnScores(source, self._targets, scheme.score_map, scheme.group)
 
 
 @contextmanager

@@ -32,11 +32,12 @@ class ManifestSource(Part, kw_only=True):
 
 
 class SchemeRecord(Part, kw_only=True):
-    """The rule that defines the masks: criterion, group, and the budget with its kind and fields."""
+    """The rule that defines the masks: criterion, group, map of signed scores, and the budget with its kind and fields."""
 
     criterion: str
     group: str
     budget: dict[str, Any]
+    score_map: str | None = None
 
 
 class NormsRecord(Part, kw_only=True):

@@ -56,6 +56,22 @@ class QuantizationRecord(Part, kw_only=True):
     bitsandbytes: str = ""
 
 
+class CriterionRecord(Part, kw_only=True):
+    """A score of the user's own.
+
+    Attributes:
+        function: of a registered criterion, MODULE:FUNCTION; source: SHA-256 of its file.
+        scores: name of a file of scores; digest: a hash of the scores.
+        score_map: how signed scores become non-negative.
+    """
+
+    function: str | None = None
+    source: str | None = None
+    scores: str | None = None
+    digest: str | None = None
+    score_map: str | None = None
+
+
 class RecipeRecord(Part, kw_only=True):
     """The options that decide the masks, defaults filled in. Fields that a method does not use are missing.
 
@@ -63,6 +79,7 @@ class RecipeRecord(Part, kw_only=True):
         method, group, targets, ignore, min_expert_tokens: as for `options.recipe.Recipe`.
         beta, order, neff_dtype: of emp methods only.
         sparsity, pattern, match, match_by: of the other methods only.
+        criterion: of a score of the user's own.
         blocks: name of the list of decoder blocks, if the user gave it.
         dtype, device_map: of the forward passes.
     """
@@ -80,6 +97,7 @@ class RecipeRecord(Part, kw_only=True):
     pattern: str | None = None
     match: str | None = None
     match_by: str | None = None
+    criterion: CriterionRecord | None = None
     blocks: str | None = None
     dtype: str | None = None
     device_map: str | None = None

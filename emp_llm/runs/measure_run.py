@@ -15,12 +15,13 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import part
 from emp_llm.options.commands import MeasureOptions
-from emp_llm.options.recipe import Method, Recipe, TargetOptions
+from emp_llm.options.criterion import GIVEN, CriterionOptions
+from emp_llm.options.recipe import Recipe, TargetOptions
 from emp_llm.pruning.measuring import measure_targets
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.pruner import Pruner
-from emp_llm.pruning.recipe import check_ranges
+from emp_llm.pruning.recipe import check_ranges, criterion_record
 from emp_llm.pruning.summary import matrix_records, sizes_record, targets_record, warnings_of
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource, RecipeRecord
@@ -31,6 +32,7 @@ from emp_llm.selection.criteria import CRITERIA
 from emp_llm.storage.output.output_file import OutputFile, check_output_file
 
 logger = logging.getLogger(__name__)
+_CRITERIA = "magnitude,wanda"
 
 
 class MeasureRun:
@@ -106,7 +108,7 @@ class MeasureRun:
         return Measure(
             source=ModelSource(model=self._source.name, revision=self._source.revision, identity=identity),
             command=command_line(),
-            recipe=RecipeRecord(**chosen),
+            recipe=RecipeRecord(**chosen, criterion=criterion_record(self._recipes[-1])),
             calibration=None if norms is None else norms.about,
             versions=versions(),
             measures=[],
@@ -157,14 +159,16 @@ class MeasureStage:
 
 def _recipes(options: MeasureOptions) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
-    common = Recipe(**vars(part(options, TargetOptions)))
+    common = Recipe(**vars(part(options, TargetOptions)), **vars(part(options, CriterionOptions)))
     recipes = []
-    for criterion in dict.fromkeys(parse_words(options.criteria, "--criteria")):
+    criteria = parse_words(options.criteria or _CRITERIA, "--criteria")
+    if options.criteria is None and common.own_name is not None:
+        criteria.append(common.own_name)
+    for criterion in dict.fromkeys(criteria):
         if criterion not in CRITERIA:
-            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(CRITERIA)}.")
-        method: Method = f"emp-{criterion}"  # type: ignore[assignment]
+            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(n for n in CRITERIA if n != GIVEN)}.")
         orders = dict.fromkeys(parse_numbers(options.orders, "--orders"))
-        recipes += [replace(common, method=method, order=order) for order in orders]
+        recipes += [replace(common.with_method(f"emp-{criterion}"), order=order) for order in orders]
     for recipe in recipes:
         recipe.check_recipe()
         check_ranges(recipe)

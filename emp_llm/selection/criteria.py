@@ -1,27 +1,61 @@
-"""Criteria: the importance of each weight. A new criterion is one function here and one line in CRITERIA.
+"""Criteria: the importance of each weight. A new criterion is one function, registered by `register_criterion`.
 
-A criterion takes a block of weight rows, shape (outputs, inputs), and the norms of their inputs. It returns non-negative scores
-of the same shape. Their dtype decides ties: the dtype of the weights for magnitude, float32 or wider for wanda.
+A criterion takes the weights of a layer, shape (outputs, inputs), and the statistics of its inputs. It returns scores of the
+same shape. The dtype of the scores decides ties: the dtype of the weights for magnitude, float32 or wider for wanda.
 """
 
+import inspect
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Score = Callable[..., "Tensor"]
+F = TypeVar("F", bound=Score)
 
-def magnitude(weight: "Tensor", norms: "Tensor | None" = None) -> "Tensor":
-    """|W_ij|, in the shape and dtype of the weight. The norms are not used."""
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """The inputs of a layer over the calibration tokens.
+
+    Attributes:
+        norms: ||X_j||_2 of each input feature j, float32, shape (inputs,).
+        tokens: number of tokens; None if unknown.
+    """
+
+    norms: "Tensor"
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A criterion.
+
+    Attributes:
+        score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the scores.
+        needs_norms: whether it needs a calibration.
+        own: registered by the user. It is given whole matrices, so that it may compare rows; the others get blocks of rows.
+    """
+
+    score: Score
+    needs_norms: bool
+    own: bool = False
+
+
+def magnitude(weight: "Tensor") -> "Tensor":
+    """|W_ij|, in the shape and dtype of the weight."""
     return weight.abs()
 
 
-def wanda(weight: "Tensor", norms: "Tensor | None") -> "Tensor":
+def wanda(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     """|W_ij| * ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023).
 
     Args:
         weight: shape (outputs, inputs).
-        norms: float32, shape (inputs,): the 2-norm of each input feature over all calibration tokens.
+        inputs: with float32 norms of shape (inputs,).
 
     Returns:
         float32 (float64 for a float64 weight), shape (outputs, inputs). Only the product is rounded.
@@ -31,9 +65,14 @@ def wanda(weight: "Tensor", norms: "Tensor | None") -> "Tensor":
     """
     import torch
 
-    norms = check_norms(norms, weight.shape[-1])
+    norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype).abs() * norms.to(weight.device, dtype)
+
+
+def scores_given(*_: object) -> "Tensor":
+    """The criterion "scores", whose scores are given by the user and not computed."""
+    raise ValueError("the scores of this criterion are given, not computed")
 
 
 def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
@@ -45,17 +84,47 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
     return norms
 
 
-class Criterion(NamedTuple):
-    """A criterion: its function, and whether it needs the norms of a calibration."""
-
-    score: "Callable[[Tensor, Tensor | None], Tensor]"
-    needs_norms: bool
-
-
 CRITERIA = {
     "magnitude": Criterion(magnitude, needs_norms=False),
     "wanda": Criterion(wanda, needs_norms=True),
+    "scores": Criterion(scores_given, needs_norms=False, own=True),
 }
+_BUILT_IN = tuple(CRITERIA)
+
+
+def register_criterion(function: F, name: str | None = None) -> F:
+    """Register a criterion under a name, so that the methods "NAME" and "emp-NAME" exist. Also a decorator.
+
+    Args:
+        function: `score(weight)`, or `score(weight, inputs)` if it needs a calibration. `weight` has the shape (outputs,
+            inputs) and the dtype of the model, `inputs` is an `InputStatistics`. It returns one finite score per weight; the
+            largest are kept. Scores below zero need a score map (`Recipe.score_map`).
+        name: letters, digits and underscores; None: the name of the function.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: the name is no identifier or that of a built-in criterion, or the function takes other arguments.
+    """
+    name = name or str(getattr(function, "__name__", type(function).__name__))
+    if name in _BUILT_IN:
+        raise ValueError(f"{name} is the name of a built-in criterion; choose another name")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+        raise ValueError(f"a criterion's name consists of letters, digits and underscores, got {name!r}")
+    CRITERIA[name] = Criterion(function, needs_norms=_arguments(function, name) == 2, own=True)
+    return function
+
+
+def _arguments(function: Score, name: str) -> int:
+    """The number of arguments that a criterion takes, 1 or 2; ValueError for others."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each for each in positional if each.default is each.empty]
+    keywords = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    if not 1 <= len(needed) <= 2 or keywords:
+        raise ValueError(f"the criterion {name} must take the arguments (weight) or (weight, inputs)")
+    return len(needed)
 
 
 def shift(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":

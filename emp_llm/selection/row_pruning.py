@@ -11,7 +11,7 @@ from torch import Tensor
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys
 from emp_llm.selection.available_kernels import has_numba, has_triton, kernels_support, triton_compiles_for
 from emp_llm.selection.budgets import Budget
-from emp_llm.selection.criteria import CRITERIA, check_norms
+from emp_llm.selection.criteria import CRITERIA, InputStatistics, check_norms
 from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.row_selection import Selection, select_rows
 
@@ -60,8 +60,10 @@ def prune_rows(
 
 def prune_rows_plainly(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget, offset: int = 0) -> RowFigures:
     """The reference: `prune_rows` in plain torch, in place, on any device and for floating dtypes of 16, 32 or 64 bits."""
-    scores = CRITERIA[criterion].score(weight, norms).contiguous()
-    return apply_selection(weight, select_rows(scores, budget, offset))
+    rule = CRITERIA[criterion]
+    inputs = None if norms is None else InputStatistics(norms)
+    scores = rule.score(weight, inputs) if rule.needs_norms else rule.score(weight)
+    return apply_selection(weight, select_rows(scores.contiguous(), budget, offset))
 
 
 def mask_by_kernel(scores: Tensor, budget: Budget) -> Tensor:

@@ -7,6 +7,7 @@ from emp_llm.selection.budgets import Budget, PartsBudget, PatternBudget
 from emp_llm.selection.criteria import CRITERIA, Criterion
 
 Group = Literal["row", "matrix", "all"]
+ScoreMap = Literal["abs", "shift", "exp"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Scheme:
         criterion_name: a key of CRITERIA; it scores the weights.
         budget: how many scores of each group to keep.
         group: the weights that compete with each other: a row, a matrix, or all targets.
+        score_map: how signed scores of the user's own become non-negative; None: they must not be negative.
 
     Raises:
         ValueError: the budget does not support groups of this kind.
@@ -25,6 +27,7 @@ class Scheme:
     criterion_name: str
     budget: Budget
     group: Group = "row"
+    score_map: ScoreMap | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, PatternBudget) and self.group != "row":

@@ -15,7 +15,7 @@ from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsR
 from emp_llm.records.source import RecipeRecord
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
-from emp_llm.selection.scheme import Group, Scheme
+from emp_llm.selection.scheme import Group, Scheme, ScoreMap
 from emp_llm.storage.hashing import file_hash
 from emp_llm.storage.json_files import INDEX_LIMIT
 
@@ -87,16 +87,24 @@ def scheme_of_manifest(manifest: Manifest) -> Scheme:
     record = manifest.scheme
     fields: dict[str, Any] = dict(record.budget)
     kinds: dict[str, type[Budget]] = {kind.__name__: kind for kind in _BUDGETS}
+    own = manifest.recipe.criterion
+    if record.criterion not in CRITERIA and own is not None and own.function is not None:
+        raise UserError(f"the criterion {record.criterion} decided the masks; add --criterion {own.function}.")
     if record.criterion not in CRITERIA or record.group not in get_args(Group):
         raise ValueError("no such criterion or group")
+    if record.score_map not in (None, *get_args(ScoreMap)):
+        raise ValueError("no such map of scores")
     if manifest.recipe.method.removeprefix("emp-") != record.criterion:
         raise ValueError("its recipe and its scheme have different criteria")
     group: Group = record.group  # type: ignore[assignment]
-    return Scheme(record.criterion, kinds[fields.pop("kind")](**fields), group)
+    return Scheme(record.criterion, kinds[fields.pop("kind")](**fields), group, record.score_map)  # type: ignore[arg-type]
 
 
 def _scheme_record(scheme: Scheme) -> SchemeRecord:
     fields = msgspec.to_builtins(asdict(scheme.budget))  # type: ignore[call-overload]
     return SchemeRecord(
-        criterion=scheme.criterion_name, group=scheme.group, budget={"kind": type(scheme.budget).__name__, **fields}
+        criterion=scheme.criterion_name,
+        group=scheme.group,
+        budget={"kind": type(scheme.budget).__name__, **fields},
+        score_map=scheme.score_map,
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
@@ -144,6 +143,7 @@ def check_masks(
     manifest: Manifest,
     activations: Activations | None,
     findings: Findings,
+    given: Path | None = None,
 ) -> None:
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
 
@@ -152,23 +152,23 @@ def check_masks(
     """
     try:
         scheme, least_tokens = scheme_of_manifest(manifest), manifest.recipe.min_expert_tokens or 0
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: it does not record how the masks were decided ({error}).") from error
-    decided = Pruner(source, targets, scheme, least_tokens=least_tokens)
-    norms: dict[str, Tensor | None] = {target.name: None for target in targets}
+    decided = Pruner(source, targets, scheme, least_tokens=least_tokens, given=given)
     if activations is not None:
         decided.scores.use(activations)
-        norms = {target.name: activations.norm(target.name) for target in targets}
     elif scheme.criterion.needs_norms:
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
     with progress_bar(sum(_bytes(t) for t in targets), "decide", "B") as bar:
-        everything = _selector(decided, targets, norms, 0) if scheme.group == "all" else None
+        everything = _selector(decided, targets, 0) if scheme.group == "all" else None
         offset = 0
         for target in targets:
             selector = everything
             if scheme.group == "matrix":
-                selector = _selector(decided, [target], norms, offset)
-            wrong = _wrong_weights(pruned, decided, target, norms[target.name], selector, offset)
+                selector = _selector(decided, [target], offset)
+            wrong = _wrong_weights(pruned, decided, target, selector, offset)
             findings.count("targets")
             if wrong:
                 findings.differences.append(f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides.")
@@ -180,7 +180,6 @@ def _wrong_weights(
     pruned: Checkpoint,
     decided: Pruner,
     target: Target,
-    norm: Tensor | None,
     selector: GroupSelector | None,
     offset: int,
 ) -> int:
@@ -189,7 +188,7 @@ def _wrong_weights(
     path = pruned.folder / target.matrix.stored.shard.name
     with FileReader(path) as file, naming_target(target):
         for first, words in _blocks(target):
-            scores = scheme.criterion.score(as_tensor(words, target.matrix.stored.dtype), norm).contiguous()
+            scores = decided.scores.of(target, first, as_tensor(words, target.matrix.stored.dtype))
             with naming_block(first, words):
                 part = (
                     selector.select(scores)
@@ -201,7 +200,7 @@ def _wrong_weights(
     return wrong
 
 
-def _selector(decided: Pruner, targets: list[Target], norms: dict[str, Tensor | None], offset: int) -> GroupSelector:
+def _selector(decided: Pruner, targets: list[Target], offset: int) -> GroupSelector:
     """The selector of a group of one or several matrices, after all passes over their scores."""
     selector = GroupSelector(decided.scheme.budget, offset)
     feed = selector.add
@@ -211,7 +210,7 @@ def _selector(decided: Pruner, targets: list[Target], norms: dict[str, Tensor | 
                 for first, words in _blocks(target):
                     weights = as_tensor(words, target.matrix.stored.dtype)
                     with naming_block(first, words):
-                        feed(decided.scores.scheme_of(target).criterion.score(weights, norms[target.name]).contiguous())
+                        feed(decided.scores.of(target, first, weights))
         if not selector.searching():
             return selector
         feed = selector.search

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.commands import BETAS
-from emp_llm.options.recipe import MatchBy, Method, Recipe
+from emp_llm.options.recipe import MatchBy, Recipe, check_method
 from emp_llm.pruning.recipe import parse_pattern
 from emp_llm.records.run_report import PointRecord
 
@@ -27,7 +27,7 @@ class SweepPoint:
     """
 
     name: str
-    method: Method
+    method: str
     beta: float | None = None
     order: float | None = None
     sparsity: float | None = None
@@ -44,7 +44,7 @@ class SweepPoint:
         """
         match = folder / self.baseline_of if self.baseline_of is not None else None
         own = {"beta": self.beta, "order": self.order, "sparsity": self.sparsity, "pattern": self.pattern}
-        return replace(common, method=self.method, match=match, match_by=self.match, **own)  # type: ignore[arg-type]
+        return replace(common.with_method(self.method), match=match, match_by=self.match, **own)  # type: ignore[arg-type]
 
     def record(self) -> PointRecord:
         """The point as a report records it."""
@@ -69,12 +69,14 @@ def plan_points(
     Raises:
         UserError: an option is not a list of its kind, or applies to none of the methods.
     """
-    chosen = [_method(name) for name in parse_words(methods, "--methods")]
+    chosen = parse_words(methods, "--methods")
+    for method in chosen:
+        check_method(method, "--methods:")
     adaptive = [method for method in chosen if method.startswith("emp-")]
     fixed = [method for method in chosen if method not in adaptive]
     asked = {"--betas": betas, "--orders": orders, "--matched-baselines": matched_baselines or None}
-    _check_use(asked, adaptive, "emp-wanda or emp-magnitude")
-    _check_use({"--sparsities": sparsities, "--patterns": patterns}, fixed, "wanda or magnitude")
+    _check_use(asked, adaptive, "emp methods")
+    _check_use({"--sparsities": sparsities, "--patterns": patterns}, fixed, "methods without emp-")
     points: list[SweepPoint] = []
     for method in chosen:
         if method in adaptive:
@@ -94,24 +96,17 @@ def plan_points(
 
 def _baselines(point: SweepPoint) -> list[SweepPoint]:
     """The same criterion with uniform rows, which keeps as many weights in total, or in every matrix."""
-    (criterion,) = (name for name in get_args(Method) if f"emp-{name}" == point.method)
+    criterion = point.method.removeprefix("emp-")
     return [
         SweepPoint(f"{criterion}-{by}-as-{point.name}", criterion, baseline_of=point.name, match=by) for by in get_args(MatchBy)
     ]
 
 
-def _method(name: str) -> Method:
-    if name not in get_args(Method):
-        raise UserError(f"--methods: {name!r} is not one of {', '.join(get_args(Method))}.")
-    method: Method = name  # type: ignore[assignment]
-    return method
-
-
-def _check_use(options: dict[str, Any], methods: list[Method], names: str) -> None:
+def _check_use(options: dict[str, Any], methods: list[str], names: str) -> None:
     """Raise UserError for an option that applies to none of the methods."""
     for flag, value in options.items():
         if value is not None and not methods:
-            raise UserError(f"{flag} is for {names}, and --methods has neither; leave {flag} out or add one.")
+            raise UserError(f"{flag} is for {names}, and --methods has none; leave {flag} out or add one.")
 
 
 def parse_words(text: str, flag: str) -> list[str]:

@@ -17,10 +17,11 @@ from emp_llm.evaluation.results_file import new_results
 from emp_llm.evaluation.suites import suite_of
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import part
-from emp_llm.options.commands import SweepOptions
+from emp_llm.options.commands import METHODS, SweepOptions
+from emp_llm.options.criterion import CriterionOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
 from emp_llm.pruning.plan import Plan
-from emp_llm.pruning.recipe import check_ranges
+from emp_llm.pruning.recipe import check_ranges, criterion_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import PointRecord
@@ -81,10 +82,16 @@ class SweepRun:
 
     def __init__(self, options: SweepOptions) -> None:
         self._options = options
+        common = Recipe(group=options.group, **vars(part(options, TargetOptions)), **vars(part(options, CriterionOptions)))
+        own = "" if common.own_name is None else f",emp-{common.own_name},{common.own_name}"
         self._planned = plan_points(
-            options.methods, options.betas, options.orders, options.sparsities, options.patterns, options.matched_baselines
+            options.methods or f"{METHODS}{own}",
+            options.betas,
+            options.orders,
+            options.sparsities,
+            options.patterns,
+            options.matched_baselines,
         )
-        common = Recipe(group=options.group, **vars(part(options, TargetOptions)))
         self._common = common
         for point in self._planned:
             if point.baseline_of is None:
@@ -212,4 +219,5 @@ class SweepRun:
     def _shared_recipe(self) -> RecipeRecord:
         """The fields that the recipes of all points share."""
         names = ("group", "targets", "ignore", "min_expert_tokens", "blocks")
-        return RecipeRecord(**{name: getattr(self._common, name) for name in names})
+        criterion = criterion_record(self._common)
+        return RecipeRecord(**{name: getattr(self._common, name) for name in names}, criterion=criterion)
