@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
     from emp_llm.report import report as report
-    from emp_llm.selection.criteria import exponential, shift
+    from emp_llm.selection.criteria import InputStatistics, exponential, register_criterion, shift
     from emp_llm.selection.effective import (
         effective_mask,
         effective_mass,
@@ -35,6 +35,8 @@ _HOME = {
     "effective_mass": "selection.effective",
     "effective_mass_bound": "selection.effective",
     "loss_change_bound": "selection.effective",
+    "InputStatistics": "selection.criteria",
+    "register_criterion": "selection.criteria",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
     "reapply_mask": "packing.reapply",
@@ -44,6 +46,7 @@ _HOME = {
 _COMMANDS = ("calibrate", "evaluate", "measure", "pack", "prune", "push", "report", "sweep", "unpack", "verify")
 
 __all__ = [
+    "InputStatistics",
     "SparsityCallback",
     "calibrate",
     "effective_mask",
@@ -58,6 +61,7 @@ __all__ = [
     "prune",
     "push",
     "reapply_mask",
+    "register_criterion",
     "report",
     "shift",
     "sweep",

@@ -89,7 +89,7 @@ def _check_against(
 
 def _given_scores(options: VerifyOptions, manifest: "Manifest") -> Any:
     """The scores that decided the masks, if they were given; a warning if the code of an own criterion has changed."""
-    from emp_llm.options.criterion import origin_of
+    from emp_llm.options.criterion import criterion_origin
     from emp_llm.pruning.own_scores import GivenScores
 
     record = manifest.recipe.criterion
@@ -97,7 +97,7 @@ def _given_scores(options: VerifyOptions, manifest: "Manifest") -> Any:
         return None
     if record.function is not None:
         name = manifest.scheme.criterion
-        if options.own_name == name and origin_of(name)[1] != record.source:
+        if options.own_name == name and criterion_origin(name)[1] != record.source:
             logger.warning("warning: the file of the criterion %s has changed since the masks were decided.", record.function)
         return None
     if options.scores is None:

@@ -13,7 +13,7 @@ from emp_llm.selection.arithmetic.hill import Moments
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, row_thresholds
 from emp_llm.selection.arithmetic.sums import sum_rows, sum_vector
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
-from emp_llm.selection.criteria import magnitude, wanda
+from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
 from emp_llm.selection.group_selection import GroupSelector
 from emp_llm.selection.row_selection import Selection, select_rows
 from emp_llm.selection.scheme import Scheme
@@ -117,7 +117,7 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
     weights = hostile_weights(2443, 4096, torch.bfloat16)
     norms = torch.rand(4096, generator=torch.Generator().manual_seed(4)).mul(8)
     norms[7] = 3000.0
-    scores = magnitude(weights) if criterion == "magnitude" else wanda(weights, norms)
+    scores = magnitude(weights) if criterion == "magnitude" else wanda(weights, InputStatistics(norms))
     by_hand = weights.float().abs().numpy() * (norms.numpy() if criterion == "wanda" else np.float32(1))
     assert np.array_equal(scores.float().numpy(), by_hand)
     values = by_hand.astype(np.float64)
@@ -136,7 +136,7 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
 
 def test_threads_do_not_change_a_bit() -> None:
     weights = torch.randn(300, 3001, generator=torch.Generator().manual_seed(0)).bfloat16()
-    scores = wanda(weights, torch.rand(3001, generator=torch.Generator().manual_seed(1)))
+    scores = wanda(weights, InputStatistics(torch.rand(3001, generator=torch.Generator().manual_seed(1))))
     before, found = torch.get_num_threads(), set()
     try:
         for threads in (1, 2, 5):
@@ -315,13 +315,14 @@ def test_counts_in_bfloat16() -> None:
 
 def test_wanda_rounds_the_product_once() -> None:
     weight, norms = torch.tensor([[-3.0, 0.1]], dtype=torch.bfloat16), torch.tensor([2.0, 1 / 3])
-    assert wanda(weight, norms).dtype == torch.float32
-    assert wanda(weight, norms).tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
+    scores = wanda(weight, InputStatistics(norms))
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[6.0, float(np.float32(weight[0, 1].float()) * np.float32(1 / 3))]]
     with pytest.raises(ValueError, match="needs the norms"):
         wanda(weight, None)
     for wrong in (torch.ones(1), torch.ones(1, 2)):
         with pytest.raises(ValueError, match=r"norms have shape .* need \(2,\)"):
-            wanda(weight, wrong)
+            wanda(weight, InputStatistics(wrong))
 
 
 def test_contradictory_schemes_are_refused() -> None:

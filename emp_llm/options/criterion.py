@@ -100,7 +100,7 @@ def load_criterion(criterion: str | Callable[..., Any]) -> None:
         raise UserError(f"--criterion {shown}: {error}.") from error
 
 
-def origin_of(name: str) -> tuple[str, str | None]:
+def criterion_origin(name: str) -> tuple[str, str | None]:
     """(module and function, SHA-256 of the source file) of a registered criterion, for records. No path is included."""
     function = CRITERIA[name].score
     module = getattr(function, "__module__", None) or type(function).__module__

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import REPORT_NAME
-from emp_llm.options.criterion import origin_of
+from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
@@ -79,7 +79,7 @@ def criterion_record(recipe: Recipe) -> CriterionRecord | None:
         return CriterionRecord(scores=name, digest=digest, score_map=recipe.score_map)
     if not CRITERIA[recipe.criterion_name].own:
         return None
-    function, source = origin_of(recipe.criterion_name)
+    function, source = criterion_origin(recipe.criterion_name)
     return CriterionRecord(function=function, source=source, score_map=recipe.score_map)
 
 

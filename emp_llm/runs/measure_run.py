@@ -161,7 +161,7 @@ def _recipes(options: MeasureOptions) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     common = Recipe(**vars(part(options, TargetOptions)), **vars(part(options, CriterionOptions)))
     recipes = []
-    criteria = parse_words(options.criteria or _CRITERIA, "--criteria")
+    criteria = parse_words(_CRITERIA if options.criteria is None else options.criteria, "--criteria")
     if options.criteria is None and common.own_name is not None:
         criteria.append(common.own_name)
     for criterion in dict.fromkeys(criteria):

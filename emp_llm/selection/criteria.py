@@ -85,8 +85,8 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
 
 
 CRITERIA = {
-    "magnitude": Criterion(magnitude, needs_norms=False),
     "wanda": Criterion(wanda, needs_norms=True),
+    "magnitude": Criterion(magnitude, needs_norms=False),
     "scores": Criterion(scores_given, needs_norms=False, own=True),
 }
 _BUILT_IN = tuple(CRITERIA)

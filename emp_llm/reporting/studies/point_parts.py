@@ -15,7 +15,7 @@ from emp_llm.evaluation.measured_values import Value, values_of
 from emp_llm.options.recipe import MatchBy
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import MatrixRecord, Quartiles, TargetsRecord
-from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
+from emp_llm.records.source import CalibrationRecord, CriterionRecord, ModelSource, RecipeRecord
 from emp_llm.reporting.studies.measured_points import MatrixStats, SuiteResult, WholeGroup
 
 
@@ -122,6 +122,8 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
     words = [recipe.pattern] if recipe.pattern else []
     if recipe.neff_dtype not in (None, "float64"):
         words.append(f"N_eff in {recipe.neff_dtype}")
+    if recipe.criterion is not None:
+        words += _own_words(recipe.criterion)
     if calibration is not None and calibration.propagate == "pruned":
         words.append("pruned propagation")
     if recipe.group != "row":
@@ -136,6 +138,13 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
         "variant": printable(", ".join(words)),
         "match": match if recipe.match else None,
     }
+
+
+def _own_words(own: CriterionRecord) -> list[str]:
+    """Words that set scores of the user's own apart from others of the same name: the map, and a part of a hash."""
+    digest = own.digest or own.source
+    words = [f"map {own.score_map}"] if own.score_map else []
+    return words + ([f"version {digest[:6]}"] if digest else [])
 
 
 def _scope(recipe: RecipeRecord) -> str:

@@ -85,7 +85,7 @@ class SweepRun:
         common = Recipe(group=options.group, **vars(part(options, TargetOptions)), **vars(part(options, CriterionOptions)))
         own = "" if common.own_name is None else f",emp-{common.own_name},{common.own_name}"
         self._planned = plan_points(
-            options.methods or f"{METHODS}{own}",
+            f"{METHODS}{own}" if options.methods is None else options.methods,
             options.betas,
             options.orders,
             options.sparsities,
