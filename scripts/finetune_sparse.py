@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import logging
 
 from emp_llm import SparsityCallback
-from emp_llm.packing.reapply import Masks
+from emp_llm.packing.reapply import masks_in
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
@@ -59,7 +59,7 @@ def main(line: list[str] | None = None) -> None:
         held = max(1, len(examples) // 10)
         train, test = examples[:-held], examples[-held:]
         before = load(pruned)
-        masks = Masks(before, pruned)
+        masks = masks_in(pruned, before)
         rows = [("pruned", loss(before, test), masks.broken(before))]
         for name, callbacks in (("tuned, with the callback", [SparsityCallback(pruned)]), ("tuned, without", [])):
             model = load(pruned)

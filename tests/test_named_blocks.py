@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from emp_llm import reapply_mask
 from emp_llm.common.errors import UserError
 from emp_llm.pack import pack
-from emp_llm.packing.reapply import Masks
+from emp_llm.packing.reapply import masks_in
 from emp_llm.prune import prune
 from emp_llm.verify import verify
 
@@ -86,6 +86,6 @@ def test_masks_use_it(source: Path, pruned: Path, tmp_path: Path, kind: str) -> 
     assert reapply_mask(model, folder) == removed > 0
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
     assert reapply_mask(load(source), folder, blocks=BLOCKS) == removed
-    vision = Masks(model, folder, targets="mlp", blocks="model.vision_tower.encoder.layers")
-    assert len(vision.layers) == 8
+    vision = masks_in(folder, model, targets="mlp", blocks="model.vision_tower.encoder.layers")
+    assert len(vision) == 8
     assert vision.broken(model) == 0

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 from emp_llm import SparsityCallback, reapply_mask
 from emp_llm.common.errors import UserError
 from emp_llm.pack import pack
-from emp_llm.packing.reapply import Masks
+from emp_llm.packing.reapply import masks_in
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
@@ -67,7 +67,7 @@ def test_targets_may_be_named_and_must_be_without_a_report(pruned: Callable[[str
     model, _ = shifted(bare)
     with pytest.raises(UserError, match=r"emp_report\.json"):
         reapply_mask(model, bare)
-    assert Masks(model, bare, targets="up_proj").layers == [f"model.layers.{i}.mlp.up_proj" for i in range(2)]
+    assert list(masks_in(bare, model, targets="up_proj")) == [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
     assert reapply_mask(model, bare, targets="up_proj") > 0
 
 
@@ -131,7 +131,7 @@ def test_training_keeps_zeros_and_changes_everything_else(pruned: Callable[[str]
             return model, float(model(input_ids=tokens, labels=tokens).loss)
 
     start = load(pruned(family))
-    masks = Masks(start, pruned(family))
+    masks = masks_in(pruned(family), start)
     kept, after = train([SparsityCallback(pruned(family))])
     with torch.no_grad():
         assert after < float(start(input_ids=tokens, labels=tokens).loss) - 0.1

@@ -7,7 +7,7 @@ computes.
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,30 @@ class _Weights:
 def is_offloaded(model: nn.Module) -> bool:
     """Whether any weights of a model are stored elsewhere than on the device that uses them."""
     return any(_offload_hook(module) is not None for module in model.modules())
+
+
+def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
+    """A parameter's values where they lie in memory: on its device, or offloaded to the CPU; for one on disk, on "meta".
+
+    Returns:
+        The values, which can be changed in place; None if the model has no such parameter.
+    """
+    owner, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(owner)
+    except AttributeError:
+        return None
+    parameter = module._parameters.get(leaf)
+    if parameter is None:
+        return None
+    hook = _offload_hook(module)
+    if parameter.device.type != "meta" or hook is None or not isinstance(hook.weights_map, Mapping):
+        return parameter.data
+    held = hook.weights_map
+    values = getattr(held, "dataset", held)
+    state = getattr(values, "state_dict", values)
+    stored = state.get(getattr(held, "prefix", "") + leaf) if isinstance(state, Mapping) else None
+    return stored if isinstance(stored, Tensor) else parameter.data
 
 
 def offloaded_files(model: nn.Module) -> dict[str, dict[str, str]]:

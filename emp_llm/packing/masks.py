@@ -1,0 +1,152 @@
+"""Masks of a model in memory: one bit for each weight of its pruned parameters."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from emp_llm.architecture.layers import Layer
+from emp_llm.common.errors import UserError, reason
+from emp_llm.execution.offload import resident_parameter
+from emp_llm.storage.atomic import write_bytes
+from emp_llm.storage.buffers import Block
+
+_KEY = "emp_llm"
+_FORMAT = "emp-llm masks 1"
+
+
+class Masks(Mapping[str, Tensor]):
+    """The masks of a model's parameters: parameter name -> bool tensor of the parameter's shape, true where a weight stays.
+
+    A weight whose bits are all zero counts as removed.
+
+    Args:
+        masks: bool tensors by the name of the parameter, or of the layer whose weight it is.
+
+    Raises:
+        UserError: an entry is no boolean tensor.
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor] | None = None) -> None:
+        self._bits: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, mask in (masks or {}).items():
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise UserError(f"the mask of {name} is {kind}; a mask is a boolean tensor, true where a weight stays.")
+            self.put(name, mask.detach().cpu().numpy())
+
+    def put(self, name: str, mask: Block) -> None:
+        """Set the mask of a parameter: bool, of its shape."""
+        self._bits[name] = torch.from_numpy(np.packbits(mask, bitorder="little"))
+        self._shapes[name] = tuple(mask.shape)
+
+    def __getitem__(self, name: str) -> Tensor:
+        bits = self._bits[name].cpu().numpy()
+        shape = self._shapes[name]
+        kept = np.unpackbits(bits, count=int(np.prod(shape)), bitorder="little").view(np.bool_)
+        return torch.from_numpy(kept.reshape(shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bits)
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def apply(self, model: nn.Module) -> None:
+        """Set the removed weights of a model to zero, in place. No other weight changes.
+
+        Raises:
+            UserError: the model lacks a parameter, or it has another shape, is quantised or not in memory. Nothing is changed.
+        """
+        for weight, removed in self._removed(model):
+            weight.masked_fill_(removed, 0)
+
+    def broken(self, model: nn.Module) -> int:
+        """The number of removed weights that are not zero in a model. Errors are those of `apply`."""
+        return sum(int(weight.ne(0).logical_and_(removed).sum()) for weight, removed in self._removed(model))
+
+    def save(self, path: Path | str) -> None:
+        """Write the masks to a safetensors file: one bit per weight, the first in the lowest bit of the first byte."""
+        metadata = {_KEY: json.dumps({"format": _FORMAT, "shapes": self._shapes}, sort_keys=True)}
+        write_bytes(Path(path), save({name: bits.cpu() for name, bits in self._bits.items()}, metadata))
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Masks":
+        """Read a file of `save`.
+
+        Raises:
+            UserError: the file is missing or damaged, or holds no masks.
+        """
+        path, masks = Path(path), cls()
+        if not path.is_file():
+            raise UserError(f"{path}: no such file of masks.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                info: Any = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+                if not isinstance(info, dict) or info.get("format") != _FORMAT:
+                    raise UserError(f"{path}: not a file of masks; Masks.save writes them.")
+                for name in file.keys():  # noqa: SIM118
+                    shape = tuple(int(size) for size in info["shapes"][name])
+                    bits = file.get_tensor(name)
+                    if bits.dtype != torch.uint8 or bits.shape != (-(-int(np.prod(shape)) // 8),) or min(shape, default=0) < 0:
+                        raise ValueError(f"the mask of {name} does not have its shape")
+                    masks._bits[name], masks._shapes[name] = bits, shape
+        except UserError:
+            raise
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: not a readable file of masks ({reason(error)}).") from error
+        return masks
+
+    def _removed(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """(weight, removed) of each parameter: its values, and a boolean mask of its shape."""
+        weights = {name: self._weight(model, name) for name in self._bits}  # all are checked before any is changed
+        for name, weight in weights.items():
+            bits = self._bits[name]
+            if bits.device != weight.device:
+                bits = self._bits[name] = bits.to(weight.device)
+            places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+            removed = (bits[:, None] & places).eq(0).view(-1)[: weight.numel()]
+            yield weight, removed.view(weight.shape)
+
+    def _weight(self, model: nn.Module, name: str) -> Tensor:
+        weight = resident_parameter(model, name)
+        if weight is None:
+            weight = resident_parameter(model, f"{name}.weight")
+        if weight is None:
+            raise UserError(f"{type(model).__name__} has no parameter {name}; these masks are of another model.")
+        check_whole(name, weight, self._shapes[name])
+        return weight
+
+
+def check_merged(model: nn.Module) -> None:
+    """Raise UserError if a model has adapters beside its weights."""
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise UserError(
+            "The model has adapters that are not merged, and their weights are not sparse. Merge them first: "
+            "reapply_mask(model.merge_and_unload(), DIR)"
+        )
+
+
+def check_whole(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless a weight is in memory as it was stored."""
+    if weight.device.type == "meta" or tuple(weight.shape) != shape or not weight.is_floating_point():
+        raise UserError(
+            f"{name}: its weight is {weight.dtype} {list(weight.shape)} on {weight.device}; it must be floating point "
+            f"{list(shape)} in memory. Load the model without quantisation, offloading to disk and sharding over processes."
+        )
+
+
+def rows_in(parameter: Block, layer: Layer) -> Block:
+    """The part of a parameter's array that is a layer's weight, one output per row; a view."""
+    if layer.expert is None:
+        return parameter.T if layer.transposed else parameter
+    matrix = parameter[layer.expert.expert]
+    rows: Block = (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+    return rows
