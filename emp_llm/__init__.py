@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from emp_llm.calibrate import calibrate as calibrate
     from emp_llm.evaluate import evaluate as evaluate
+    from emp_llm.in_memory.prune_model import masks_of, prune_model
     from emp_llm.measure import measure as measure
+    from emp_llm.options.recipe import Recipe
     from emp_llm.pack import pack as pack
+    from emp_llm.packing.masks import Masks
     from emp_llm.packing.reapply import SparsityCallback, reapply_mask
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
@@ -39,6 +42,10 @@ _HOME = {
     "register_criterion": "selection.criteria",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
+    "Masks": "packing.masks",
+    "Recipe": "options.recipe",
+    "masks_of": "in_memory.prune_model",
+    "prune_model": "in_memory.prune_model",
     "reapply_mask": "packing.reapply",
     "SparsityCallback": "packing.reapply",
 }
@@ -47,6 +54,8 @@ _COMMANDS = ("calibrate", "evaluate", "measure", "pack", "prune", "push", "repor
 
 __all__ = [
     "InputStatistics",
+    "Masks",
+    "Recipe",
     "SparsityCallback",
     "calibrate",
     "effective_mask",
@@ -56,9 +65,11 @@ __all__ = [
     "evaluate",
     "exponential",
     "loss_change_bound",
+    "masks_of",
     "measure",
     "pack",
     "prune",
+    "prune_model",
     "push",
     "reapply_mask",
     "register_criterion",

@@ -38,6 +38,7 @@ ROOMS = (
     "runs/stages",
     "runs/sweeping",
     "runs",
+    "in_memory",
 )
 COMMANDS = "commands"  # the files beside the rooms
 

@@ -137,7 +137,7 @@ def test_other_dtypes_and_groups(models: Models, options: Record, suite: str, tm
 def test_weights_come_back_bit_for_bit(models: Models, family: str) -> None:
     model = load_model(models(family), "cpu")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    plan = Plan(models(family), family, Recipe(targets="all-linear"), False, "cpu")
+    plan = Plan.of_folder(models(family), family, Recipe(targets="all-linear"), False, "cpu")
     masked = MaskedModel(model, plan.pruner_of(Recipe(method="emp-magnitude")))
     with pytest.raises(KeyError), masked:  # noqa: PT012
         for recipe in (Recipe(method="magnitude", sparsity=0.9), Recipe(method="emp-magnitude", beta=1.5)):
@@ -152,7 +152,7 @@ def test_weights_come_back_bit_for_bit(models: Models, family: str) -> None:
 
 def test_a_model_that_is_not_its_checkpoint_does_not_fit(models: Models) -> None:
     model = load_model(models("llama"), "cpu")
-    pruner = Plan(models("llama"), "llama", Recipe(), False, "cpu").pruner_of(Recipe(method="emp-magnitude"))
+    pruner = Plan.of_folder(models("llama"), "llama", Recipe(), False, "cpu").pruner_of(Recipe(method="emp-magnitude"))
     assert MaskedModel(model, pruner).fits()
     assert not MaskedModel(load_model(models("llama"), "disk"), pruner).fits()
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1  # type: ignore[index, union-attr, operator]

@@ -104,6 +104,8 @@ def _converted(
     """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's lm_head as embed_out)."""
     names: dict[str, str] = {}
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
+    if not keys:
+        return names, pieces
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key

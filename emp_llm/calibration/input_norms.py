@@ -28,6 +28,7 @@ class InputSums:
         input_of: layer -> key in `sums`.
         tokens: number of tokens of each sum.
         paused: while true, nothing is added.
+        counted: the tokens that count, bool, shape (sequences, length), if some are padding; None: all.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class InputSums:
         self.input_of: dict[str, str] = {}
         self.tokens: dict[str, int] = {}
         self.paused = False
+        self.counted: Tensor | None = None
         self._finite: dict[str, Tensor] = {}
         self._last: tuple[weakref.ref[Tensor], int, str] | None = None
 
@@ -128,7 +130,10 @@ class InputSums:
         if leader != layer:
             return
         self._last = (weakref.ref(inputs), inputs._version, layer)
-        features = inputs.detach().reshape(-1, inputs.shape[-1])
+        if self.counted is not None and self.counted.shape == inputs.shape[:-1]:
+            features = inputs.detach()[self.counted.to(inputs.device)]
+        else:
+            features = inputs.detach().reshape(-1, inputs.shape[-1])
         squares = features.float().square().sum(0).double()
         self.tokens[layer] = self.tokens.get(layer, 0) + features.shape[0]
         if layer in self.sums:

@@ -22,7 +22,7 @@ from emp_llm.packing.bits import Bytes, booleans, mask_of
 from emp_llm.packing.masks import Masks, check_merged, check_whole, rows_in
 from emp_llm.packing.packed_folder import PackedCheckpoint, PackedFolder
 from emp_llm.packing.packed_format import PackLayout
-from emp_llm.packing.unpacker import masks_of
+from emp_llm.packing.unpacker import mask_blocks
 from emp_llm.pruning.recipe import read_report
 from emp_llm.records.source import RecipeRecord
 from emp_llm.storage.buffers import Block
@@ -150,6 +150,6 @@ def _mask(packed: PackedFolder | None, stored: StoredTensor, files: FilePool) ->
     """The mask of all words of a stored tensor."""
     if packed is not None:
         shard = next(shard for shard in packed.shards.values() if shard.path == stored.shard)
-        return np.concatenate(list(masks_of(shard, stored, files, packed.coder)))
+        return np.concatenate(list(mask_blocks(shard, stored, files, packed.coder)))
     file, blocks = files.reader(stored.shard), PackLayout().blocks(stored)
     return np.concatenate([mask_of(read_words(file, stored, first, count)) for first, count in blocks])

@@ -140,7 +140,7 @@ def words_of(
         damaged(shard.path, f"{quotable(tensor.name)}: {error}")
 
 
-def masks_of(shard: PackedShard, tensor: StoredTensor, files: FilePool, coder: Zstd | None) -> Iterator[Bytes]:
+def mask_blocks(shard: PackedShard, tensor: StoredTensor, files: FilePool, coder: Zstd | None) -> Iterator[Bytes]:
     """The mask of an original tensor, block by block; arguments and errors are those of `words_of`."""
     if shard.layout.kind == "weights":
         yield from map(mask_of, words_of(shard, tensor, files, coder))

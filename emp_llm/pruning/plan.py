@@ -19,9 +19,8 @@ class Plan:
     """A model's targets. Nothing is written, and the model is not run.
 
     Args:
-        folder, name: the model folder, and the user's name for it.
+        architecture: of the model.
         recipe: chooses the targets. `pruner_of` accepts other recipes for the same targets.
-        trust_remote_code: run code from the model's folder.
         mask_device: the device that decides masks.
 
     Attributes:
@@ -30,24 +29,38 @@ class Plan:
         coverage: the share of the model that they cover.
 
     Raises:
-        UserError: the model is quantised, no layer matches, or most of the model cannot be pruned.
+        UserError: no layer matches, or most of the model cannot be pruned.
     """
 
-    def __init__(
-        self, folder: Path, name: str, recipe: Recipe, trust_remote_code: bool = False, mask_device: str = "auto"
-    ) -> None:
-        self.checkpoint = Checkpoint(folder)
-        if "quantization_config" in self.checkpoint.config:
-            raise UserError(f"{name}: it is already quantised. Prune the original model and quantise the result.")
+    def __init__(self, architecture: Architecture, recipe: Recipe, mask_device: str = "auto") -> None:
+        self.checkpoint = architecture.checkpoint
+        self.architecture = architecture
         self._mask_device = mask_device
-        names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
-        self.architecture = Architecture.of_checkpoint(self.checkpoint, recipe.blocks, trust_remote_code, names_suffice)
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
         self.coverage = self.architecture.coverage(self.chosen)
         self.coverage.check(recipe.targets, recipe.allow_partial)
         no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
         if recipe.needs_activations and no_inputs is not None:
             raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")
+
+    @classmethod
+    def of_folder(
+        cls, folder: Path, name: str, recipe: Recipe, trust_remote_code: bool = False, mask_device: str = "auto"
+    ) -> "Plan":
+        """The plan for a model folder; other arguments and errors as for the class.
+
+        Args:
+            name: the user's name for the model.
+            trust_remote_code: run code from the model's folder.
+
+        Raises:
+            UserError: the folder is no checkpoint, or the model is quantised.
+        """
+        checkpoint = Checkpoint(folder)
+        if "quantization_config" in checkpoint.config:
+            raise UserError(f"{name}: it is already quantised. Prune the original model and quantise the result.")
+        names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
+        return cls(Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice), recipe, mask_device)
 
     def pruner_of(self, recipe: Recipe) -> Pruner:
         """The pruner of the targets for a recipe."""

@@ -156,6 +156,6 @@ def naming_target(target: Target) -> Iterator[None]:
         stored, rows = target.matrix.stored, f"rows {first} to {first + words.shape[0] - 1}"
         if bool(as_tensor(words, stored.dtype).isfinite().all()):
             raise UserError(f"{target.name}: the scores overflow in {rows}; its activations are too large.") from error
-        raise UserError(
-            f"{stored.shard}: {stored.name} holds NaN or infinity ({rows}). The checkpoint is damaged; download it again."
-        ) from error
+        where = "" if str(stored.shard) == stored.name else f"{stored.shard}: "  # a model in memory has no file
+        remedy = "The checkpoint is damaged; download it again." if where else "Load the model again."
+        raise UserError(f"{where}{stored.name} holds NaN or infinity ({rows}). {remedy}") from error

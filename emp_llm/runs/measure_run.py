@@ -60,7 +60,7 @@ class MeasureRun:
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
         self._path = options.output or Path(f"{self._source.short_name}-measure.json")
         check_output_file(self._path, options.overwrite)
-        self._plan = Plan(self._source.folder, self._source.name, self._leading, options.trust_remote_code, "cpu")
+        self._plan = Plan.of_folder(self._source.folder, self._source.name, self._leading, options.trust_remote_code, "cpu")
         self._pruners = [self._plan.pruner_of(recipe) for recipe in self._recipes]
         self._stack = ExitStack()
 

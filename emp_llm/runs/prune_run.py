@@ -71,7 +71,9 @@ class PruneRun:
                 "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.",
                 self._source.name,
             )
-        self._plan = Plan(self._source.folder, self._source.name, options, options.trust_remote_code, options.mask_device)
+        self._plan = Plan.of_folder(
+            self._source.folder, self._source.name, options, options.trust_remote_code, options.mask_device
+        )
         self._pruner = self._plan.pruner_of(options)
         if self._given is not None:
             self._pruner.scores.use(self._given, str(options.activations))

@@ -43,7 +43,7 @@ def run_signature(
 def write_manifest(
     folder: Path,
     checkpoint: Checkpoint,
-    identity: str,
+    identity: str | None,
     recipe: RecipeRecord,
     scheme: Scheme,
     norms: str | None,
@@ -53,7 +53,7 @@ def write_manifest(
 
     Args:
         folder: of the checkpoint.
-        checkpoint, identity: the source.
+        checkpoint, identity: the source; no identity for a model that was pruned in memory.
         recipe, scheme: of the run.
         norms: digest of the norms; None if none were needed.
         hashes: BLAKE3 of files by name, as far as known; the other files are hashed now.

@@ -108,7 +108,9 @@ class SweepRun:
         self._scored = bool(scored)
         self._given = given_norms(options, leading)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
-        self._plan = Plan(self._source.folder, self._source.name, leading, options.trust_remote_code, options.mask_device)
+        self._plan = Plan.of_folder(
+            self._source.folder, self._source.name, leading, options.trust_remote_code, options.mask_device
+        )
         if self._given is not None:
             self._plan.pruner_of(leading).scores.use(self._given, str(options.activations))
         path = options.output or Path(f"{self._source.short_name}-sweep")

@@ -1,0 +1,4 @@
+"""Models in memory: pruned in place, or their masks returned, by the same recipes and with the same bits as the command.
+
+This room uses all rooms below the commands.
+"""

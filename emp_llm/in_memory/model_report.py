@@ -1,0 +1,99 @@
+"""The report of a model that was pruned in memory, and the files that make its saved folder a finished checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.targets import Target
+from emp_llm.calibration.activations import Activations
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
+from emp_llm.packing.masks import Masks, rows_in
+from emp_llm.pruning.output.manifest import write_manifest
+from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
+from emp_llm.selection.scheme import Scheme
+from emp_llm.storage.buffers import Block
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """The effect of pruning a model in memory.
+
+    Attributes:
+        record: the report of the run, as `prune` writes it.
+        masks: the masks by parameter name.
+        activations: the norms that decided them; None for methods without.
+        scheme: the rule that decided them.
+    """
+
+    record: RunReport
+    masks: Masks
+    activations: Activations | None
+    scheme: Scheme
+
+    @property
+    def targets(self) -> TargetsRecord:
+        """Counts over all targets, and the sparsity."""
+        return self.record.targets
+
+    @property
+    def matrices(self) -> dict[str, MatrixRecord]:
+        """The effect on each matrix, by layer name."""
+        return self.record.matrices
+
+    @property
+    def warnings(self) -> list[str]:
+        return self.record.warnings
+
+    def save(self, folder: Path | str) -> None:
+        """Complete the folder of the saved model: add the report, the norms and the manifest.
+
+        Save the pruned model and its tokenizer first: `model.save_pretrained(folder)`. Then `report`, `verify`, `reapply_mask`,
+        `pack` and `push` take the folder. The manifest does not identify the dense model, so `verify --source` cannot be used.
+
+        Raises:
+            UserError: the folder holds no model, another one, or one whose removed weights are not zero.
+        """
+        folder = Path(folder)
+        checkpoint = Checkpoint(folder)
+        recipe = self.record.recipe
+        architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, names_suffice=True)
+        targets = architecture.select(recipe.targets, recipe.ignore)
+        self._check_zeros(checkpoint, targets)
+        stored = {target.name: target.matrix.stored.name for target in targets}
+        matrices = {
+            name: msgspec.structs.replace(entry, tensor=stored.get(name, entry.tensor))
+            for name, entry in self.record.matrices.items()
+        }
+        record = msgspec.structs.replace(self.record, matrices=matrices)
+        if self.activations is not None:
+            (folder / ACTIVATIONS_NAME).parent.mkdir(exist_ok=True)
+            self.activations.save(folder / ACTIVATIONS_NAME)
+        record.save(folder / REPORT_NAME)
+        digest = None if self.activations is None else self.activations.digest
+        write_manifest(folder, checkpoint, None, record.recipe, self.scheme, digest, {})
+
+    def _check_zeros(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
+        """Raise UserError unless every removed weight is zero in a checkpoint."""
+        masks: dict[str, Block] = {}
+        with checkpoint.open_files() as files:
+            for target in targets:
+                name, matrix = target.layer.parameter, target.matrix
+                if name not in self.masks:
+                    raise UserError(
+                        f"{checkpoint.folder}: its layer {target.name} was not pruned; save the pruned model there."
+                    )
+                if name not in masks:
+                    masks = {name: self.masks[name].numpy()}  # one at a time
+                kept = rows_in(masks[name], target.layer)
+                if kept.shape != (matrix.rows, matrix.columns):
+                    raise UserError(f"{checkpoint.folder}: {target.name} has another shape; save the pruned model there.")
+                words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
+                if bool(words[~kept].any()):
+                    raise UserError(
+                        f"{checkpoint.folder}: {target.name} has weights that the masks remove; save the pruned model there "
+                        "first, with model.save_pretrained."
+                    )

@@ -1,0 +1,195 @@
+"""The weights of a model in memory, seen as a checkpoint: the pruner reads them by name and offset, as it reads files."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.layers import MIXES_TOKENS, Layer
+from emp_llm.architecture.model_layers import model_layers
+from emp_llm.architecture.structure import Structure, structure_of_model
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.checkpoint.safetensors_header import StoredTensor
+from emp_llm.common.errors import UserError
+from emp_llm.execution.offload import resident_parameter
+from emp_llm.packing.masks import check_merged
+from emp_llm.storage.buffers import tensor_bytes
+from emp_llm.storage.direct_io import FileReader
+from emp_llm.storage.file_pool import FilePool
+
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+
+
+class ModelWeights(Checkpoint):
+    """The parameters of a model, under the names and with the shapes that they have in a saved checkpoint.
+
+    Args:
+        model: in memory, on any devices; parts may be offloaded to the CPU.
+
+    Raises:
+        UserError: adapters are not merged, or a weight is on the meta device or on disk.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_merged(model)
+        self.folder = Path(name_of(model))
+        self.shards = []
+        self._states = {}
+        self._values = {name: _values_of(model, name) for name, _ in model.named_parameters()}
+        self._versions = {name: values._version for name, values in self._values.items()}
+        self._places: dict[Path, Callable[[], Tensor]] = {}
+        self.tensors = {}
+        for name, like in _stored_like(model, self._values).items():
+            dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
+            size = like.numel() * like.element_size()
+            self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, size)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    def locate(self, structure: Structure) -> None:
+        """Note where the stored tensors of a model's layers are in its parameters."""
+        for name, stored in structure.stored_names.items():
+            if name in self._values:
+                self._places[Path(stored)] = partial(_in_shape, self._values[name], self.tensors[stored].shape)
+        for layer in structure.layers:
+            if layer.expert is None:
+                continue
+            matrix, values = structure.experts[layer.name], self._values[layer.expert.parameter]
+            if matrix.expert is not None:  # all experts are stored in one tensor
+                self._places[matrix.stored.shard] = partial(_in_shape, values, matrix.stored.shape)
+            else:
+                self._places[matrix.stored.shard] = partial(_expert_matrix, values, layer, matrix)
+
+    def open_files(self, again: bool = False) -> FilePool:
+        return _Parameters(self._places)
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a parameter has changed since the model was given."""
+        for name, values in self._values.items():
+            if values._version != self._versions[name]:
+                raise UserError(f"{name}: it changed while it was read. Do not train the model meanwhile.")
+
+
+def name_of(model: nn.Module) -> str:
+    """The name under which a model was loaded, or that of its class."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+
+
+def architecture_of(model: nn.Module, weights: ModelWeights, blocks: str | None = None) -> Architecture:
+    """The layers of a model in memory.
+
+    Args:
+        model: of transformers, or any module. The linear layers of a module without blocks are its MLP, except those whose
+            names say that they mix tokens.
+        weights: its weights.
+        blocks: name of the list of decoder blocks; None: detected.
+
+    Raises:
+        UserError: a model of transformers has no decoder blocks, or there are none of this name.
+    """
+    if isinstance(model, PreTrainedModel):
+        structure = structure_of_model(model, weights, blocks)
+    else:
+        structure = _plain_structure(model, weights, blocks)
+    weights.locate(structure)
+    return Architecture(weights, structure)
+
+
+def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None) -> Structure:
+    """The structure of any module."""
+    try:
+        layers = model_layers(model, blocks)
+    except UserError:
+        if blocks is not None:
+            raise
+        layers = _plain_layers(model)
+    names = {name: name for name in weights.tensors}
+    in_block = [layer.parameter for layer in layers if layer.block is not None]
+    shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
+    return Structure(layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes)
+
+
+def _plain_layers(model: nn.Module) -> list[Layer]:
+    """The layers of a module without blocks."""
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            layers.append(Layer(name, "embedding", None))
+        elif isinstance(module, nn.Linear | Conv1D):
+            kind = "attention" if MIXES_TOKENS.search(re.sub(r"\.\d+", "", name)) else "mlp"
+            layers.append(Layer(name, kind, None, isinstance(module, Conv1D)))  # type: ignore[arg-type]
+    return layers
+
+
+def _values_of(model: nn.Module, name: str) -> Tensor:
+    values = resident_parameter(model, name)
+    if values is None or values.device.type == "meta":
+        raise UserError(
+            f"{name}: its values are not in memory (device meta). Load the model without offloading to disk, or prune its "
+            "folder with emp-llm prune."
+        )
+    return values
+
+
+def _stored_like(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stored name -> meta tensor of its shape and dtype, as `save_pretrained` would write them."""
+    own = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values.items()}
+    if not isinstance(model, PreTrainedModel):
+        return own
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # a version of transformers that converts no weights
+        return own
+    stored: dict[str, Tensor] = revert_weight_conversion(model, own)
+    return stored
+
+
+def _in_shape(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A parameter as it is stored: as it is, or with its last two dimensions exchanged."""
+    return values if tuple(values.shape) == shape else values.transpose(-1, -2)
+
+
+def _expert_matrix(values: Tensor, layer: Layer, matrix: Matrix) -> Tensor:
+    """The part of a parameter of all experts that is stored as one matrix of one expert."""
+    assert layer.expert is not None
+    own = values[layer.expert.expert]
+    rows = (own.T if layer.expert.transposed else own)[layer.expert.first : layer.expert.last]
+    return rows.T if matrix.transposed else rows
+
+
+class _Parameters(FilePool):
+    """Stored tensors as open files. One of them at a time is copied, if it is not in order on the CPU already."""
+
+    def __init__(self, places: dict[Path, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self._places = places
+        self._last: _ParameterReader | None = None
+
+    def reader(self, path: Path) -> FileReader:
+        if self._last is None or self._last.path != path:
+            self._last = _ParameterReader(path, self._places[path]())
+        return self._last
+
+
+class _ParameterReader(FileReader):
+    """The bytes of a stored tensor."""
+
+    def __init__(self, path: Path, values: Tensor) -> None:
+        self.path = path
+        self._bytes = memoryview(tensor_bytes(values.detach().cpu().contiguous()))
+
+    def read(self, raw: memoryview, offset: int) -> None:
+        raw[:] = self._bytes[offset : offset + len(raw)]
+
+    def close(self) -> None:
+        pass

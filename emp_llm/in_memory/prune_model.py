@@ -1,0 +1,208 @@
+"""Pruning of a model in memory, by the recipes of the command and with the same bits."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.targets import Target
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.calibration import Calibration
+from emp_llm.calibration.tokens import tokens_signature
+from emp_llm.common.errors import UserError
+from emp_llm.common.timing import Stopwatch
+from emp_llm.execution.loading import max_context
+from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_text
+from emp_llm.in_memory.model_report import ModelReport
+from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, name_of
+from emp_llm.in_memory.norms_of_batches import in_evaluation_mode, norms_of_batches
+from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.options.model import LoadingOptions
+from emp_llm.options.recipe import Recipe
+from emp_llm.packing.masks import Masks, rows_in
+from emp_llm.pruning.outcome import Outcome
+from emp_llm.pruning.plan import Plan
+from emp_llm.pruning.pruner import Pruner
+from emp_llm.pruning.recipe import check_ranges, recipe_record
+from emp_llm.pruning.row_pruners import PrunedBlock
+from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
+from emp_llm.runs.stages.report_assembly import assemble_report
+from emp_llm.runs.stages.stage import stage_records
+
+if TYPE_CHECKING:
+    from emp_llm.storage.buffers import Block
+
+Data = str | Path | Tensor | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """The source of the input norms, as `prune_model` takes it."""
+
+    data: Any
+    tokenizer: Any
+    options: CalibrationOptions
+    propagate: Propagate
+    activations: Activations | None
+
+
+def prune_model(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    data: Data | None = None,
+    tokenizer: Any = None,
+    *,
+    activations: Activations | Path | str | None = None,
+    samples: int | None = None,
+    seqlen: int | None = None,
+    batch_size: int = 4,
+    seed: int = 0,
+    propagate: Propagate = "dense",
+) -> ModelReport:
+    """Prune a model in memory, in place. The masks are those of the command for the same weights, recipe and calibration.
+
+    All masks are decided before the first weight changes.
+
+    Args:
+        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers.
+        recipe: method, targets and group; None: EMP-Wanda on the MLP layers.
+        data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
+            conversations, rows of a data set, token ids of shape (samples, length), or batches (a DataLoader).
+        tokenizer: the model's, or its folder; for texts.
+        activations: norms to use in place of `data`, or their file.
+        samples, seqlen, seed: of the calibration, as for `prune`.
+        batch_size: sequences per forward pass; a DataLoader has its own.
+        propagate: calibrate each block on the outputs of dense or of pruned blocks.
+
+    Returns:
+        The report. `report.save(folder)` completes a folder that `model.save_pretrained(folder)` wrote.
+
+    Raises:
+        UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
+            unchanged.
+    """
+    report = _decide(model, recipe, data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
+    report.masks.apply(model)
+    return report
+
+
+def masks_of(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    data: Data | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Masks:
+    """The masks that `prune_model` would apply; the model is unchanged. Arguments and errors are those of `prune_model`.
+
+    Returns:
+        Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
+    """
+    return _decide(model, recipe, data, tokenizer, **_DEFAULTS | options).masks
+
+
+_DEFAULTS: dict[str, Any] = {
+    "activations": None,
+    "samples": None,
+    "seqlen": None,
+    "batch_size": 4,
+    "seed": 0,
+    "propagate": "dense",
+}
+
+
+def _decide(
+    model: nn.Module,
+    recipe: Recipe | None,
+    data: Any,
+    tokenizer: Any,
+    activations: Activations | Path | str | None,
+    samples: int | None,
+    seqlen: int | None,
+    batch_size: int,
+    seed: int,
+    propagate: Propagate,
+) -> ModelReport:
+    """Decide the masks of a model, which stays unchanged."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"prune_model takes a model in memory, not {model!r}; for a folder or a Hub id, use emp_llm.prune(model=...)."
+        )
+    recipe = recipe or Recipe()
+    recipe.check_recipe()
+    check_ranges(recipe)
+    options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
+    options.check_calibration()
+    if isinstance(activations, str | Path):
+        activations = Activations.load(Path(activations))
+    how = _Calibration(data, tokenizer, options, propagate, activations)
+    weights, stopwatch = ModelWeights(model), Stopwatch()
+    plan = Plan(architecture_of(model, weights, recipe.blocks), recipe)
+    pruner, norms = plan.pruner_of(recipe), None
+    if recipe.needs_activations:
+        with stopwatch("calibrate"):
+            norms = _norms(model, plan, pruner, recipe, how)
+        pruner.scores.use(norms)
+    with stopwatch("prune"):
+        masks, outcomes = _masks(model, pruner)
+    revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+    source = ModelSource(model=name_of(model), revision=revision)
+    about = None if norms is None else norms.about
+    record = assemble_report(source, plan, recipe, LoadingOptions(), pruner, outcomes, about)
+    record.recipe.dtype = record.recipe.device_map = None
+    record.stages = stage_records(stopwatch)
+    return ModelReport(record, masks, norms, pruner.scheme)
+
+
+def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _Calibration) -> Activations:
+    """The norms that the user gave, or those of a calibration."""
+    if how.activations is not None:
+        return how.activations
+    if how.data is None:
+        raise UserError(
+            f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, a DataLoader or the name of "
+            "a recipe; or use a magnitude method."
+        )
+    context = max_context(model.config) if isinstance(model, PreTrainedModel) else None
+    text = calibration_text(how.data, how.tokenizer, how.options, context)
+    layers = plan.layers_to_calibrate()
+    name = name_of(model)
+    name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
+    about = CalibrationRecord(model=name, pruned_by=recipe_record(recipe) if how.propagate == "pruned" else None)
+    if text is None or not isinstance(model, PreTrainedModel):
+        if how.propagate == "pruned":
+            raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
+        batches = how.data if text is None else list(torch.split(text.tokens, how.options.batch_size))
+        norms, tokens = norms_of_batches(model, layers, batches)
+        return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
+    calibration = Calibration(text, how.options, how.propagate, blocks=recipe.blocks)
+    with in_evaluation_mode(model):
+        norms = calibration.run(model, plan.checkpoint, layers, about, pruner if how.propagate == "pruned" else None)
+    if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
+        norms.about.text.sha256 = tokens_signature(text.tokens)
+    return norms
+
+
+def _masks(model: nn.Module, pruner: Pruner) -> tuple[Masks, list[Outcome]]:
+    """The masks that a pruner decides, by parameter, and the outcome of each target."""
+    parameters: dict[str, Block] = {}
+    masks, shapes = Masks(), {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def put(target: Target, block: PrunedBlock) -> None:
+        name = target.layer.parameter
+        if name not in parameters:
+            for done in list(parameters):  # the targets of a parameter are consecutive
+                masks.put(done, parameters.pop(done))
+            parameters[name] = np.ones(shapes[name], dtype=np.bool_)
+        rows_in(parameters[name], target.layer)[block.first : block.first + block.words.shape[0]] = block.words != 0
+
+    outcomes = pruner.decide(put)
+    for name, mask in parameters.items():
+        masks.put(name, mask)
+    return masks, outcomes

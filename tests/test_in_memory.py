@@ -1,0 +1,299 @@
+"""Models in memory: the same bits as the command, any module, any data, and folders that the other commands take."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from emp_llm import Masks, Recipe, masks_of, pack, prune, prune_model, push, reapply_mask, report, unpack, verify
+from emp_llm.common.errors import UserError
+from emp_llm.records.run_report import RunReport
+
+Models = Callable[[str], Path]
+GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, **({"dtype": "auto"} | options))
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
+    return all(name == other_name and torch.equal(a, b) for (name, a), (other_name, b) in pairs)
+
+
+@pytest.mark.parametrize("method", ["emp-wanda", "wanda", "emp-magnitude"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox"])
+def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, family: str, method: str) -> None:
+    source = models(family)
+    written = prune(model=source, method=method, output=tmp_path / "out", calibration=str(text), device_map="cpu", **GIVEN)
+    assert isinstance(written, RunReport)
+    model = load(source)
+    found = prune_model(model, Recipe(method=method), str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
+    assert same(model, load(tmp_path / "out"))
+    assert found.targets == written.targets
+    assert found.matrices == written.matrices
+    assert found.record.recipe.method == method
+
+
+@pytest.mark.parametrize("group", ["matrix", "all"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_groups_and_the_bits_of_the_command(models: Models, tmp_path: Path, family: str, group: Any) -> None:
+    source, out = models(family), tmp_path / "out"
+    prune(model=source, method="emp-magnitude", group=group, targets="all-linear", output=out)
+    model = load(source)
+    found = prune_model(model, Recipe(method="emp-magnitude", group=group, targets="all-linear"))
+    assert same(model, load(out))
+    assert found.matrices.keys() == json.loads((out / "emp_report.json").read_text())["matrices"].keys()
+
+
+def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_path: Path) -> None:
+    source, out = models("llama"), tmp_path / "out"
+    prune(model=source, output=out, calibration=str(text), propagate="pruned", device_map="cpu", **GIVEN)
+    model = load(source)
+    prune_model(model, None, text, source, propagate="pruned", **GIVEN)
+    assert same(model, load(out))
+    wide = load(source, dtype=torch.float32)
+    prune_model(wide, Recipe(method="emp-magnitude"))
+    prune(model=source, method="emp-magnitude", output=tmp_path / "data-free")
+    assert same(wide, load(tmp_path / "data-free", dtype=torch.float32))
+
+
+def test_parts_on_the_cpu_of_an_accelerator(models: Models, text: Path) -> None:
+    """Weights that accelerate keeps in CPU memory are read and changed there."""
+    source = models("llama")
+    plain, offloaded = load(source), load(source)
+    prune_model(plain, None, text, source, **GIVEN)
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    assert next(offloaded.parameters()).device.type == "meta"
+    prune_model(offloaded, None, text, source, **GIVEN)
+    ids = torch.arange(40).reshape(1, 40)
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, offloaded(ids).logits)
+
+
+def test_masks_are_tensors_that_can_be_saved(models: Models, tmp_path: Path) -> None:
+    source = models("mixtral")
+    model, recipe = load(source), Recipe(method="emp-magnitude", group="matrix")
+    masks = masks_of(model, recipe)
+    assert same(model, load(source))  # nothing was changed
+    parameters = dict(model.named_parameters())
+    assert masks.keys() == {name for name in parameters if ".experts." in name}
+    assert all(mask.shape == parameters[name].shape and mask.dtype == torch.bool for name, mask in masks.items())
+    masks.save(tmp_path / "masks.safetensors")
+    size = sum(mask.numel() for mask in masks.values()) // 8
+    assert size < (tmp_path / "masks.safetensors").stat().st_size < size + 2000
+    loaded = Masks.load(tmp_path / "masks.safetensors")
+    assert loaded.keys() == masks.keys()
+    assert all(torch.equal(loaded[name], masks[name]) for name in masks)
+    pruned = load(source)
+    removed = prune_model(pruned, recipe).targets.zeros
+    for given in (masks, dict(masks), tmp_path / "masks.safetensors"):
+        again = load(source)
+        assert reapply_mask(again, given) == removed
+        assert same(again, pruned)
+    with pytest.raises(UserError, match=r"no parameter .*experts.*of another model"):
+        reapply_mask(load(models("llama")), masks)
+    with pytest.raises(UserError, match=r"the mask of a is torch.float32"):
+        reapply_mask(model, {"a": torch.ones(2)})
+    (tmp_path / "masks.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="not a readable file of masks"):
+        Masks.load(tmp_path / "masks.safetensors")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_saved_folder_is_a_finished_checkpoint(models: Models, text: Path, tmp_path: Path, family: str) -> None:
+    source, folder = models(family), tmp_path / "saved"
+    model, tokenizer = load(source), AutoTokenizer.from_pretrained(source)
+    found = prune_model(model, Recipe(), text, tokenizer, **GIVEN)
+    load(source).save_pretrained(folder)
+    with pytest.raises(UserError, match="weights that the masks remove; save the pruned model there first"):
+        found.save(folder)
+    assert not (folder / "emp_report.json").exists()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    found.save(folder)
+    assert verify(folder).differences == []
+    report(runs=[folder], output=tmp_path / "page", no_plots=True)
+    dense = load(source)
+    assert reapply_mask(dense, folder) == found.targets.zeros
+    assert same(dense, model)
+    pack(folder, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "unpacked")
+    assert same(load(tmp_path / "unpacked"), model)
+    files = push(folder, "me/pruned", dry_run=True, base_model="me/dense").files
+    assert {"emp_report.json", "emp_manifest.json", "emp_llm/activations.safetensors"} <= files.keys()
+    with pytest.raises(UserError, match="does not identify the model"):
+        verify(folder, source=str(source))
+    assert str(tmp_path) not in (folder / "emp_llm" / "activations.safetensors").read_bytes().decode("latin-1")
+    baseline = prune(model=source, method="wanda", match=folder, activations=folder / "emp_llm/activations.safetensors",
+                     output=tmp_path / "wanda")  # fmt: skip
+    assert isinstance(baseline, RunReport)
+    assert baseline.targets.kept == found.targets.kept
+
+
+class Net(nn.Module):
+    """Three linear layers and an attention projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second, self.attn_out = nn.Linear(12, 20), nn.Linear(20, 16, bias=False), nn.Linear(16, 4)
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attn_out(self.dropout(torch.relu(self.second(torch.relu(self.first(x))))))
+        return out
+
+
+def test_any_module_and_a_data_loader() -> None:
+    net, x = Net().train(), torch.randn(50, 12, generator=torch.Generator().manual_seed(1))
+    weights = {name: parameter.detach().double().numpy() for name, parameter in net.named_parameters()}
+    hidden = torch.relu(net.first(x)).detach()
+    loader = DataLoader(TensorDataset(x, torch.zeros(50)), batch_size=8)
+    found = prune_model(net, data=loader)
+    assert net.training
+    assert net.dropout.training
+    assert found.matrices.keys() == {"first", "second"}  # mlp; attn_out is attention
+    for name, inputs in (("first", x), ("second", hidden)):
+        norms = inputs.double().square().sum(0).sqrt().float().numpy()
+        mask = oracle.row_masks(oracle.scores(weights[f"{name}.weight"], norms), adaptive=True)
+        np.testing.assert_array_equal(found.masks[f"{name}.weight"].numpy(), mask)
+        np.testing.assert_array_equal(getattr(net, name).weight.detach().double().numpy(), weights[f"{name}.weight"] * mask)
+    np.testing.assert_array_equal(net.attn_out.weight.detach().double().numpy(), weights["attn_out.weight"])
+    net = Net()
+    assert prune_model(net, Recipe(method="magnitude", targets="all-linear")).matrices.keys() == {"first", "second", "attn_out"}
+
+
+def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> None:
+    source = models("llama")
+    model, tokenizer = load(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+    ids = torch.tensor(tokenizer(text.read_text())["input_ids"][: 4 * 64]).reshape(4, 64)
+    padded = torch.cat([ids, torch.zeros(4, 9, dtype=torch.int64)], 1)
+    mask = torch.cat([torch.ones_like(ids), torch.zeros(4, 9, dtype=torch.int64)], 1)
+    rows = [{"input_ids": i, "attention_mask": m, "labels": i} for i, m in zip(padded, mask, strict=True)]
+    lines = text.read_text().splitlines(keepends=True)
+    whole = "".join(lines)
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (text, GIVEN),
+        (ids, {}),
+        (DataLoader(ids, batch_size=2), {}),  # type: ignore[arg-type]
+        (DataLoader(rows, batch_size=2), {}),  # type: ignore[arg-type]
+        ([{"input_ids": part} for part in ids.split(1)], {}),
+        ([whole], GIVEN),
+        ([{"text": whole}], GIVEN),
+    ]
+    norms = []
+    for data, options in ways:
+        found = prune_model(load(source, dtype=torch.float32), Recipe(), data, tokenizer, **options)
+        assert found.activations is not None
+        assert found.record.calibration is not None
+        assert found.record.calibration.tokens == 256
+        norms.append(found.activations)
+    for other in norms[1:]:
+        for name in norms[0].norms:
+            torch.testing.assert_close(other.norms[name], norms[0].norms[name], rtol=1e-5, atol=0)
+    masks = masks_of(model, Recipe(), activations=norms[0])
+    assert torch.equal(masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_own_criterion_and_scores_in_memory(models: Models) -> None:
+    source = models("gpt2")
+    wanted = masks_of(load(source), Recipe(method="emp-magnitude"))
+    model = load(source)
+    scores = {name: parameter.detach().abs() for name, parameter in model.named_parameters()}
+    assert all(torch.equal(mask, wanted[name]) for name, mask in masks_of(model, Recipe(scores=scores)).items())
+
+    def mine(weight: torch.Tensor) -> torch.Tensor:
+        return weight.abs()
+
+    found = prune_model(model, Recipe(criterion=mine))
+    assert all(torch.equal(found.masks[name], wanted[name]) for name in wanted)
+    assert found.record.recipe.method == "emp-mine"
+
+
+class Exploding(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+
+def wrong(source: Path) -> dict[str, tuple[Callable[[], object], str]]:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    conversation = [[{"role": "user", "content": "hello"}]]
+
+    def meta() -> object:
+        with torch.device("meta"):
+            return prune_model(nn.Sequential(nn.Linear(3, 4)), Recipe(method="magnitude"))
+
+    def on_disk() -> object:
+        model = AutoModelForCausalLM.from_pretrained(source, device_map={"": "disk"}, offload_folder=str(source / "none"))
+        return prune_model(model, Recipe(method="magnitude"))
+
+    return {
+        "meta": (meta, r"0\.weight: its values are not in memory \(device meta\)"),
+        "path": (lambda: prune_model(str(source)), "takes a model in memory.*emp_llm.prune"),  # type: ignore[arg-type]
+        "no data": (lambda: prune_model(load(source)), "emp-wanda needs calibration data"),
+        "empty": (lambda: prune_model(load(source), data=DataLoader([])), "data: it gives no batches"),  # type: ignore[arg-type]
+        "keys": (
+            lambda: prune_model(load(source), data=DataLoader([{"text": "a", "n": 1}])),  # type: ignore[arg-type]
+            "a batch has no input_ids; its keys are text, n",
+        ),
+        "strings": (lambda: prune_model(load(source), data=iter(["a"])), "a batch is str"),
+        "no tokenizer": (lambda: prune_model(load(source), data=["a text"]), "a? ?texts? needs? a tokenizer"),
+        "short": (lambda: prune_model(load(source), None, ["a"], tokenizer, samples=4, seqlen=64), "too few for 4 samples x"),
+        "template": (lambda: prune_model(load(source), None, conversation, tokenizer), "no chat template"),
+        "floats": (lambda: prune_model(load(source), data=torch.rand(3, 4)), "token ids are integers"),
+        "nothing matches": (
+            lambda: prune_model(Net(), Recipe(method="magnitude", targets="q_proj")),
+            "match nothing",
+        ),
+        "beta": (lambda: prune_model(load(source), Recipe(method="magnitude", beta=0.5)), "--beta does not go with"),
+        "nan": (
+            lambda: prune_model(nn.Sequential(nn.Linear(3, 4).requires_grad_(False).apply(spoil)), Recipe(method="magnitude")),
+            "holds NaN or infinity",
+        ),
+    }
+
+
+def spoil(module: nn.Module) -> None:
+    module.weight.data[0, 0] = torch.nan  # type: ignore[union-attr, operator]
+
+
+NAMES = (
+    "meta", "path", "no data", "empty", "keys", "strings", "no tokenizer", "short", "template", "floats", "nothing matches",
+    "beta", "nan",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_wrong_input_is_named(models: Models, case: str) -> None:
+    cases = wrong(models("llama"))
+    assert tuple(cases) == NAMES
+    call, match = cases[case]
+    with pytest.raises(UserError, match=match):
+        call()
+
+
+def test_a_model_that_fails_is_unchanged() -> None:
+    """The error of its own hooks keeps its traceback."""
+    net = nn.Sequential(nn.Linear(3, 4), Exploding())
+    before = net[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        prune_model(net, data=[torch.rand(2, 3)])
+    assert torch.equal(net[0].weight, before)
+    assert not net[0]._forward_pre_hooks
+    last = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).apply(spoil))
+    with pytest.raises(UserError, match="NaN"):
+        prune_model(last, Recipe(method="magnitude"))
+    assert bool((last[0].weight != 0).all())  # the masks of all layers are decided before one is applied
