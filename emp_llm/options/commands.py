@@ -16,6 +16,7 @@ from emp_llm.selection.scheme import Group
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
+CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 TableFormat = Literal["terminal", "markdown", "csv"]
 PrunedFolder = Annotated[Path, Opt("Output folder of a finished prune.", argument=True)]
 
@@ -92,6 +93,7 @@ class MeasureOptions(LoadingOptions, NormOptions, CriterionOptions, TargetOption
     output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
     criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None
     orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2"
+    betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS
     activations: Annotated[Path | None, Opt("Activations file; default: calibrate now, if wanda is measured.")] = None
 
 
