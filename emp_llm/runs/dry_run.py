@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass, field
 
 from emp_llm.architecture.targets import Coverage
-from emp_llm.calibration.corpora import find_corpus
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.common.wording import count_of, format_bytes
@@ -105,9 +104,13 @@ def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate:
     width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
     if not options.resumable_calibration or not by_blocks or width is None:
         return None
-    corpus = find_corpus(options.calibration)
+    from emp_llm.calibration.text_mix import calibration_corpora
+    from emp_llm.execution.loading import max_context
+
+    corpora = calibration_corpora(options, max_context(checkpoint.config))
     size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
-    return (options.samples or corpus.samples or 128) * (options.seqlen or corpus.seqlen or 512) * int(width) * size
+    tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
+    return tokens * int(width) * size
 
 
 def dry_run_table(plan: DryRun) -> str:
