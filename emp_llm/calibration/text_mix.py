@@ -139,7 +139,7 @@ def _common_length(parts: list[_Part], corpora: list[Corpus], seqlen: int | None
         return seqlen
     named = [(part.name, corpus.seqlen) for part, corpus in zip(parts, corpora, strict=True) if corpus.seqlen is not None]
     named = named or [(parts[0].name, _SEQLEN)]
-    lengths = {}
+    lengths: dict[int, str] = {}
     for name, length in named:
         shorter = length if context is None else min(length, context)
         if shorter < length:
