@@ -1,5 +1,6 @@
 """One calibration: from a text and a model to activations and the record of their origin."""
 
+import logging
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +21,15 @@ from emp_llm.calibration.whole_pass import calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.provenance import versions
 from emp_llm.common.ranks import ranks
+from emp_llm.common.wording import count_of
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.offload import is_offloaded
 from emp_llm.execution.quantization import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.source import CalibrationRecord
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,13 @@ class Calibration:
             versions=versions(),
         )
         tokens, size = self.text.tokens, self._options.batch_size
+        logger.debug(
+            "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
+            count_of(len(layers), "layer"),
+            *tokens.shape,
+            size,
+            "block by block" if self._by_blocks(model) else "the whole model at once",
+        )
         if not self._by_blocks(model):
             norms = calibrate_model(model, layers, tokens, size, self._blocks)
             ran = CalibrationRecord(execution="model", propagate="dense")

@@ -25,7 +25,7 @@ def kept_at(pruner: Pruner, betas: Sequence[float]) -> list[int]:
     budget = pruner.scheme.budget
     assert isinstance(budget, EffectiveBudget)
     total = sum(target.matrix.numel for target in pruner.targets)
-    with FilePool() as files, progress_bar(total, "sparsity against beta", "W") as bar:
+    with pruner.checkpoint.open_files() as files, progress_bar(total, "sparsity against beta", "W") as bar:
         if pruner.scheme.group == "row" and budget.dtype == "float64":
             kept = _kept_in_rows(pruner, betas, files, bar)
         else:
