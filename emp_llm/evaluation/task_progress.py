@@ -1,7 +1,7 @@
 """lm-eval's progress as ours: under the name of the task, with a unit, and as lines in the log where there is no terminal."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ class _TaskBar:
         self._items = items
         total = options.get("total")
         if total is None:
-            total = len(items) if items is not None and hasattr(items, "__len__") else 0
+            total = len(items) if isinstance(items, Sized) else 0
         asks = str(options.get("desc") or "").startswith("Running")
         title = task if asks else f"{task}: preparing"
         self._bar = progress_bar(total, title, "req", leave=asks)
