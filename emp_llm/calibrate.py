@@ -48,8 +48,8 @@ def show(result: "Activations | NormsDifference") -> None:
 
 
 def _layers(norms: "Activations") -> str:
-    text = norms.about.text
-    source = "" if text is None else f" over {norms.about.tokens or 0:,} tokens of {text.file or text.dataset}"
+    texts = [f"{text.file or text.dataset}" for text in norms.about.all_texts]
+    source = f" over {norms.about.tokens or 0:,} tokens of {' and '.join(texts)}" if texts else ""
     return f"{count_of(len(norms.input_of), 'layer')}{source}"
 
 

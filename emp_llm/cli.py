@@ -72,6 +72,8 @@ def run(
 
     def work(rank: int) -> None:
         options = parse(command, sys.argv[1:] if arguments is None else arguments, name or f"emp-llm {command.__name__}")
+        if options["quiet"]:
+            _set_up_quiet()
         result = command(**options)
         if show is not None and rank == 0:
             show(result)
@@ -176,7 +178,8 @@ def _parameter(name: str, hint: Any, option: Opt, default: Any) -> inspect.Param
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "min": option.minimum}
     about = {key: value for key, value in about.items() if value is not None}
     flag = option.flag or f"--{name.replace('_', '-')}"
-    declaration = typer.Argument(**about) if option.argument else typer.Option(flag, **about)
+    flags = [flag, option.short] if option.short else [flag]
+    declaration = typer.Argument(**about) if option.argument else typer.Option(*flags, **about)
     annotation: Any = Annotated.__class_getitem__((_shell_type(hint), declaration))  # type: ignore[attr-defined]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -198,9 +201,19 @@ def _set_up_logging(mark: str, rank: int) -> None:
     for own in ("datasets", "huggingface_hub"):  # they have handlers of their own, and would print each line twice
         logging.getLogger(own).propagate = False
     if not sys.stderr.isatty():  # the libraries' progress bars, like ours, are for terminals only
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        _hide_bars_of_libraries()
+
+
+def _set_up_quiet() -> None:
+    """The part of --quiet that concerns other packages. They are not imported yet."""
+    logging.getLogger().setLevel(logging.WARNING)
+    _hide_bars_of_libraries()
+
+
+def _hide_bars_of_libraries() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _terminate(*_: object) -> None:

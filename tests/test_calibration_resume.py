@@ -203,6 +203,25 @@ def test_another_calibration_starts_over(
 
 
 @pytest.mark.usefixtures("eager")
+def test_a_mix_of_texts_resumes_unless_its_numbers_change(
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    (tmp_path / "other.txt").write_text("Once more, with feeling. " * 200)
+    mix = {"calibration": f"{text}:3,{tmp_path / 'other.txt'}:1", "samples": None}
+    swapped = {"calibration": f"{text}:2,{tmp_path / 'other.txt'}:2", "samples": None}
+    expected = calibrated(deep, text, tmp_path / "whole", **mix)
+    for more, first in ((swapped, 0), (mix, 2)):
+        with monkeypatch.context() as patch:
+            kill_in(patch, 2)
+            with pytest.raises(_Killed):
+                calibrated(deep, text, tmp_path / "killed", **mix)
+        runs.clear()
+        found = calibrated(deep, text, tmp_path / "killed", overwrite=True, **more)
+        assert (runs[0], found == expected) == (first, more is mix)
+        (tmp_path / "killed" / "out").unlink()
+
+
+@pytest.mark.usefixtures("eager")
 def test_one_state_is_kept_and_announced_once(
     deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
 ) -> None:

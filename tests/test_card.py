@@ -216,6 +216,7 @@ def test_other_fields_are_kept() -> None:
         ("emp-llm prune --model=/home/x/llama --output ~/out", "emp-llm prune --model=llama --output out"),
         ("emp-llm prune --calibration allenai/c4,samples=8", "emp-llm prune --calibration allenai/c4,samples=8"),
         ("emp-llm prune --calibration 'c4,file=/home/x/t.txt,join= '", "emp-llm prune --calibration 'c4,file=t.txt,join= '"),
+        ("emp-llm prune --calibration /x/a.txt:9,b/c:8,C:\\\\d.txt", "emp-llm prune --calibration a.txt:9,b/c:8,d.txt"),
         ("emp-llm evaluate --suite my/a.toml,seqlen=64 --beside a/b", "emp-llm evaluate --suite a.toml,seqlen=64 --beside b"),
         ("emp-llm prune --targets q_proj,v_proj --push-to-hub a/b", "emp-llm prune --targets q_proj,v_proj --push-to-hub a/b"),
         ("/home/x/jobs/run.py 'a b/c'", "run.py c"),

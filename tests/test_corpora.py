@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from tiny import make_tokenizer
 
 from emp_llm.calibration import tokens
-from emp_llm.calibration.calibration import calibration_corpus
 from emp_llm.calibration.corpora import find_corpus
+from emp_llm.calibration.text_mix import calibration_corpora
 from emp_llm.calibration.tokens import token_ids
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
@@ -142,7 +142,8 @@ def test_wrong_fields_on_the_command_line(
 
 def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None:
     def corpus(**options: Any) -> Corpus:
-        return calibration_corpus(CalibrationOptions(calibration="c4", **options), 256)
+        (found,) = calibration_corpora(CalibrationOptions(calibration="c4", **options), 256)
+        return found
 
     assert corpus().seqlen == 256
     assert corpus(samples=7, seqlen=100).samples == 7

@@ -1,6 +1,7 @@
 """Measures: the effective numbers of a model's rows are those of prune and of the oracle, and no weights are written."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
+from safetensors.torch import load_file, save_file
 
 from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.common.errors import UserError
@@ -109,6 +111,8 @@ def test_deep_models_fit_the_table() -> None:
         ({"criteria": ""}, "--criteria '': expected values"),
         ({"orders": "two"}, "--orders 'two': expected numbers"),
         ({"orders": "-2"}, "--order must be"),
+        ({"betas": "0.5,much"}, "--betas '0.5,much': expected numbers"),
+        ({"betas": "0,1"}, "--betas '0,1': beta must be a number above 0"),
         ({"targets": "w9"}, "--targets 'w9' match nothing"),
         ({"activations": Path("absent.safetensors")}, "no such activations file"),
     ],
@@ -125,6 +129,7 @@ def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "wanda, order 2" in done.stdout
     assert "mlp.down_proj x 2" in done.stdout
+    assert "wanda, order 2: removed % at beta" in done.stdout
     record = json.loads((tmp_path / "m.json").read_text())
     assert record["format"] == "emp-llm measure 2"
     assert record["calibration"]["tokens"] == 256
@@ -133,3 +138,44 @@ def test_from_the_command_line(models: Models, text: Path, command: Run, tmp_pat
     assert again.returncode == 2
     assert "it exists; name another file, or add --overwrite" in again.stderr
     assert (tmp_path / "m.json").read_bytes() == before
+
+
+def with_a_row_of_zeros(source: Path, folder: Path) -> Path:
+    """A copy of the tiny Llama; a row of zeros keeps all its weights at any beta."""
+    shutil.copytree(source, folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("1.mlp.up_proj.weight"):
+                tensors[name][3] = 0
+        save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_curve_is_what_prune_removes(models: Models, norms: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    """To the weight, for every group and order, in measures and in dry runs; with experts scored by magnitude."""
+    source = with_a_row_of_zeros(models(family), tmp_path / "model") if family == "llama" else models(family)
+    common: Record = {"activations": norms(family)}
+    betas, orders = ("1.7,0.02,1,40,1", "1,2") if family == "llama" else ("0.8", "2")
+    record = measure(source, output=tmp_path / "m.json", orders=orders, betas=betas, **common)
+    assert [point.beta for point in record.measures[0].curve] == ([0.02, 1, 1.7, 40] if family == "llama" else [0.8])
+    recipes: list[tuple[Record, Any]] = [
+        ({"method": f"emp-{entry.criterion}", "order": entry.order}, entry.curve) for entry in record.measures
+    ]
+    recipe: Record
+    for recipe in (
+        {"method": "emp-wanda"},
+        {"method": "emp-wanda", "group": "matrix"},
+        {"method": "emp-magnitude", "group": "matrix", "order": 0.5},
+        {"method": "emp-magnitude", "group": "all"},
+        {"method": "emp-magnitude", "neff_dtype": "bfloat16"},
+    )[: 5 if family == "llama" else 1]:
+        plan: Any = prune(source, beta=1.7, dry_run=True, **recipe, **common)
+        assert [point.beta for point in plan.curve if point.beta > 1.5] == [1.7, 1.75, 2]
+        recipes.append((recipe, [point for point in plan.curve if point.beta in (0.5, 1.7)]))
+    for recipe, curve in recipes:
+        for point in curve:
+            report: Any = prune(source, beta=point.beta, output=tmp_path / "out", overwrite=True, **recipe, **common)
+            for name in ("kept", "sparsity_of_targets", "sparsity_of_all_parameters"):
+                assert point[name] == report.targets[name], (recipe, point.beta)

@@ -1,15 +1,22 @@
-"""Progress without a terminal: a line from time to time, with the stage, the rate and the remaining time."""
+"""Progress without a terminal: a line from time to time, with the stage, the rate and the remaining time; -q and -v."""
 
 import itertools
 import logging
+import re
+import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import Run
 
+from emp_llm.cli import COMMANDS
 from emp_llm.common import progress_bars
+from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar, progress_of
+from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
 
 
@@ -56,3 +63,93 @@ def test_stages_of_a_run_are_named(
     monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
     prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
     assert any(line.startswith("prune: ") and " % of " in line and " left" in line for line in caplog.messages)
+
+
+@pytest.mark.usefixtures("clock")
+def test_tasks_of_the_dense_and_of_the_pruned_model_are_told_apart(
+    evaluable: Any, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    minutes = itertools.count(step=60)
+    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
+    prune(model=evaluable("llama"), output=tmp_path / "out", method="emp-magnitude", evaluate=str(task_suite))
+    titles = {line.rpartition(": ")[0] for line in caplog.messages if " % of " in line}
+    for stage in ("evaluate dense", "evaluate pruned"):
+        assert {f"{stage}: {part}" for part in ("perplexity", "sums", "sums_text", "sums_shown")} <= titles
+    assert any(line.startswith("evaluate dense: sums: ") and "req, " in line and " left" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_bars_of_tasks_on_a_terminal(
+    evaluable: Any,
+    task_suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    quiet: bool,
+) -> None:
+    """lm-eval's own bars do not say which model they are about, nor which task."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    evaluate(model=evaluable("llama"), suite=str(task_suite), output=tmp_path / "r.json", quiet=quiet)
+    drawn = capfd.readouterr().err
+    assert "Running loglikelihood" not in drawn
+    if quiet:
+        assert drawn == ""
+    else:
+        for part in ("perplexity", "sums", "sums_text", "sums_shown"):
+            assert f"evaluate llama: {part}: 100%" in drawn
+        assert "36.0/36.0" in drawn
+        assert "req/s]" in drawn
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
+    told = command(name, "--help").stdout
+    assert "-v, --verbose" in told
+    assert "-q, --quiet" in told
+    function = getattr(import_module(f"emp_llm.{name}"), name)
+    given = {"model": "m", "folder": "f", "output": "o", "packed": "p", "repository": "a/b", "runs": ["r"]}
+    known = {key: value for key, value in given.items() if key in function.options.__dataclass_fields__}
+    with pytest.raises(UserError, match="--verbose and --quiet exclude each other; give one"):
+        function(**known, verbose=True, quiet=True)
+
+
+def test_a_quiet_run_shows_its_result_and_warnings(models: Any, tmp_path: Path, command: Run) -> None:
+    line = ("prune", "--model", models("llama"), "--method", "emp-magnitude", "--overwrite", "--output", "out")
+    usual = command(*line)
+    quiet = command(*line, "-q")
+    assert "written to out" in usual.stderr
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, usual.stdout, "")
+    assert command(*line, "-q", "--samples", 3).stderr == (
+        "warning: --samples has no effect: method emp-magnitude needs no activations.\n"
+    )
+    wrong = command(*line, "--quiet", "--beta", 0)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: --beta must be a number above 0")
+    assert command(*line, "-q", "-v").returncode == 2
+    assert "written to out" in command(*line).stderr, "the next run is as usual"
+
+
+def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, command: Run) -> None:
+    line = ("prune", "--model", models("llama"), "--calibration", text, "--samples", 4, "--seqlen", 64, "--output", "out")
+    done = command(*line, "--device-map", "cpu", "-v")
+    assert done.returncode == 0, done.stderr
+    for told in (
+        "emp-llm prune: ",
+        " of memory available.",
+        "calibrate: begins.",
+        "llama: loaded in ",
+        "bfloat16, ",
+        " kB on cpu.",
+        "sequences of 64 tokens, 4 at a time, the whole model at once",
+        "calibrate: 256tok in ",
+        "prune: begins.",
+        "peak memory ",
+        "prune: finished in ",
+        "emp-llm prune: finished in ",
+    ):
+        assert told in done.stderr
+    packed = command("pack", "out", "packed", "--verbose")
+    assert re.search(r"^pack: [\d.]+kB in ", packed.stderr, re.MULTILINE)
+    assert "emp-llm pack: finished in " in packed.stderr
+    assert "begins" not in command(*line, "--overwrite", "--device-map", "cpu").stderr

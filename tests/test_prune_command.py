@@ -35,6 +35,30 @@ def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, com
     assert (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns == before
 
 
+def test_a_dry_run_shows_the_sparsity_at_each_beta(
+    models: Models, norms: Callable[[str], Path], tmp_path: Path, command: Run
+) -> None:
+    """For methods without activations at once; for the others with an activations file, and a sentence without one."""
+    line = ("prune", "--model", models("llama"), "--dry-run", "--output", "out", "--method")
+    head = "emp-magnitude, order 2, group row: removed % at beta    0.5    0.6    0.7"
+    done = command(*line, "emp-magnitude")
+    assert done.returncode == 0, done.stderr
+    assert head in done.stdout
+    assert "reading the targets (30.7 kB)" in done.stderr
+    assert (
+        "emp-wanda, order 1, group all: removed % at beta"
+        in command(*line, "emp-wanda", "--activations", norms("llama"), "--order", 1, "--group", "all").stdout
+    )
+    done = command(*line, "emp-wanda")
+    assert "sparsity against beta: needs activations" in done.stdout
+    assert "add --activations FILE" in done.stdout
+    assert "removed %" not in done.stdout
+    assert "reading" not in done.stderr
+    assert "known only at the end" in command(*line, "emp-wanda", "--propagate", "pruned").stdout
+    assert "beta" not in command(*line, "magnitude").stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dry_run_still_refuses_a_folder_of_other_files(models: Models, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("all of it")

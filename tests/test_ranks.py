@@ -108,10 +108,9 @@ def test_calibrating_with_ranks(
 ) -> None:
     """Seven samples, two at a time: shares of two batches and one, and a batch that is not full."""
     model = DEMO if source is None else request.getfixturevalue(source)
-    one = calibrate(
-        model, output=tmp_path / "one", calibration=str(text), samples=7, seqlen=128, batch_size=2, execution=execution
-    )
-    options = ["calibrate", "--model", model, "--calibration", text, "--samples", 7, "--seqlen", 128, "--batch-size", 2]
+    texts = f"{text}:4,demo:3" if source is None else f"{text}:7"  # a mix is divided like one text
+    one = calibrate(model, output=tmp_path / "one", calibration=texts, seqlen=128, batch_size=2, execution=execution)
+    options = ["calibrate", "--model", model, "--calibration", texts, "--seqlen", 128, "--batch-size", 2]
     done = launched(count, *options, "--execution", execution, "--output", "all.safetensors")
     assert done.codes == [0] * count, done.error
     assert done.error.count("all.safetensors: norms of") == 1

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.block_pass import Masker, calibrate_blocks
-from emp_llm.calibration.corpora import find_corpus
 from emp_llm.calibration.resume import CalibrationProgress
+from emp_llm.calibration.text_mix import calibration_corpora
 from emp_llm.calibration.tokens import token_ids, tokens_signature
 from emp_llm.calibration.whole_pass import calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.common.errors import UserError
 from emp_llm.common.provenance import versions
 from emp_llm.common.ranks import ranks
+from emp_llm.common.wording import count_of
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.offload import is_offloaded
 from emp_llm.execution.quantization import Quantization, quantization_record
@@ -31,46 +32,26 @@ from emp_llm.records.source import CalibrationRecord
 logger = logging.getLogger(__name__)
 
 
-def calibration_corpus(options: CalibrationOptions, context: int | None) -> Corpus:
-    """The corpus of a recipe with the user's samples and seqlen.
-
-    Args:
-        context: the model's context length in tokens; a recipe's seqlen is shortened to it. None: unknown.
-
-    Raises:
-        UserError: no such recipe, or --seqlen exceeds the model's context.
-    """
-    corpus = find_corpus(options.calibration)
-    length = options.seqlen or corpus.seqlen or 512
-    if context is not None and length > context:
-        if options.seqlen is not None:
-            raise UserError(f"--seqlen {options.seqlen} is longer than the model's context of {context} tokens.")
-        logger.info(
-            "seqlen %d of recipe %s is shortened to the model's context of %d tokens.", length, options.calibration, context
-        )
-        length = context
-    return msgspec.structs.replace(corpus, samples=options.samples or corpus.samples or 128, seqlen=length)
-
-
 @dataclass(frozen=True)
 class CalibrationText:
     """The tokens of a calibration.
 
     Attributes:
-        corpus: the source of the text.
+        corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
-        seed: of a shuffled corpus; None for others.
+        seed: of shuffled corpora; None for others.
     """
 
-    corpus: Corpus
+    corpora: list[Corpus]
     tokens: Tensor
     seed: int | None
 
     @classmethod
     def prepare(cls, options: CalibrationOptions, tokenizer: Any, context: int | None) -> "CalibrationText":
         """Read and tokenise the text that the options name."""
-        corpus = calibration_corpus(options, context)
-        return cls(corpus, token_ids(corpus, tokenizer, options.seed), options.seed if corpus.shuffle else None)
+        corpora = calibration_corpora(options, context)
+        tokens = torch.cat([token_ids(corpus, tokenizer, options.seed) for corpus in corpora])
+        return cls(corpora, tokens, options.seed if any(corpus.shuffle for corpus in corpora) else None)
 
 
 class Calibration:
@@ -135,6 +116,13 @@ class Calibration:
             versions=versions(),
         )
         tokens, size = self.text.tokens, self._options.batch_size
+        logger.debug(
+            "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
+            count_of(len(layers), "layer"),
+            *tokens.shape,
+            size,
+            "block by block" if self._by_blocks(model) else "the whole model at once",
+        )
         if not self._by_blocks(model):
             norms = calibrate_model(model, layers, tokens, size, self._blocks)
             ran = CalibrationRecord(execution="model", propagate="dense")
@@ -153,9 +141,11 @@ class Calibration:
         return replace(norms, about=msgspec.structs.replace(record, **changes))
 
     def _record(self, about: CalibrationRecord) -> CalibrationRecord:
+        texts = [corpus.record() for corpus in self.text.corpora]
         return msgspec.structs.replace(
             about,
-            text=self.text.corpus.record(),
+            text=texts[0] if len(texts) == 1 else None,
+            texts=texts if len(texts) > 1 else [],
             seed=self.text.seed,
             quantization=quantization_record(self.quantization),
             batch_size=self._options.batch_size,

@@ -22,7 +22,7 @@ from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
 
 _NUMBERS, _SWITCHES = ("samples", "seqlen"), ("stream", "shuffle")
-_FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
+FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
 
 
 def find_corpus(name: str) -> Corpus:
@@ -51,8 +51,8 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
     values: dict[str, Any] = {}
     for change in filter(None, changes.split(",")):
         key, equals, text = (part.strip() for part in change.partition("="))
-        if key not in _FIELDS or not equals:
-            raise UserError(f"{change!r} after the comma: expected field=value with a field of {', '.join(_FIELDS)}.")
+        if key not in FIELDS or not equals:
+            raise UserError(f"{change!r} after the comma: expected field=value with a field of {', '.join(FIELDS)}.")
         value: Any = text
         if key in _NUMBERS and text.isascii() and text.isdigit() and len(text) < 19:
             value = int(text)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
+from emp_llm.common.loudness import is_quiet
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,14 @@ class _Lines(_Silent):
     def __init__(self, total: float, title: str, unit: str) -> None:
         self._total, self._title, self._unit = total, title, unit
         self._done = self._last_done = 0.0
-        self._last_time = time.monotonic()
+        self._start = self._last_time = time.monotonic()
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        if kind is None:
+            from tqdm import tqdm
+
+            seconds = time.monotonic() - self._start
+            logger.debug("%s: %s%s in %.1f s.", self._title, tqdm.format_sizeof(self._total), self._unit, seconds)
 
     def update(self, n: float = 1) -> None:
         self._done += n
@@ -88,20 +96,27 @@ def progress_of(stage: str) -> Iterator[None]:
         _Stage.name = before
 
 
-def progress_bar(total: float, title: str, unit: str) -> Bar:
+def shows_bars() -> bool:
+    """Whether this process draws bars: on the first rank, on a terminal, and unless it is quiet."""
+    return ranks().main and sys.stderr.isatty() and not is_quiet()
+
+
+def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar:
     """A bar with rate and remaining time; without a terminal, lines in the log.
 
     Args:
         total: number of units.
         title: name of the activity.
-        unit: "B" (bytes), "W" (weights), "tok" (tokens); large numbers are shown in thousands, millions and so on.
+        unit: "B" (bytes), "W" (weights), "tok" (tokens), "req" (requests); large numbers are shown in thousands, millions and
+            so on.
+        leave: the finished bar stays on the terminal.
     """
-    if not ranks().main:
+    if not ranks().main or is_quiet():
         return _Silent()
     title = title if _Stage.name in ("", title) else f"{_Stage.name}: {title}"
     if not sys.stderr.isatty():
         return _Lines(total, title, unit)
     from tqdm import tqdm
 
-    bar: Bar = tqdm(total=total, desc=title, unit=unit, unit_scale=True)
+    bar: Bar = tqdm(total=total, desc=title, unit=unit, unit_scale=True, leave=leave)
     return bar

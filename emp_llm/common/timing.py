@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from emp_llm.common.wording import format_bytes
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 # getrusage counts in kB on Linux, in bytes on macOS.
@@ -42,6 +44,15 @@ def peak_memory() -> int:
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT
+
+
+def memory_words() -> str:
+    """The peak memory of this process as text, and that of its GPUs."""
+    words = f"peak memory {format_bytes(peak_memory())}"
+    if _gpus():
+        cuda: Any = sys.modules["torch"].cuda
+        words += f", on the GPU {format_bytes(max(cuda.max_memory_allocated(device) for device in range(_gpus())))}"
+    return words
 
 
 def _gpus() -> int:

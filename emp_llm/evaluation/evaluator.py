@@ -1,5 +1,6 @@
 """Measures a suite on a model: the perplexity of its text, then each of its tasks."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import Suite
 from emp_llm.records.evaluation import Measures
 
+logger = logging.getLogger(__name__)
 BATCH_SIZE = 8  # default: examples per forward pass of a task
 
 
@@ -55,6 +57,7 @@ class Evaluator:
         measures = Measures() if measures is None else measures
         wrapped = None
         for part in missing(self.suite, measures):
+            start = time.perf_counter()
             if part is None:
                 assert self.suite.corpus is not None
                 assert self._tokens is not None
@@ -67,6 +70,7 @@ class Evaluator:
                 record = self._harness.run(part, wrapped)
                 record.seconds = round(time.perf_counter() - start, 3)
                 measures.tasks[part] = record
+            logger.debug("%s: measured in %.1f s.", part or "perplexity", time.perf_counter() - start)
             if after_each is not None:
                 after_each(measures)
         return measures

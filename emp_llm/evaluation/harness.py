@@ -8,7 +8,6 @@ The numbers equal those of its command line, run for one task at a time (it mixe
 import json
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from difflib import get_close_matches
@@ -19,8 +18,10 @@ import msgspec
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.progress_bars import shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
+from emp_llm.evaluation.task_progress import task_progress
 from emp_llm.execution.loading import input_device
 from emp_llm.records.evaluation import TaskRecord
 
@@ -152,7 +153,7 @@ class Harness:
         inside = {child.task_name for group in chosen for child in group.get_all_tasks()}
         chosen += [single for single in loaded["tasks"].values() if single.task_name not in inside]
         # Its warnings, such as for inputs longer than the model's context, are for the user; its remarks on options are not.
-        with _quiet(logging.WARNING):
+        with _quiet(logging.WARNING), task_progress(name):
             found = simple_evaluate(
                 model=wrapped,
                 tasks=chosen,
@@ -204,7 +205,7 @@ def _or_folders(folders: list[str]) -> str:
 
 @contextmanager
 def _quiet(level: int = logging.ERROR) -> Iterator[None]:
-    """lm-eval without the remarks meant for its own command line, and without progress bars if stderr is no terminal.
+    """lm-eval without the remarks meant for its own command line, and without its progress bars where we draw none.
 
     Perplexities too large for a float are infinite, in place of an OverflowError."""
     from lm_eval import evaluator
@@ -221,7 +222,7 @@ def _quiet(level: int = logging.ERROR) -> Iterator[None]:
     for each, wanted in loggers.items():
         each.setLevel(wanted)
     try:
-        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+        with nullcontext() if shows_bars() else redirect_stderr(StringIO()):
             yield
     finally:
         evaluator.get_git_commit_hash, evaluator.add_env_info, metrics.math = asked_git, asked_machine, math

@@ -1,7 +1,9 @@
 """Loading models and tokenizers with transformers, from safetensors only."""
 
-import sys
+import logging
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +15,14 @@ from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.memory import OutOfMemory, ran_out
-from emp_llm.common.ranks import ranks
+from emp_llm.common.progress_bars import shows_bars
+from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.execution.completeness import check_complete, load_report
 from emp_llm.execution.device_map import parse_device_map
 from emp_llm.execution.quantization import Quantization, quantization_config
 from emp_llm.options.model import DTYPES
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -47,6 +52,7 @@ def load_model(
             f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
         )
     offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
+    start = time.perf_counter()
     with load_report() as report, _quiet_bar():
         try:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -71,9 +77,19 @@ def load_model(
                 raise
             raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
     check_complete(folder, model, info)
+    logger.debug("%s: loaded in %.1f s; %s", folder, time.perf_counter() - start, _loaded_words(model))
     model._emp_llm_offload = offload  # so that the folder is deleted with the model
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _loaded_words(model: PreTrainedModel) -> str:
+    """The size of a model, and where its weights lie, for the log."""
+    sizes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        sizes["offloaded" if parameter.device.type == "meta" else str(parameter.device)] += parameter.nbytes
+    places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
+    return f"{count_of(model.num_parameters(), 'parameter')}, {str(model.dtype).removeprefix('torch.')}, {places}."
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -96,9 +112,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def _quiet_bar() -> Iterator[None]:
-    """Switch transformers' progress bars off inside this context, unless this rank writes to a terminal."""
-    on_terminal = sys.stderr.isatty() and ranks().main
-    if on_terminal or not transformers.utils.logging.is_progress_bar_enabled():
+    """Switch transformers' progress bars off inside this context, unless this process draws bars."""
+    if shows_bars() or not transformers.utils.logging.is_progress_bar_enabled():
         yield
         return
     transformers.utils.logging.disable_progress_bar()

@@ -7,6 +7,9 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
+from emp_llm.common.loudness import loudness
+from emp_llm.common.progress_bars import progress_of
+
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -22,6 +25,7 @@ class Opt:
         metavar: the name in the usage line.
         flag: the flag, if it is not the field's name with hyphens.
         minimum: the smallest number allowed.
+        short: a flag of one letter.
     """
 
     help: str
@@ -29,6 +33,7 @@ class Opt:
     metavar: str | None = None
     flag: str | None = None
     minimum: int | None = None
+    short: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +58,18 @@ def part(options: Any, kind: type[T]) -> T:
 
 
 def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Turn a function of one options object into a function of its fields, as typed keyword arguments."""
+    """Turn a function of one options object into a function of its fields, as typed keyword arguments.
+
+    The options include `LoudnessOptions`.
+    """
 
     def flat(function: Callable[[T], R]) -> Callable[P, R]:
         @wraps(function)
         def command(*arguments: P.args, **keywords: P.kwargs) -> R:
-            return function(options(*arguments, **keywords))
+            chosen: Any = options(*arguments, **keywords)
+            name = function.__name__
+            with loudness(name, chosen.verbose, chosen.quiet), progress_of(name):
+                return function(chosen)
 
         result = inspect.signature(function).return_annotation
         command.__signature__ = inspect.signature(options).replace(return_annotation=result)  # type: ignore[attr-defined]

@@ -22,7 +22,9 @@ class CalibrationOptions(Options):
         resumable_calibration: keep the hidden states of finished blocks on disk, so that an interrupted calibration resumes.
     """
 
-    calibration: Annotated[str, Opt("Calibration text: recipe, text file or Hub data set id, plus ,field=value.")] = "wikitext2"
+    calibration: Annotated[
+        str, Opt("Calibration text: recipe, text file or Hub data set id, plus ,field=value; a mix: a:64,b:64.")
+    ] = "wikitext2"
     samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.")] = None
     seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.")] = None
     batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4

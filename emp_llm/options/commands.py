@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
+from emp_llm.options.base import Opt
 from emp_llm.options.calibration import CalibrationOptions, NormOptions, PropagationOptions
 from emp_llm.options.criterion import CriterionOptions
 from emp_llm.options.evaluation import EvaluationStageOptions, SuiteOptions
+from emp_llm.options.loudness import LoudnessOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
@@ -16,12 +17,14 @@ from emp_llm.selection.scheme import Group
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
+CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 TableFormat = Literal["terminal", "markdown", "csv"]
 PrunedFolder = Annotated[Path, Opt("Output folder of a finished prune.", argument=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(
+    LoudnessOptions,
     PushOptions,
     EvaluationStageOptions,
     QuantizationOptions,
@@ -67,7 +70,9 @@ class PruneOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(QuantizationOptions, LoadingOptions, CalibrationOptions, TargetOptions, OutputOptions, ModelOptions):
+class CalibrateOptions(
+    LoudnessOptions, QuantizationOptions, LoadingOptions, CalibrationOptions, TargetOptions, OutputOptions, ModelOptions
+):
     """Options of `calibrate`."""
 
     model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
@@ -86,17 +91,21 @@ class CalibrateOptions(QuantizationOptions, LoadingOptions, CalibrationOptions, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(LoadingOptions, NormOptions, CriterionOptions, TargetOptions, OutputOptions, ModelOptions):
+class MeasureOptions(
+    LoudnessOptions, LoadingOptions, NormOptions, CriterionOptions, TargetOptions, OutputOptions, ModelOptions
+):
     """Options of `measure`."""
 
     output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
     criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None
     orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2"
+    betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS
     activations: Annotated[Path | None, Opt("Activations file; default: calibrate now, if wanda is measured.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(
+    LoudnessOptions,
     SuiteOptions,
     LoadingOptions,
     NormOptions,
@@ -133,7 +142,7 @@ class SweepOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(QuantizationOptions, LoadingOptions, SuiteOptions, OutputOptions, ModelOptions):
+class EvaluateOptions(LoudnessOptions, QuantizationOptions, LoadingOptions, SuiteOptions, OutputOptions, ModelOptions):
     """Options of `evaluate`."""
 
     model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
@@ -147,7 +156,7 @@ class EvaluateOptions(QuantizationOptions, LoadingOptions, SuiteOptions, OutputO
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(OutputOptions):
+class ReportOptions(LoudnessOptions, OutputOptions):
     """Options of `report`."""
 
     runs: Annotated[list[Path], Opt("Outputs of prune, sweep and measure, and results files of evaluate.", argument=True)] = (
@@ -160,7 +169,7 @@ class ReportOptions(OutputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackOptions(Options):
+class PackOptions(LoudnessOptions):
     """Options of `pack`."""
 
     folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="DIR")] = field(kw_only=False)
@@ -171,7 +180,7 @@ class PackOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnpackOptions(Options):
+class UnpackOptions(LoudnessOptions):
     """Options of `unpack`."""
 
     packed: Annotated[Path, Opt("Folder written by emp-llm pack.", argument=True, metavar="OUT")] = field(kw_only=False)
@@ -182,7 +191,7 @@ class UnpackOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushCommandOptions(Options):
+class PushCommandOptions(LoudnessOptions):
     """Options of `push`."""
 
     folder: PrunedFolder = field(kw_only=False)
@@ -199,7 +208,7 @@ class PushCommandOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(CriterionOptions):
+class VerifyOptions(LoudnessOptions, CriterionOptions):
     """Options of `verify`."""
 
     folder: PrunedFolder = field(kw_only=False)

@@ -111,8 +111,12 @@ class Recipe(CriterionOptions, TargetOptions):
             if getattr(self, name) is not None:
                 other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
                 flag = name.replace("_", "-")
-                rule = "the effective number sets its sparsity" if self.adaptive else "its sparsity is fixed"
-                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. Use --method {other}.")
+                if self.adaptive:
+                    rule, remedy = "the effective number sets its sparsity, and --beta scales it", "--beta"
+                else:
+                    rule, remedy = "its sparsity is fixed, and --sparsity sets it", "--sparsity"
+                instead = f"Use {remedy}, or --method {other}" if name in ("sparsity", "beta") else f"Use --method {other}"
+                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. {instead}.")
 
 
 def check_method(method: str, flag: str = "--method") -> None:

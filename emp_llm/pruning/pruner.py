@@ -224,16 +224,18 @@ class Pruner:
         from emp_llm.selection.group_selection import GroupSelector
 
         selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])
-        feed = selector.add
-        while True:
-            for target in targets:
-                with naming_target(target):
-                    for first, words in self.blocks(target, files):
-                        with naming_block(first, words):
-                            feed(self._scored(target, first, words))
-            if not selector.searching():
-                return selector
-            feed = selector.search
+        self.feed(selector.add, targets, files)
+        while selector.searching():
+            self.feed(selector.search, targets, files)
+        return selector
+
+    def feed(self, take: "Callable[[Tensor], None]", targets: list[Target], files: FilePool) -> None:
+        """Give the scores of each block of some targets to a function, in order."""
+        for target in targets:
+            with naming_target(target):
+                for first, words in self.blocks(target, files):
+                    with naming_block(first, words):
+                        take(self._scored(target, first, words))
 
     def outcome(self, target: Target, rows: RowStatistics, selector: "GroupSelector | None") -> Outcome:
         """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row."""

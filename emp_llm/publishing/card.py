@@ -164,7 +164,7 @@ class Card:
             rows.append(["identity of its weights (BLAKE3)", f"`{source.identity}`"])
         rows += [[name, f"`{json.dumps(value)}`"] for name, value in recipe.items() if value is not None]
         for name, value in {} if calibration is None else calibration.as_dict().items():
-            if name in ("text", "tokens", "dtype", "propagate"):
+            if name in ("text", "texts", "tokens", "dtype", "propagate"):
                 rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
         rows += [[package, version] for package, version in report.versions.items()]
         norms = f" `{ACTIVATIONS_NAME}` holds the input norms of the scores." if str(ACTIVATIONS_NAME) in files else ""

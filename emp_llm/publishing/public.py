@@ -13,6 +13,7 @@ R = TypeVar("R", bound=Part)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 _PATH = re.compile(r"/|~[\w.-]*/|\.{1,2}/|[A-Za-z]:[/\\]|\\\\")  # how a path begins that cannot be anything else
+_NUMBER = re.compile(r":[0-9]+$")
 _TEXTS = (".txt", ".json", ".jsonl", ".parquet", ".toml")
 _MODELS = ("model", "of", "dataset")  # fields that hold a Hub id or a folder
 _FILES = ("file", "match", "suite", "folder", "device_map")  # fields that hold a path, or a name without slashes
@@ -80,8 +81,10 @@ def _options(text: str, key: str, folders: tuple[str, ...]) -> str:
         field, equals, value = part.partition("=")
         if not equals:
             field, value = "", part
+        number = _NUMBER.search(value) if key == "--calibration" and not equals else None  # of sequences: NAME:64
+        value = value[: number.start()] if number else value
         shorten = _model(value, folders) if (key in _MODEL_FLAGS and not equals) or field == "dataset" else _file(value)
-        parts.append(f"{field}{equals}{shorten}")
+        parts.append(f"{field}{equals}{shorten}{number[0] if number else ''}")
     return ",".join(parts)
 
 

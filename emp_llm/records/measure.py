@@ -9,14 +9,34 @@ from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, with_revision
 
 
+class CurvePoint(Part, kw_only=True):
+    """What EMP with one beta would leave.
+
+    Attributes:
+        beta: of the effective number.
+        kept: number of kept weights of the targets.
+        sparsity_of_targets, sparsity_of_all_parameters: removed weights, as shares.
+    """
+
+    beta: float
+    kept: int
+    sparsity_of_targets: float
+    sparsity_of_all_parameters: float
+
+
 class MeasureEntry(Part, kw_only=True, omit_defaults=False):
-    """One criterion and one order, and the result of EMP with beta 1 for them."""
+    """One criterion and one order, and the result of EMP with beta 1 for them.
+
+    Attributes:
+        curve: the sparsity at other betas; empty in older files.
+    """
 
     criterion: str
     order: float
     targets: TargetsRecord
     sizes: SizesRecord | None = None
     matrices: dict[str, MatrixRecord]
+    curve: list[CurvePoint] = []
     warnings: list[str] = []
 
 

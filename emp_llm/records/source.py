@@ -109,6 +109,7 @@ class CalibrationRecord(Part, kw_only=True):
     Attributes:
         model, revision, identity: the model.
         text, tokens: the calibration text, and the number of tokens; seed: of a shuffled text only.
+        texts: for a mix, its parts in place of `text`; each has its number of samples.
         dtype, quantization, batch_size, ranks: of the forward passes.
         execution, propagate, hidden_states: as for `options.calibration.CalibrationOptions`.
         pruned_by: for pruned propagation, the recipe of the masks.
@@ -120,6 +121,7 @@ class CalibrationRecord(Part, kw_only=True):
     revision: str | None = None
     identity: str | None = None
     text: TextRecord | None = None
+    texts: list[TextRecord] = []
     seed: int | None = None
     tokens: int | None = None
     dtype: str | None = None
@@ -132,6 +134,11 @@ class CalibrationRecord(Part, kw_only=True):
     pruned_by: RecipeRecord | None = None
     versions: dict[str, str] = {}
     fingerprint: dict[str, Any] | None = None
+
+    @property
+    def all_texts(self) -> list[TextRecord]:
+        """The calibration texts: one, or the parts of a mix."""
+        return self.texts if self.text is None else [self.text]
 
 
 class StageRecord(Part, kw_only=True):

@@ -11,6 +11,7 @@ from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.run_report import MatrixRecord
 from emp_llm.records.sweep import Sweep
+from emp_llm.reporting.curve_table import curve_table
 from emp_llm.reporting.run_tables import effective_share
 
 _DEPTHS = 8  # largest number of block columns in the table of measures
@@ -37,7 +38,7 @@ def sweep_table(record: Sweep) -> str:
 
 
 def measure_table(record: Measure) -> str:
-    """N_eff / N by role and depth: a table for every criterion and order."""
+    """N_eff / N by role and depth, and the sparsity at many betas: two tables for every criterion and order."""
     return "\n\n".join(_measure(entry) for entry in record.measures)
 
 
@@ -64,7 +65,9 @@ def _measure(measure: MeasureEntry) -> str:
         rows.append([f"{role} x {len(entries)}", *cells, *_masses(entries)])
     targets = measure.targets
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
-    return f"{table(rows)}\nEMP at beta 1 would remove {removed}"
+    text = f"{table(rows)}\nEMP at beta 1 would remove {removed}"
+    name = f"{measure.criterion}, order {measure.order:g}"
+    return f"{text}\n{curve_table(name, measure.curve)}" if measure.curve else text
 
 
 def _shown(names: list[str]) -> list[str]:

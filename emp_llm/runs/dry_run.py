@@ -1,14 +1,21 @@
 """The plan of a run, and its need of memory and disk, for `--dry-run`."""
 
+import logging
 from dataclasses import dataclass, field
 
 from emp_llm.architecture.targets import Coverage
-from emp_llm.calibration.corpora import find_corpus
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.commands import CURVE_BETAS
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.plan import Plan
+from emp_llm.pruning.pruner import Pruner
+from emp_llm.records.measure import CurvePoint
+from emp_llm.reporting.curve_table import curve_table
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,6 +39,9 @@ class DryRun:
         model_bytes: size of the weights that a calibration loads; None without a calibration.
         resume_bytes: size of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
         push_to_hub: repository to push to.
+        recipe: the method, with its order and group.
+        curve: what the method would remove at its beta and at others; empty if unknown, and for methods without a beta.
+        no_curve: why the curve of a method with a beta is unknown, and how to see it.
     """
 
     layers: dict[str, PlannedLayers]
@@ -42,6 +52,9 @@ class DryRun:
     model_bytes: int | None = None
     resume_bytes: int | None = None
     push_to_hub: str | None = None
+    recipe: str = ""
+    curve: list[CurvePoint] = field(default_factory=list)
+    no_curve: str = ""
     dry_run: bool = field(default=True)
 
 
@@ -56,6 +69,31 @@ def planned_layers(plan: Plan) -> dict[str, PlannedLayers]:
     return layers
 
 
+def planned_curve(recipe: Recipe, pruner: Pruner, parameters: int) -> list[CurvePoint]:
+    """What a recipe would remove at its beta and at others, by one pass over the weights; no model is run.
+
+    Args:
+        recipe: with an effective number.
+        pruner: of the recipe, with its norms.
+        parameters: number of parameters of the model.
+    """
+    from emp_llm.pruning.curve import curve_points, kept_at
+
+    own = 1.0 if recipe.beta is None else float(recipe.beta)
+    betas = sorted({own, *(float(beta) for beta in CURVE_BETAS.split(","))})
+    weights = sum(target.matrix.numel for target in pruner.targets)
+    size = sum(target.matrix.numel * target.matrix.itemsize for target in pruner.targets)
+    logger.info("reading the targets (%s) for the sparsity at each beta; nothing is written.", format_bytes(size))
+    return curve_points(betas, kept_at(pruner, betas), weights, parameters)
+
+
+def why_no_curve(propagate: str) -> str:
+    """Why the curve of a method that needs activations is unknown before they are collected, and how to see it."""
+    if propagate == "pruned":
+        return "known only at the end, because --propagate pruned collects the activations while it prunes"
+    return "needs activations, and a dry run runs no model; add --activations FILE (emp-llm calibrate writes one)"
+
+
 def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate: str) -> int | None:
     """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
 
@@ -66,9 +104,13 @@ def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate:
     width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
     if not options.resumable_calibration or not by_blocks or width is None:
         return None
-    corpus = find_corpus(options.calibration)
+    from emp_llm.calibration.text_mix import calibration_corpora
+    from emp_llm.execution.loading import max_context
+
+    corpora = calibration_corpora(options, max_context(checkpoint.config))
     size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
-    return (options.samples or corpus.samples or 128) * (options.seqlen or corpus.seqlen or 512) * int(width) * size
+    tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
+    return tokens * int(width) * size
 
 
 def dry_run_table(plan: DryRun) -> str:
@@ -99,4 +141,8 @@ def dry_run_table(plan: DryRun) -> str:
         )
     if plan.push_to_hub is not None:
         lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")
+    if plan.curve:
+        lines.append(curve_table(plan.recipe, plan.curve))
+    if plan.no_curve:
+        lines.append(f"sparsity against beta: {plan.no_curve}")
     return "\n".join(lines)

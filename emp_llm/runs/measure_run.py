@@ -17,6 +17,7 @@ from emp_llm.options.base import part
 from emp_llm.options.commands import MeasureOptions
 from emp_llm.options.criterion import GIVEN, CriterionOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
+from emp_llm.pruning.curve import curve_points, kept_of_outcomes
 from emp_llm.pruning.measuring import measure_targets
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.plan import Plan
@@ -28,6 +29,7 @@ from emp_llm.records.source import ModelSource, RecipeRecord
 from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.sweeping.sweep_points import parse_numbers, parse_words
+from emp_llm.selection.arithmetic.definitions import check_beta
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.storage.output.output_file import OutputFile, check_output_file
 
@@ -51,6 +53,7 @@ class MeasureRun:
     def __init__(self, options: MeasureOptions) -> None:
         self._options = options
         self._recipes = _recipes(options)
+        self._betas = _betas(options.betas)
         options.check_loading()
         options.check_calibration()
         if ranks().count > 1:
@@ -86,7 +89,7 @@ class MeasureRun:
             given=self._given,
             keep=lambda _: models.free(),
         )
-        self.measure = MeasureStage(self._recipes, self._pruners, self._plan, self._assemble)
+        self.measure = MeasureStage(self._recipes, self._pruners, self._plan, self._betas, self._assemble)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -121,6 +124,7 @@ class MeasureStage:
     Args:
         recipes, pruners: one pruner for each recipe.
         plan: of the targets.
+        betas: of the curve of the sparsity.
         assemble: gives the pruners their norms, and creates the record without its measures.
 
     Attributes:
@@ -129,11 +133,14 @@ class MeasureStage:
 
     name = "measure"
 
-    def __init__(self, recipes: list[Recipe], pruners: list[Pruner], plan: Plan, assemble: Callable[[], Measure]) -> None:
+    def __init__(
+        self, recipes: list[Recipe], pruners: list[Pruner], plan: Plan, betas: list[float], assemble: Callable[[], Measure]
+    ) -> None:
         self.record: Measure | None = None
         self._recipes = recipes
         self._pruners = pruners
         self._plan = plan
+        self._betas = betas
         self._assemble = assemble
 
     def finished(self) -> bool:
@@ -147,14 +154,28 @@ class MeasureStage:
 
     def _entry(self, recipe: Recipe, pruner: Pruner, outcomes: list[Outcome]) -> MeasureEntry:
         matrices = matrix_records(outcomes, pruner)
+        targets = targets_record(outcomes, self._plan.coverage, pruner)
+        weights, parameters = sum(outcome.target.matrix.numel for outcome in outcomes), self._plan.coverage.parameters
         return MeasureEntry(
             criterion=recipe.criterion_name,
             order=2.0 if recipe.order is None else recipe.order,
-            targets=targets_record(outcomes, self._plan.coverage, pruner),
+            targets=targets,
             sizes=sizes_record(outcomes, self._plan.checkpoint),
             matrices=matrices,
+            curve=curve_points(self._betas, kept_of_outcomes(outcomes, self._betas), weights, parameters),
             warnings=warnings_of(matrices, pruner),
         )
+
+
+def _betas(text: str) -> list[float]:
+    """The betas of --betas, in ascending order."""
+    betas = sorted(set(parse_numbers(text, "--betas")))
+    try:
+        for beta in betas:
+            check_beta(beta)
+    except ValueError as error:
+        raise UserError(f"--betas {text!r}: {error}.") from error
+    return betas
 
 
 def _recipes(options: MeasureOptions) -> list[Recipe]:

@@ -20,7 +20,7 @@ from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.recipe import check_ranges, read_report, recipe_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
-from emp_llm.runs.dry_run import DryRun, planned_layers, resume_bytes
+from emp_llm.runs.dry_run import DryRun, planned_curve, planned_layers, resume_bytes, why_no_curve
 from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.run_models import RunModels
@@ -88,7 +88,8 @@ class PruneRun:
     def dry_run(self) -> DryRun:
         """The plan of the run, and its need of memory and disk."""
         calibrates = self._options.needs_activations and self._given is None
-        checkpoint = self._plan.checkpoint
+        checkpoint, recipe = self._plan.checkpoint, recipe_record(self._options)
+        known = self._options.adaptive and not calibrates and ranks().main
         return DryRun(
             layers=planned_layers(self._plan),
             coverage=self._plan.coverage,
@@ -98,6 +99,11 @@ class PruneRun:
             model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates else None,
             resume_bytes=resume_bytes(self._options, checkpoint, self._options.propagate) if calibrates else None,
             push_to_hub=self._options.push_to_hub,
+            recipe=f"{recipe.method}, order {recipe.order:g}, group {recipe.group}"
+            if self._options.adaptive
+            else recipe.method,
+            curve=planned_curve(self._options, self._pruner, self._plan.coverage.parameters) if known else [],
+            no_curve=why_no_curve(self._options.propagate) if self._options.adaptive and calibrates else "",
         )
 
     @property

@@ -167,8 +167,10 @@ def facts_of(
         share = targets.share_of_all_parameters
         of_all = f", {100 * share:.1f} % of all parameters" if share is not None else ""
         facts["targets"] = f"{_scope(recipe)}: {targets.weights:,} weights{of_all}"
-    text = None if calibration is None else calibration.text
-    if text is not None:
-        name = text.dataset or PurePath(text.file or "").name
-        facts["calibration"] = printable(f"{name}, {text.samples} x {text.seqlen} tokens")
+    texts = [
+        f"{text.dataset or PurePath(text.file or '').name}, {text.samples} x {text.seqlen} tokens"
+        for text in (calibration.all_texts if calibration is not None else [])
+    ]
+    if texts:
+        facts["calibration"] = printable("; ".join(texts))
     return facts

@@ -1,11 +1,15 @@
 """Named stages of a run: each is run once, and skipped if an earlier run finished it."""
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from emp_llm.common.progress_bars import progress_of
-from emp_llm.common.timing import Stopwatch
+from emp_llm.common.timing import Stopwatch, memory_words
 from emp_llm.records.source import StageRecord
+
+logger = logging.getLogger(__name__)
 
 
 class Stage(Protocol):
@@ -28,9 +32,14 @@ class Stage(Protocol):
 def run_stages(stages: Sequence[Stage]) -> None:
     """Run the unfinished stages in order."""
     for stage in stages:
-        if not stage.finished():
-            with progress_of(stage.name):
-                stage.run()
+        if stage.finished():
+            logger.debug("%s: nothing to do.", stage.name)
+            continue
+        logger.debug("%s: begins.", stage.name)
+        start = time.perf_counter()
+        with progress_of(stage.name):
+            stage.run()
+        logger.debug("%s: finished in %.1f s, %s.", stage.name, time.perf_counter() - start, memory_words())
 
 
 def stage_records(stopwatch: Stopwatch) -> dict[str, StageRecord]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emp_llm.selection.arithmetic.definitions import LANES, RELATIVE_TOLERANCE, NonFiniteError
+from emp_llm.selection.arithmetic.number_counts import counts_at
 from emp_llm.selection.kernels.interface import KeepRule, RowFigures
 
 _Array = NDArray[Any]
@@ -26,14 +27,14 @@ def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: 
     if not np.isfinite(total).all():
         raise NonFiniteError("scores hold NaN or infinity")
     n_eff = _effective_numbers(total, power, columns)
-    nu = _counts(n_eff, total, 1.0, columns)
+    nu = counts_at(n_eff, total, 1.0, columns)
     ordered = np.sort(keys, axis=1, kind="stable" if keys.itemsize == 2 else None)  # stable means radix sort for 16 bits
     if rule.pattern is not None:
         n, m = rule.pattern
         groups = keys.reshape(-1, m)
         mask = _keep(groups, np.sort(groups, axis=1), np.full(len(groups), n)).reshape(keys.shape)
     else:
-        counts = _counts(n_eff, total, rule.beta, columns) if rule.beta is not None else _fixed_counts(rule, len(words))
+        counts = counts_at(n_eff, total, rule.beta, columns) if rule.beta is not None else _fixed_counts(rule, len(words))
         mask = _keep(keys, ordered, counts)
     s_eff = _mass_of_largest(scores, keys, ordered, nu, total)
     (kept_mass,) = _sum_rows(np.where(mask, scores, scores.dtype.type(0)), lambda s: s)
@@ -86,12 +87,6 @@ def _effective_numbers(total: _Array, power: _Array, columns: int) -> _Array:
     nearest = np.rint(number)
     number = np.where(np.abs(number - nearest) <= RELATIVE_TOLERANCE * nearest, nearest, number)
     return np.clip(number, 1.0, float(columns))
-
-
-def _counts(n_eff: _Array, total: _Array, beta: float, columns: int) -> _Array:
-    """clip(floor(beta * N_eff), 1, N), and N for a row of zeros, as `arithmetic.counts.keep_counts`."""
-    counts = np.clip(np.floor(beta * n_eff * (1 + RELATIVE_TOLERANCE)), 1.0, float(columns))
-    return np.where(total == 0, columns, counts).astype(np.int64)
 
 
 def _fixed_counts(rule: KeepRule, rows: int) -> _Array:

@@ -1,0 +1,130 @@
+"""Calibration on a mix of texts: each part is what it would be alone, and the record names the parts with their numbers."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run
+from test_conversations import CHATS, TEMPLATE, with_template, write
+
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.calibration import CalibrationText
+from emp_llm.common.errors import UserError
+from emp_llm.options.calibration import CalibrationOptions
+
+LENGTH = 24
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with texts of several kinds."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Once more, with feeling. " * 80)
+    (tmp_path / "b:c.txt").write_text("The lamp is lit. " * 80)
+    write(tmp_path / "rows.jsonl", "body", [f"Row {i} says it is so, and so it is." for i in range(60)])
+    write(tmp_path / "chat.jsonl", "messages", CHATS)
+    (tmp_path / "long.toml").write_text('file = "a.txt"\nseqlen = 30\nsamples = 5\n')
+    (tmp_path / "shuffled.toml").write_text('file = "rows.jsonl"\ncolumn = "body"\nshuffle = true\n')
+    return tmp_path
+
+
+def tokens(calibration: str, seed: int = 0, **options: Any) -> torch.Tensor:
+    chosen = CalibrationOptions(calibration=calibration, seed=seed, **{"seqlen": LENGTH} | options)
+    return CalibrationText.prepare(chosen, with_template(), 128).tokens
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(
+    ("mix", "samples", "parts"),
+    [
+        ("a.txt:4", None, [("a.txt", 4)]),
+        ("a.txt:2,rows.jsonl:3,column=body", None, [("a.txt", 2), ("rows.jsonl,column=body", 3)]),
+        ("rows.jsonl,column=body,a.txt", 4, [("rows.jsonl,column=body", 2), ("a.txt", 2)]),
+        (" a.txt , chat.jsonl,b:c.txt,", 8, [("a.txt", 4), ("chat.jsonl", 2), ("b:c.txt", 2)]),
+        ("b:c.txt:2,chat.jsonl:1", None, [("b:c.txt", 2), ("chat.jsonl", 1)]),
+        ("a.txt,samples=1,chat.jsonl:2", None, [("a.txt", 1), ("chat.jsonl", 2)]),
+        ("shuffled.toml:3,a.txt:1", None, [("shuffled.toml", 3), ("a.txt", 1)]),
+    ],
+)
+def test_each_part_is_what_it_would_be_alone(mix: str, samples: int | None, parts: list[tuple[str, int]]) -> None:
+    for seed in (0, 1):
+        alone = [tokens(name, seed, samples=count) for name, count in parts]
+        assert torch.equal(tokens(mix, seed, samples=samples), torch.cat(alone))
+    assert torch.equal(tokens(mix, 0, samples=samples), tokens(mix, 1, samples=samples)) == ("shuffled" not in mix)
+
+
+@pytest.mark.usefixtures("texts")
+def test_the_length_and_the_number_that_parts_name() -> None:
+    assert tokens("long.toml,chat.jsonl", samples=6, seqlen=None).shape == (6, 30)
+    assert tokens("long.toml:1,rows.jsonl:1,column=body,seqlen=30", seqlen=None).shape == (2, 30)
+    assert tokens("long.toml", seqlen=None).shape == (5, 30)
+    with pytest.raises(UserError, match=r"differ in tokens per sequence \(long.toml has 30, chat.jsonl,seqlen=9 has 9\)"):
+        tokens("long.toml:1,chat.jsonl:1,seqlen=9", seqlen=None)
+    with pytest.raises(UserError, match=r"a\.txt: 2,000 tokens, too short for 63 samples x 64 tokens"):
+        tokens("chat.jsonl:1,a.txt:63", seqlen=64)
+
+
+@pytest.mark.parametrize(
+    ("mix", "options", "told"),
+    [
+        ("a.txt:2,chat.jsonl:2", ["--samples", 4], "--samples 4: --calibration already sets the number of sequences"),
+        ("a.txt:2", ["--samples", 4], "--samples 4: --calibration already sets the number of sequences"),
+        ("a.txt,chat.jsonl", ["--samples", 1], "--samples 1: --calibration names 2 texts"),
+        ("a.txt:2,chat.jsonl", [], "'chat.jsonl' has no number of sequences, but another part has one"),
+        ("a.txt:0", [], "the number of sequences of a text, at least 1, such as a.txt:64; got '0'"),
+        ("a.txt:-3,chat.jsonl:1", [], "such as a.txt:64; got '-3'"),
+        ("a.txt:many", [], "such as a.txt:64; got 'many'"),
+        ("a.txt:2.5", [], "such as a.txt:64; got '2.5'"),
+        ("a.txt:", [], "such as a.txt:64; got"),
+        (f"a.txt:{'9' * 30}", [], "at least 1"),
+        (":64", [], "the name of the text is missing before :64"),
+        ("a.txt:1,./a.txt:2", [], "'./a.txt' is the same text as 'a.txt'; name it once"),
+        ("a.txt,samples=3,a.txt,samples=2", [], "is the same text"),
+        ("a.txt:2,samples=2,chat.jsonl:1", [], "has both a number after its colon and samples="),
+        ("rows.jsonl,column=body:3", [], "Write rows.jsonl:3,column=body"),
+        ("a.txt:2,absent.txt:2", [], "absent.txt: no such file"),
+        ("a.txt:2,absent:2", [], "--calibration 'absent' is not a recipe"),
+        ("C:\\texts\\a.txt", [], "C:\\texts\\a.txt: no such file"),
+        ("C:\\texts\\a.txt:64", [], "C:\\texts\\a.txt: no such file"),
+        ("a.txt,samples", [], "expected field=value"),
+    ],
+)
+def test_wrong_mixes(models: Any, texts: Path, command: Run, mix: str, options: list[Any], told: str) -> None:
+    before = sorted(texts.iterdir())
+    done = command("calibrate", "--model", models("llama"), "--output", "norms", "--calibration", mix, *options)
+    assert done.returncode == 2, done.stdout
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(texts.iterdir()) == before
+
+
+def test_the_norms_are_those_of_both_texts_and_the_record_says_so(evaluable: Any, texts: Path, command: Run) -> None:
+    model = Path(shutil.copytree(evaluable("llama"), texts / "model"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+
+    def norms(calibration: str, *options: Any) -> Activations:
+        line = ("--model", model, "--seqlen", LENGTH, "--dtype", "float32", "--output", "norms", "--overwrite")
+        done = command("calibrate", *line, "--calibration", calibration, *options)
+        assert done.returncode == 0, done.stderr
+        names = [f"{text.file}" for text in Activations.load(texts / "norms").about.all_texts]
+        assert f"tokens of {' and '.join(names)}" in done.stderr
+        return Activations.load(texts / "norms")
+
+    mix = norms(f"{texts / 'a.txt'}:3,chat.jsonl:2")
+    parts = [norms("a.txt", "--samples", 3), norms("chat.jsonl:2")]
+    for name, norm in mix.norms.items():
+        together = sum(part.norms[name].double().square() for part in parts)
+        torch.testing.assert_close(norm.double().square(), together, rtol=1e-5, atol=0)
+    assert mix.about.text is None
+    assert [(text.file, text.samples, text.seqlen) for text in mix.about.texts] == [
+        ("a.txt", 3, LENGTH),
+        ("chat.jsonl", 2, LENGTH),
+    ]
+    assert mix.about.tokens == 5 * LENGTH
+    line = ("prune", "--model", model, "--calibration", "a.txt,chat.jsonl", "--samples", 5, "--seqlen", LENGTH)
+    assert "disk while calibrating" in command(*line, "--dry-run").stdout
+    assert command(*line, "--output", "out", "--device-map", "cpu").returncode == 0
+    assert command("report", "out", "--output", "page", "--no-plots").returncode == 0
+    assert "a.txt, 3 x 24 tokens; chat.jsonl, 2 x 24 tokens" in (texts / "page" / "report.md").read_text()
