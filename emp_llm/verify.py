@@ -90,7 +90,7 @@ def _check_against(
 def _given_scores(options: VerifyOptions, manifest: "Manifest") -> Any:
     """The scores that decided the masks, if they were given; a warning if the code of an own criterion has changed."""
     from emp_llm.options.criterion import criterion_origin
-    from emp_llm.pruning.own_scores import GivenScores
+    from emp_llm.pruning.scoring.own_scores import GivenScores
 
     record = manifest.recipe.criterion
     if record is None:

@@ -26,6 +26,7 @@ ROOMS = (
     "architecture",
     "execution",
     "calibration",
+    "pruning/scoring",
     "pruning",
     "pruning/output",
     "packing",

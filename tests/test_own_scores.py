@@ -202,6 +202,7 @@ def test_sweep_measure_and_report_know_the_criterion(
     measured = measure(**common, output=tmp_path / "measure.json")
     assert [entry.criterion for entry in measured.measures] == ["magnitude", "wanda", "ria"]
     assert measured.measures[-1].targets.sparsity_of_targets == first.sparsity_of_targets
+    assert {point.beta: point.sparsity_of_targets for point in measured.measures[-1].curve}[1] == first.sparsity_of_targets
     page = report(runs=[tmp_path / "sweep", tmp_path / "measure.json"], output=tmp_path / "page", no_plots=True)
     assert page is not None
     assert "ria" in (tmp_path / "page" / "report.html").read_text()

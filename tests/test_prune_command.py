@@ -15,6 +15,7 @@ from conftest import Run
 import emp_llm
 from emp_llm import prune as prune_module
 from emp_llm.common.errors import UserError
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
@@ -126,7 +127,7 @@ def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
 def test_every_option_has_a_type_and_a_default() -> None:
     parameters = inspect.signature(prune).parameters
     assert parameters["model"].default is inspect.Parameter.empty
-    assert parameters["method"].default == "emp-wanda"
+    assert Recipe().method == "emp-wanda"
     assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
     assert len(parameters) > 30
 

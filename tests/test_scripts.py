@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from emp_llm.cli import parse
 from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
+from emp_llm.selection.criteria import CRITERIA
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
@@ -97,3 +99,18 @@ def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.M
     assert size >= 1_000_000
     prune(model=tmp_path / "model", output=tmp_path / "pruned", method="emp-magnitude", targets="all-linear")
     assert len(list((tmp_path / "pruned").glob("*.safetensors"))) == 3
+
+
+def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The notebook-like script of docs/, as its reader runs it."""
+    monkeypatch.chdir(SCRIPTS.parent)
+    try:
+        runpy.run_path("docs/first_day.py")
+    finally:
+        CRITERIA.pop("ria", None)
+    told = capsys.readouterr().out
+    assert "beta 1: 36.9% of the targets" in told
+    assert "differences: []" in told
+    assert re.search(r"emp-ria keeps [56]\d\.\d%", told)
+    first, again = re.search(r"([\d,]+) weights removed; ([\d,]+) again", told).groups()  # type: ignore[union-attr]
+    assert first == again

@@ -99,7 +99,7 @@ def _text_of_ids(ids: Tensor, options: CalibrationOptions) -> CalibrationText:
     ids = ids.detach().cpu().long().reshape(1, -1) if ids.dim() == 1 else ids.detach().cpu().long()
     ids = ids[: options.samples, : options.seqlen]
     corpus = Corpus(file=IN_MEMORY, column="", samples=ids.shape[0], seqlen=ids.shape[1])
-    return CalibrationText(corpus, ids, None)
+    return CalibrationText([corpus], ids, None)
 
 
 def _rows(data: Any) -> list[Any] | None:

@@ -17,7 +17,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.pruning.outcome import Outcome, RowStatistics
 from emp_llm.pruning.row_pruners import CpuRowPruner, PrunedBlock, RowPruner, RowRule, naming_block, prune_block
-from emp_llm.pruning.target_scores import TargetScores, naming_target
+from emp_llm.pruning.scoring.target_scores import TargetScores, naming_target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.scheme import Scheme

@@ -72,7 +72,7 @@ def recipe_record(recipe: Recipe) -> RecipeRecord:
 def criterion_record(recipe: Recipe) -> CriterionRecord | None:
     """The user's own score; None for a built-in criterion."""
     if recipe.scores is not None:
-        from emp_llm.pruning.own_scores import GivenScores
+        from emp_llm.pruning.scoring.own_scores import GivenScores
 
         digest = GivenScores(recipe.scores, []).digest
         name = recipe.scores.name if isinstance(recipe.scores, Path) else None

@@ -24,7 +24,7 @@ from emp_llm.common.wording import count_of
 from emp_llm.pruning.output.manifest import scheme_of_manifest
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.row_pruners import naming_block
-from emp_llm.pruning.target_scores import naming_target
+from emp_llm.pruning.scoring.target_scores import naming_target
 from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.selection.group_selection import GroupSelector
 from emp_llm.selection.row_selection import select_rows

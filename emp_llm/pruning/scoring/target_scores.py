@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from emp_llm.calibration.activations import Activations
-    from emp_llm.pruning.own_scores import OwnScores
+    from emp_llm.pruning.scoring.own_scores import OwnScores
 
 
 class TargetScores:
@@ -133,7 +133,7 @@ class TargetScores:
         return None if norms is None else InputStatistics(torch.from_numpy(norms), self._tokens.get(target.name))
 
     def _own_scores(self, checkpoint: Checkpoint, given: Path | Mapping[str, Any] | None) -> "OwnScores":
-        from emp_llm.pruning.own_scores import CriterionScores, GivenScores, OwnScores, ScoreSource
+        from emp_llm.pruning.scoring.own_scores import CriterionScores, GivenScores, OwnScores, ScoreSource
 
         scheme = self._scheme
         source: ScoreSource
