@@ -1,5 +1,6 @@
 """The page and figures of `report` as files, and its errors for wrong input."""
 
+import base64
 import csv
 import json
 import math
@@ -105,18 +106,44 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
         assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
 
 
-def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
-    """Wherever one is shown: in the sentences with counts, below both tables, and below the figure."""
-    for name, accuracy in (("emp", 0.5), ("uniform", 0.6)):
+def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, ...] = ("emp", "uniform")) -> list[Path]:
+    """An EMP run and its baseline with 10 answers to a task: 5 and 6 of them correct, on 3 examples another one."""
+    folders = []
+    for name, correct in zip(names, ("1111100000", "1111011000"), strict=False):
         values = report_of(runs / name)
         values["recipe"]["match"] = None
+        bits = base64.b64encode(int(correct.ljust(16, "0"), 2).to_bytes(2)).decode()
         for which in ("dense", "pruned"):
-            metrics = {"acc,none": accuracy, "acc_stderr,none": 0.03}
-            counts = {"t": {"original": 10, "effective": 10}}
-            values["evaluation"][which]["tasks"] = {"t": {"results": {"t": metrics}, "n-samples": counts}}
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(values))
-    summary = report([tmp_path / "emp", tmp_path / "uniform"], output=tmp_path / "out")
+            task = {
+                "results": {"t": {"acc,none": correct.count("1") / 10, "acc_stderr,none": 0.03}},
+                "n-samples": {"t": {"original": 10, "effective": 10}},
+            }
+            held = {"t": {"examples": 10, "sha256": "ten", "correct": {"acc,none": bits}}}
+            values["evaluation"][which]["tasks"] = {"t": task | ({"answers": held} if answers else {})}
+        (folder / name).mkdir()
+        (folder / name / "emp_report.json").write_text(json.dumps(values))
+        folders.append(folder / name)
+    return folders
+
+
+def test_answers_to_the_same_examples_are_paired(runs: Path, tmp_path: Path) -> None:
+    """In the table, in the CSV file and in the caption."""
+    report(with_accuracies(runs, tmp_path, answers=True), output=tmp_path / "out", no_plots=True)
+    text = (tmp_path / "out" / "report.md").read_text()
+    # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
+    error = 100 * math.sqrt((3 - 10 * 0.1**2) / 9 / 10)
+    assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
+    assert "its paired standard error" in text
+    assert "unpaired" not in text.lower()
+    with (tmp_path / "out" / "differences.csv").open() as file:
+        (row,) = (row for row in csv.DictReader(file) if row["measure"] == "t acc")
+    assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
+
+
+def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
+    """Wherever one is shown: in the sentences with counts, below both tables, and below the figure."""
+    folders = with_accuracies(runs, tmp_path, answers=False)
+    summary = report(folders, output=tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text()
     (sentence,) = (each for study in summary.page.studies for each in study.verdicts if "t acc" in each)
     assert "worse at 1 of 1 point (1 by more than two unpaired standard errors)" in sentence
@@ -124,12 +151,16 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     differences, points = text.index("| EMP |"), text.index("### All points")
     assert "unpaired" in text[differences:points]
     assert "unpaired" in text[points : text.index("### Where")]
-    caption = text[text.index("T acc against") :].splitlines()[0]
-    assert "± one standard error" in caption
-    assert "± two unpaired standard errors" in caption
+    assert "points ‡** t acc" in text[: text.index("### Is EMP better")]
+    report([*folders, runs / "half"], output=tmp_path / "two")  # another sparsity: now there is something to draw
+    text = (tmp_path / "two" / "report.md").read_text()
     caption = text[text.index("Perplexity, blocks of 64 against") :].splitlines()[0]
-    assert "± one" not in caption
-    assert "± two standard errors of the paired losses" in caption
+    assert "± two paired standard errors" in caption
+    (half,) = with_accuracies(runs, tmp_path, answers=False, names=("half",))
+    report([*folders, half], output=tmp_path / "three")
+    text = (tmp_path / "three" / "report.md").read_text()
+    caption = text[text.index("T acc against") :].splitlines()[0]
+    assert "± two unpaired standard errors" in caption
     report([tmp_path / "emp"], output=tmp_path / "alone", no_plots=True)
     assert "unpaired" in (tmp_path / "alone" / "report.md").read_text()
     report([runs / "emp"], output=tmp_path / "none", no_plots=True)

@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.common.wording import count_of
-from emp_llm.evaluation.measured_values import Value, change_text, formatted, in_percent, signed
-from emp_llm.reporting.studies.curves import Difference, change_of, differences, main_measures
+from emp_llm.evaluation.changes import change_of, change_text, signed
+from emp_llm.evaluation.measured_values import Value, formatted, in_percent
+from emp_llm.reporting.studies.curves import Difference, differences, main_measures
 from emp_llm.reporting.studies.measured_points import MatrixStats, WholeGroup, by_role_and_block
 from emp_llm.reporting.studies.study import Study, StudySuite, label_of
 
-_MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
+MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
 _SPREAD = ("min", "q1", "median", "q3", "max")
 
 
@@ -32,7 +33,7 @@ def point_rows(study: Study) -> Rows:
             result = point.result_of(suite.key)
             value = result.values.get(measure) if result else None
             dense = suite.dense.values.get(measure) if suite.dense else None
-            change = "-" if value is None or dense is None else change_text(measure, *change_of(measure, value, dense))
+            change = "-" if value is None or dense is None else change_text(measure, change_of(measure, value, dense))
             row += [value_cell(measure, value), change]
         rows.append(row)
     return rows
@@ -47,11 +48,9 @@ def difference_rows(study: Study, suite: StudySuite) -> Rows:
     for each in differences(study, suite):
         if each.measure in measures:
             cells = [value_cell(each.measure, Value(value)) for value in (each.value, each.base)]
-            baseline = (
-                f"{label_of(each.baseline)}, {_MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
-            )
+            baseline = f"{label_of(each.baseline)}, {MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
             start = [label_of(each.point), _short(each.point.beta), baseline, percent_cell(each.point.sparsity), each.measure]
-            rows.append([*start, *cells, change_text(each.measure, each.change, each.stderr), verdict_of(each)])
+            rows.append([*start, *cells, change_text(each.measure, each.change), verdict_of(each)])
     return rows
 
 
@@ -59,7 +58,7 @@ def verdict_of(each: Difference) -> str:
     """The better of the two. A difference below two standard errors, if they are known, is not clear."""
     if each.better is None:
         return "-"
-    if not each.change:
+    if not each.change.value:
         return "equal"
     side = "EMP" if each.better else "baseline"
     return side if each.clear is not False else "no clear difference"
@@ -74,11 +73,11 @@ def verdicts(study: Study, suite: StudySuite) -> list[str]:
     sentences = []
     for (method, match, measure), members in groups.items():
         better = [each for each in members if each.better]
-        worse = [each for each in members if not each.better and each.change]
+        worse = [each for each in members if not each.better and each.change.value]
         unit = "points" if in_percent(measure) else "%"
-        changes = sorted(each.change for each in members)
+        changes = sorted(each.change.value for each in members)
         reach = signed(changes[0]) + (f" to {signed(changes[-1])}" if len(changes) > 1 else "")
-        against = f"the same criterion with uniform rows and {_MATCHES[match]}"
+        against = f"the same criterion with uniform rows and {MATCHES[match]}"
         equal = len(members) - len(better) - len(worse)
         ties = f", equal at {equal}" if equal else ""
         sentences.append(
@@ -148,14 +147,15 @@ def value_rows(study: Study) -> Rows:
 def change_rows(study: Study) -> Rows:
     """All differences between EMP and its baselines with all digits, for the CSV file."""
     head = ["study", "suite", "point", "baseline", "method", "beta", "order", "match", "sparsity_of_targets", "measure"]
-    rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "better"]]
+    rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "paired", "better"]]
     for suite in study.suites:
         for each in differences(study, suite):
             point = each.point
             start = [study.title, suite.name, point.name, each.baseline.name, point.method or "", _exact(point.beta)]
             start += [_exact(point.order), each.match, _exact(point.sparsity), each.measure]
             unit = "points" if in_percent(each.measure) else "percent"
-            numbers = [_exact(each.value), _exact(each.base), _exact(each.change), unit, _exact(each.stderr)]
+            numbers = [_exact(each.value), _exact(each.base), _exact(each.change.value), unit]
+            numbers += [_exact(each.change.stderr), "" if each.change.stderr is None else str(each.change.paired).lower()]
             rows.append([*start, *numbers, verdict_of(each)])
     return rows
 
@@ -172,7 +172,7 @@ def value_cell(measure: str, value: Value | None) -> str:
 def _count(chosen: list[Difference], members: list[Difference]) -> str:
     clear = [each for each in chosen if each.clear]
     known = all(each.clear is not None for each in members)
-    kind = "unpaired standard errors" if in_percent(members[0].measure) else "standard errors"
+    kind = "unpaired standard errors" if any(each.change.unpaired for each in members) else "standard errors"
     certain = f" ({len(clear)} by more than two {kind})" if known and chosen else ""
     return f"{len(chosen)} of {count_of(len(members), 'point')}{certain}"
 
