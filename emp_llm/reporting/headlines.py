@@ -113,7 +113,7 @@ def _against_baseline(study: Study, point: MeasuredPoint) -> Tile:
     own = [each for _, each in found if each.baseline.id == first.baseline.id][:_MOST_ENTRIES]
     entries = tuple((_amount(each.measure, each.change), f"{each.measure}: {_verdict(each)}") for each in own)
     amount = f", {MATCHES[first.match]}" if first.match == "total" else ""
-    return Tile(title, entries, _marked(f"EMP − baseline; baseline: {label_of(first.baseline)}{amount}", entries))
+    return Tile(title, entries, _marked(f"compared with: {label_of(first.baseline)}{amount}", entries))
 
 
 def _differences_of(study: Study, suite: StudySuite, point: MeasuredPoint) -> list[Difference]:

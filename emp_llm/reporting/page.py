@@ -8,11 +8,13 @@ from emp_llm.common.wording import count_of
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.reporting.figures.style import Drawing
 from emp_llm.reporting.headlines import Headline, headlines
-from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdicts
+from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdict_rows
 from emp_llm.reporting.studies.study import Study
 
 _POINTS = "All points"
 _REDUNDANT = "Where the model is redundant"
+_QUESTION = "Is EMP better at the same sparsity?"
+_CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
     "EMP − baseline: the difference of perplexities in percent, and of accuracies in points. Both models have the same number "
     "of zeros, in total or in every matrix."
@@ -40,11 +42,6 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class BulletList:
-    sentences: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Facts:
     """Short facts, each with its name."""
 
@@ -57,7 +54,7 @@ class Table:
     title: str
 
 
-PagePart = Heading | Paragraph | BulletList | Facts | Headline | Table | Drawing
+PagePart = Heading | Paragraph | Facts | Headline | Table | Drawing
 
 
 def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list[PagePart]:
@@ -69,9 +66,9 @@ def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> li
         if len(study.pruned) > len(heads):
             parts.append(Paragraph(f"All {count_of(len(study.pruned), 'pruned model')} are listed under “{_POINTS}”."))
         left = {drawing.name: drawing for drawing in drawings}
-        sentences = [sentence for suite in study.suites for sentence in verdicts(study, suite)]
-        if sentences:
-            parts += [Heading("Is EMP better at the same sparsity?", 3), BulletList(tuple(sentences))]
+        rows = verdict_rows(study)
+        if len(rows) > 1:
+            parts += [Heading(_QUESTION, 3), Table(rows, _QUESTION), Paragraph(_CLEARLY)]
         parts += [left.pop(drawing.name) for drawing in drawings if drawing.answers]
         for suite in study.suites:
             rows = difference_rows(study, suite)

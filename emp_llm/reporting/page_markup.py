@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.reporting.figures.style import Drawing
 from emp_llm.reporting.headlines import Headline
-from emp_llm.reporting.page import BulletList, Facts, Heading, PagePart, Paragraph, Table
+from emp_llm.reporting.page import Facts, Heading, PagePart, Paragraph, Table
 from emp_llm.reporting.page_style import STYLE, themed
 
 FIGURES = "figures"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
 _ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
 _NUMBER = re.compile(r"[+-]?\d|-$|infinite|\+inf|$")  # the beginning of a cell of numbers
-_LONG_HEADING = 14  # characters of a column's heading that may be on two lines
+_LONG_HEADING, _LONG_TEXT = 14, 30  # characters in a heading or a text that may be broken across lines
 
 
 def markdown_page(parts: Sequence[PagePart]) -> str:
@@ -26,8 +26,6 @@ def markdown_page(parts: Sequence[PagePart]) -> str:
                 lines.append(f"{'#' * part.level} {_escaped(part.text)}")
             case Paragraph():
                 lines.append(_escaped(part.text))
-            case BulletList():
-                lines.append("\n".join(f"- {_escaped(sentence)}" for sentence in part.sentences))
             case Facts():
                 lines.append("\n".join(f"- {_escaped(name)}: {_escaped(fact)}" for name, fact in part.facts))
             case Headline():
@@ -66,8 +64,6 @@ def _html(part: PagePart) -> str:
             return f"<h{part.level}>{html.escape(part.text)}</h{part.level}>"
         case Paragraph():
             return f'<p class="note">{html.escape(part.text)}</p>'
-        case BulletList():
-            return "<ul>\n" + "\n".join(f"<li>{html.escape(sentence)}</li>" for sentence in part.sentences) + "\n</ul>"
         case Facts():
             facts = "\n".join(
                 f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(fact)}</dd></div>" for name, fact in part.facts
@@ -97,14 +93,19 @@ def _html_headline(headline: Headline) -> str:
 
 
 def _html_table(rows: Rows) -> str:
-    texts = {number for number, column in enumerate(zip(*rows[1:], strict=True)) if not all(map(_NUMBER.match, column))}
+    """A table. Numbers are never broken across lines; long texts and headings may be."""
+    columns = list(zip(*rows[1:], strict=True))
+    texts = [not all(map(_NUMBER.match, column)) for column in columns]
+    long_texts = [is_text and max(map(len, column)) > _LONG_TEXT for is_text, column in zip(texts, columns, strict=True)]
 
     def line(row: list[str], kind: str) -> str:
-        wide = [kind == "th" and len(cell) > _LONG_HEADING for cell in row]
-        marks = [_classes("text" * (number in texts), "long" * is_wide) for number, is_wide in enumerate(wide)]
-        return (
-            "<tr>" + "".join(f"<{kind}{m}>{html.escape(cell)}</{kind}>" for m, cell in zip(marks, row, strict=True)) + "</tr>"
-        )
+        cells = []
+        for cell, is_text, is_long in zip(row, texts, long_texts, strict=True):
+            long = len(cell) > _LONG_HEADING if kind == "th" else is_long
+            names = " ".join(["text"] * is_text + ["long"] * long)
+            mark = f' class="{names}"' if names else ""
+            cells.append(f"<{kind}{mark}>{html.escape(cell)}</{kind}>")
+        return f"<tr>{''.join(cells)}</tr>"
 
     return "\n".join(
         [
@@ -116,11 +117,6 @@ def _html_table(rows: Rows) -> str:
             "</table>",
         ]
     )
-
-
-def _classes(*names: str) -> str:
-    given = " ".join(filter(None, names))
-    return f' class="{given}"' if given else ""
 
 
 def inline_svg(drawing: Drawing) -> str:

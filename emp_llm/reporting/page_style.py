@@ -38,7 +38,7 @@ STYLE = f"""
 :root {{ color-scheme: light dark; --rule: #d4d7db; --tile: #f5f6f8; {_variables(dark=False)} }}
 @media (prefers-color-scheme: dark) {{ :root {{ --rule: #3a3d42; --tile: #1f2227; {_variables(dark=True)} }} }}
 * {{ box-sizing: border-box; }}
-body {{ color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 1080px;
+body {{ color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 1120px;
   margin: 1.5em auto; padding: 0 1em; overflow-wrap: break-word; }}
 h1 {{ font-size: 1.5em; margin: 0 0 0.5em; line-height: 1.25; }}
 h2 {{ font-size: 1.25em; border-bottom: 1px solid var(--rule); margin: 1.2em 0 0.6em; line-height: 1.3; }}
@@ -52,15 +52,19 @@ p {{ margin: 0.6em 0; }} ul {{ padding-left: 1.2em; }} li {{ margin: 0.3em 0; }}
 .facts {{ display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 1em 0; font-size: 13px; }}
 .facts div {{ min-width: 0; }} dt {{ display: inline; color: var(--faint); }} dt::after {{ content: ":"; }}
 dd {{ display: inline; margin: 0 0 0 0.3em; }}
-.wide {{ overflow-x: auto; max-width: 100%; }} .wide:focus-visible {{ outline: 2px solid var(--blue); outline-offset: 2px; }}
-table {{ border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: 0.3em 0; }}
-th, td {{ padding: 4px 10px; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: bottom; }}
+.wide {{ overflow-x: auto; max-width: 100%; background:
+  linear-gradient(to left, var(--paper) 12px, transparent) right / 36px 100% no-repeat local,
+  linear-gradient(to left, var(--rule), transparent) right / 14px 100% no-repeat scroll; }}
+.wide:focus-visible {{ outline: 2px solid var(--blue); outline-offset: 2px; }}
+table {{ border-collapse: separate; border-spacing: 0; font-size: 13px; font-variant-numeric: tabular-nums; margin: 0.3em 0; }}
+th, td {{ padding: 4px 8px; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }}
 td {{ white-space: nowrap; }} th {{ font-weight: 600; }} tbody tr:hover td {{ background: var(--tile); }}
-.text {{ text-align: left; }} .long {{ min-width: 8.5em; text-wrap: balance; }}
+th {{ vertical-align: bottom; }} th.long {{ min-width: 8.5em; text-wrap: balance; }}
+.text {{ text-align: left; }} td.text.long {{ white-space: normal; min-width: 17em; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: var(--paper); }}
 figure {{ margin: 1.5em 0; max-width: 880px; }} figure svg {{ display: block; width: 100%; min-width: 620px; height: auto;
   fill: var(--ink); }}
 figcaption, .note {{ color: var(--faint); font-size: 13px; }}
-@media (max-width: 600px) {{ body {{ margin-top: 0.8em; padding: 0 0.8em; }} }}
+@media (max-width: 600px) {{ body {{ margin-top: 0.8em; padding: 0 0.8em; }} td.long:first-child {{ position: static; }} }}
 @media print {{ .wide {{ overflow: visible; }} figure svg {{ min-width: 0; }} figure, .tile, tr {{ break-inside: avoid; }} }}
 """.strip()

@@ -1,6 +1,7 @@
 """The tables of a report as rows of cells: points, differences between EMP and its baselines, and matrices."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.common.wording import count_of
@@ -66,25 +67,72 @@ def verdict_of(each: Difference) -> str:
 
 def verdicts(study: Study, suite: StudySuite) -> list[str]:
     """A sentence for each EMP method, kind of baseline and main measure: the number of points at which EMP is better."""
+    sentences = []
+    for each in tallies(study, suite):
+        against = f"the same criterion with uniform rows and {MATCHES[each.match]}"
+        ties = f", equal at {each.equal}" if each.equal else ""
+        better, worse = (_count(chosen, each.members) for chosen in (each.better, each.worse))
+        sentences.append(
+            f"{each.method} against {against}, {each.measure}: better at {better}, worse at {worse}{ties}; the difference is "
+            f"{each.reach}."
+        )
+    return sentences
+
+
+def verdict_rows(study: Study) -> Rows:
+    """The numbers of the sentences of `verdicts` for all suites; the heading alone if there are none."""
+    several = len(study.suites) > 1
+    rows = [["EMP", "uniform baseline", "measure", "EMP better", "EMP worse", "equal", "difference"]]
+    for suite in study.suites:
+        for each in tallies(study, suite):
+            measure = f"{each.measure} ({suite.name})" if several else each.measure
+            counts = [_short_count(chosen, each.members) for chosen in (each.better, each.worse)]
+            rows.append([each.method, MATCHES[each.match], measure, *counts, str(each.equal), each.reach])
+    return rows
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The differences of an EMP method from one kind of baseline in a main measure.
+
+    Attributes:
+        method, match, measure: the method, the quantity that is equal in its baselines, and the measure.
+        members: all differences; better, worse: those in favour of EMP and of the baseline.
+    """
+
+    method: str
+    match: str
+    measure: str
+    members: list[Difference]
+
+    @property
+    def better(self) -> list[Difference]:
+        return [each for each in self.members if each.better]
+
+    @property
+    def worse(self) -> list[Difference]:
+        return [each for each in self.members if not each.better and each.change.value]
+
+    @property
+    def equal(self) -> int:
+        """Number of points without a difference."""
+        return len(self.members) - len(self.better) - len(self.worse)
+
+    @property
+    def reach(self) -> str:
+        """The smallest and the largest difference with their unit."""
+        changes = sorted(each.change.value for each in self.members)
+        unit = "points" if in_percent(self.measure) else "%"
+        return signed(changes[0]) + (f" to {signed(changes[-1])}" if len(changes) > 1 else "") + f" {unit}"
+
+
+def tallies(study: Study, suite: StudySuite) -> list[Tally]:
+    """The differences in the main measures of a suite, by EMP method, kind of baseline and measure."""
     groups: dict[tuple[str, str, str], list[Difference]] = {}
     for each in differences(study, suite):
         if each.measure in main_measures(suite) and each.better is not None:
             groups.setdefault((label_of(each.point), each.match, each.measure), []).append(each)
-    sentences = []
-    for (method, match, measure), members in groups.items():
-        better = [each for each in members if each.better]
-        worse = [each for each in members if not each.better and each.change.value]
-        unit = "points" if in_percent(measure) else "%"
-        changes = sorted(each.change.value for each in members)
-        reach = signed(changes[0]) + (f" to {signed(changes[-1])}" if len(changes) > 1 else "")
-        against = f"the same criterion with uniform rows and {MATCHES[match]}"
-        equal = len(members) - len(better) - len(worse)
-        ties = f", equal at {equal}" if equal else ""
-        sentences.append(
-            f"{method} against {against}, {measure}: better at {_count(better, members)}, worse at {_count(worse, members)}"
-            f"{ties}; the difference is {reach} {unit}."
-        )
-    return sentences
+    return [Tally(*key, members) for key, members in groups.items()]
 
 
 def role_rows(study: Study) -> Rows:
@@ -167,6 +215,12 @@ def value_cell(measure: str, value: Value | None) -> str:
     digits = 2 if in_percent(measure) else 3
     error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(measure) else ""
     return f"{formatted(value.value, digits)}{error}{' *' if value.partial else ''}"
+
+
+def _short_count(chosen: list[Difference], members: list[Difference]) -> str:
+    known = all(each.clear is not None for each in members)
+    clear = f", {sum(1 for each in chosen if each.clear)} clearly" if known and chosen else ""
+    return f"{len(chosen)} of {len(members)}{clear}"
 
 
 def _count(chosen: list[Difference], members: list[Difference]) -> str:

@@ -124,7 +124,7 @@ def _differences(axes: Any, measure: str, gaps: list[Difference], found: list[Cu
     reach = max(100 * (each.point.sparsity or 0.0) for each in gaps)
     for number, ((_, match), members) in enumerate(lines.items()):
         members = sorted(members, key=lambda each: each.point.sparsity or 0.0)
-        aside = 0.004 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
+        aside = 0.006 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
         xs = [100 * (each.point.sparsity or 0.0) + aside for each in members]
         style = {key: emp[members[0].point.name][key] for key in ("color", "marker", "zorder")}
         style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
