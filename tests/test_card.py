@@ -71,7 +71,7 @@ def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, h
         f"{100 * report['targets']['sparsity_of_targets']:.2f} % of the targets",
         f"| perplexity, blocks of 128 | {dense_perplexity:.3f} |",
         "| perplexity, blocks of 64 |",
-        "| lamps acc | 62.50 ±25.00 | 50.00 ±25.00 | -12.50 |",
+        "| lamps acc | 62.50 ± 25.00 | 50.00 ± 25.00 | -12.50 ± 35.36 ‡ |",
         "neither smaller nor faster",
         'from_pretrained("user/card"',
         "![kept fractions](emp_llm/kept_fractions.png)",

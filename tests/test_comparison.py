@@ -1,15 +1,18 @@
 """The table of results: published values beside the paper's models only, and changes as text."""
 
 import math
+import random
+import statistics
 from typing import Any
 
 import msgspec
 import pytest
 
+from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, paired_error_of_losses, signed
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
-from emp_llm.evaluation.measured_values import change_between, change_text, signed, values_of
-from emp_llm.records.evaluation import Measures
+from emp_llm.evaluation.measured_values import Value, values_of
+from emp_llm.records.evaluation import AnswersRecord, Measures, packed_answers
 from emp_llm.records.results import Results
 
 WIKITEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test", "seqlen": 2048}
@@ -114,7 +117,7 @@ def test_an_infinite_perplexity_is_a_word_in_every_format() -> None:
     ],
 )
 def test_changes_as_text(name: str, base: float, value: float, text: str) -> None:
-    assert change_text(name, change_between(name, base, value)) == text
+    assert change_text(name, Change(change_between(name, base, value))) == text
 
 
 def test_rounding_errors_are_no_difference() -> None:
@@ -122,3 +125,91 @@ def test_rounding_errors_are_no_difference() -> None:
     assert change_between(PERPLEXITY, 3.7, 3.7 * (1 - 2e-9)) < 0
     assert signed(-0.0) == signed(-0.004) == "0.00"
     assert signed(-0.006) == "-0.01"
+
+
+def answered(sizes: dict[str, int], seed: int, asked: str = "the same", group: str | None = None, equal: bool = False) -> Any:
+    """Measures with random answers to some tasks, or to the members of a group, and the answers themselves."""
+    chance = random.Random(seed)
+    given = {name: [chance.random() < 0.7 for _ in range(size)] for name, size in sizes.items()}
+    results = {name: {"acc,none": statistics.mean(bits), "acc_stderr,none": 0.03} for name, bits in given.items()}
+    answers = {
+        name: {"examples": len(bits), "sha256": f"{name} {asked}", "correct": {"acc,none": packed_answers(bits)}}
+        for name, bits in given.items()
+    }
+    counts = {name: {"original": size, "effective": size} for name, size in sizes.items()}
+    if group is None:
+        tasks = {
+            name: {"results": {name: results[name]}, "answers": {name: answers[name]}, "n-samples": {name: counts[name]}}
+            for name in sizes
+        }
+        return measures(**tasks), given
+    means = [statistics.mean(bits) for bits in given.values()]
+    every = means if equal else [bit for bits in given.values() for bit in bits]
+    summary = {group: {"acc,none": statistics.mean(every), "acc_stderr,none": 0.02}}
+    return measures(**{group: {"results": summary | results, "answers": answers, "n-samples": counts}}), given
+
+
+def error_by_hand(first: list[bool], second: list[bool]) -> float:
+    """In points: the standard deviation of the differences by the root of their number."""
+    gaps = [100.0 * (a - b) for a, b in zip(first, second, strict=True)]
+    return statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+def test_accuracies_have_the_error_of_paired_answers() -> None:
+    (before, a), (after, b) = (answered({"first": 37, "second": 400}, seed) for seed in (1, 2))
+    base, values = values_of(before), values_of(after)
+    errors = []
+    for name in ("first", "second"):
+        change = change_of(f"{name} acc", values[f"{name} acc"], base[f"{name} acc"])
+        assert change.paired
+        assert change.value == pytest.approx(100 * (statistics.mean(b[name]) - statistics.mean(a[name])))
+        assert change.stderr == pytest.approx(error_by_hand(b[name], a[name]))
+        errors.append(change.stderr)
+    mean = change_of("mean acc of 2", values["mean acc of 2"], base["mean acc of 2"])
+    assert (mean.stderr, mean.paired) == (pytest.approx(math.hypot(*errors) / 2), True)
+    same = change_of("first acc", base["first acc"], base["first acc"])
+    assert (same.value, same.stderr, same.paired) == (0, 0, True)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_groups_have_the_error_of_their_tasks(equal: bool) -> None:
+    """The members weigh by their size, or equally, as in the group's own accuracy."""
+    sizes = {"small": 20, "large": 180}
+    (before, a), (after, b) = (answered(sizes, seed, group="both", equal=equal) for seed in (3, 4))
+    change = change_of("both acc", values_of(after)["both acc"], values_of(before)["both acc"])
+    weights = {name: 1 / 2 if equal else size / 200 for name, size in sizes.items()}
+    expected = math.hypot(*(weights[name] * error_by_hand(b[name], a[name]) for name in sizes))
+    assert (change.stderr, change.paired) == (pytest.approx(expected), True)
+
+
+def test_without_the_same_examples_errors_are_unpaired() -> None:
+    (base,) = values_of(answered({"first": 37}, 1)[0]).values()
+    others = [answered({"first": 37}, 2, asked="others")[0], answered({"first": 36}, 2)[0], answered({"first": 37}, 2)[0]]
+    others[2].tasks["first"].answers = {}
+    tampered = answered({"first": 37}, 2)[0]
+    tampered.tasks["first"].results["first"]["acc,none"] = 0.123  # not the share of these answers
+    for other in [*others, tampered]:
+        (value,) = values_of(other).values()
+        change = change_of("first acc", value, base)
+        assert (change.stderr, change.paired) == (pytest.approx(math.hypot(3, 3)), False)
+        assert change_text("first acc", change).endswith(" ± 4.24 ‡")
+
+
+def test_answers_are_packed_in_order() -> None:
+    for bits in ([True], [False] * 8, [True] + [False] * 8, [False, True, True] * 11):
+        record = {"examples": len(bits), "sha256": "", "correct": {"acc,none": packed_answers(bits)}}
+        found = msgspec.convert(record, AnswersRecord).bits("acc,none")
+        assert f"{found:0{len(bits)}b}" == "".join(str(int(bit)) for bit in bits)
+
+
+def test_errors_of_changes_by_hand() -> None:
+    first, second = ((1.0, 10), (2.0, 10), (4.0, 10)), ((1.0, 10), (1.0, 10), (2.0, 10))
+    # differences 0, 1, 2: mean 1, standard deviation 1, error 1 / sqrt(3)
+    assert paired_error_of_losses(first, second) == pytest.approx(1 / math.sqrt(3))
+    assert paired_error_of_losses(first, second[:2]) is None
+    assert paired_error_of_losses(first[:1], second[:1]) is None
+    change = change_of(PERPLEXITY, Value(11.0, losses=first), Value(10.0, losses=second))
+    assert change == Change(pytest.approx(10.0), pytest.approx(110 / math.sqrt(3)))  # type: ignore[arg-type]
+    assert change_of("t acc", Value(50, 3.0), Value(48, 4.0)) == Change(2, 5.0, paired=False)
+    assert change_of("t acc", Value(50, 3.0), Value(48)) == Change(2)
+    assert change_of("word_perplexity", Value(11), Value(10)) == Change(pytest.approx(10))  # type: ignore[arg-type]

@@ -1,11 +1,14 @@
 """The evaluate command: lm-eval's own numbers, resumption, tables, and the identity of models."""
 
+import base64
 import csv
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.evaluation.results_file import ResultsFile
 from emp_llm.prune import prune
+from emp_llm.records.evaluation import packed_answers
 from emp_llm.records.results import Results
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
@@ -48,12 +52,25 @@ def whole(evaluable: Models, task_suite: Path, tmp_path_factory: pytest.TempPath
 
 def lm_eval(model: Path, task: str, folder: Path | None, **options: Any) -> Any:
     """The results of a task by lm-eval alone, which loads the model itself."""
+    return lm_eval_report(model, task, folder, **options)["results"]
+
+
+def lm_eval_report(model: Path, task: str, folder: Path | None, **options: Any) -> Any:
+    """lm-eval's results of a task, with the log of its examples."""
     from lm_eval import simple_evaluate
 
     manager = task_manager(include_path=[] if folder is None else [str(folder)], include_defaults=folder is None)
     model_options = {"model": "hf", "model_args": f"pretrained={model}", "device": "cpu"}
     found = simple_evaluate(**model_options, tasks=[task], task_manager=manager, **options)
-    return json.loads(json.dumps(found["results"], default=str))
+    return json.loads(json.dumps({key: found[key] for key in ("results", "samples")}, default=str))
+
+
+def unpacked(answers: dict[str, Any], metric: str) -> list[int]:
+    """The answers of a task as 0 and 1."""
+    bits = "".join(f"{byte:08b}" for byte in base64.b64decode(answers["correct"][metric]))
+    assert len(bits) - answers["examples"] < 8
+    assert "1" not in bits[answers["examples"] :]
+    return [int(bit) for bit in bits[: answers["examples"]]]
 
 
 def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
@@ -62,7 +79,7 @@ def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
     done = command("evaluate", "--model", DEMO, "--suite", "demo", "--limit", 30)
     assert done.returncode == 0, done.stderr
     assert time.process_time() - before < 30
-    assert re.search(r"mean acc of 3 +\d\d\.\d\d \*$", done.stdout, re.M), done.stdout
+    assert re.search(r"mean acc of 3 +\d\d\.\d\d ± \d\.\d\d \*$", done.stdout, re.M), done.stdout
     assert "suite demo: 15,360 tokens, 90 examples by lm-eval" in done.stdout
     assert done.stderr.splitlines()[-1] == "results in model-demo.json"
     record = json.loads((tmp_path / "model-demo.json").read_text())
@@ -76,8 +93,10 @@ def test_demo_model_on_its_own_suite(command: Run, tmp_path: Path) -> None:
         chance = sum(1 / len(json.loads(line)["choices"]) for line in lines) / len(lines)
         assert entry["results"][name]["acc,none"] >= chance + 0.1
         assert entry["n-samples"][name] == {"original": 240, "effective": 30}
-    theirs = lm_eval(DEMO, "demo_stories", folder, batch_size=8, limit=30)
-    assert theirs == record["tasks"]["demo_stories"]["results"]
+    theirs = lm_eval_report(DEMO, "demo_stories", folder, batch_size=8, limit=30)
+    ours = record["tasks"]["demo_stories"]
+    assert theirs["results"] == ours["results"]
+    assert unpacked(ours["answers"]["demo_stories"], "acc,none") == [each["acc"] for each in theirs["samples"]["demo_stories"]]
 
 
 def test_a_chat_template_is_applied_as_by_lm_eval(tmp_path: Path, command: Run) -> None:
@@ -146,6 +165,40 @@ def test_baseline_pruned_and_difference(evaluable: Models, task_suite: Path, tmp
     markdown = table(**again, form="markdown", beside=[tmp_path / "results-baseline.json"]).splitlines()
     assert markdown[1] == "|---|" + "---:|" * 5
     assert {line.count("|") for line in markdown[:9]} == {7}
+    check_paired_errors(again, baseline, json.loads((tmp_path / "results.json").read_text()))
+
+
+def check_paired_errors(options: dict[str, Any], baseline: dict[str, Any], results: dict[str, Any]) -> None:
+    """Of the answers in both files; without them the errors are unpaired, and the table says so."""
+    task = baseline["tasks"]["sums"]
+    first = unpacked(results["tasks"]["sums"]["answers"]["sums"], "acc,none")
+    assert unpacked(task["answers"]["sums"], "acc,none") == first  # the tiny model answers by the length of the options
+    second = [1 - first[0], *first[1:9], *(1 - bit for bit in first[9:])]
+    task["answers"]["sums"]["correct"]["acc,none"] = packed_answers([bool(bit) for bit in second])
+    task["results"]["sums"]["acc,none"] = statistics.mean(second)
+    changed = options["baseline"].with_name("changed.json")
+    changed.write_text(json.dumps(baseline))
+    options |= {"baseline": changed}
+    gaps = [100 * (a - b) for a, b in zip(first, second, strict=True)]
+    paired = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    (row,) = (row for row in csv.DictReader(table(**options, form="csv").splitlines()) if row["measure"] == "sums acc")
+    assert float(row["pruned change"]) == pytest.approx(statistics.mean(gaps))
+    assert float(row["pruned change stderr"]) == pytest.approx(paired)
+    assert row["pruned change paired"] == "true"
+    text = table(**options)
+    (line,) = (line for line in text.splitlines() if line.startswith("sums acc "))
+    assert line.endswith(f"{statistics.mean(gaps):+.2f} ± {paired:.2f}")
+    assert "changes ± paired standard error" in text
+    assert "‡" not in text
+    older = options["baseline"].with_name("older.json")
+    for task in baseline["tasks"].values():
+        del task["answers"]
+    older.write_text(json.dumps(baseline))
+    text = table(**options | {"baseline": older})
+    (line,) = (line for line in text.splitlines() if line.startswith("sums acc "))
+    errors = [each["tasks"]["sums"]["results"]["sums"]["acc_stderr,none"] for each in (baseline, results)]
+    assert line.endswith(f"{statistics.mean(gaps):+.2f} ± {100 * math.hypot(*errors):.2f} ‡")
+    assert "\n‡ unpaired standard error" in text
 
 
 def test_a_terminated_run_resumes(

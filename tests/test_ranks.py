@@ -91,6 +91,7 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
             for key, value in task["results"][name].items():  # the answers arrive in another order, in which floats are summed
                 assert found[key] == (pytest.approx(value, rel=1e-12) if "stderr" in key else value)
             assert several["tasks"][name]["n-samples"] == task["n-samples"]
+            assert several["tasks"][name]["answers"] == task["answers"]
         assert several["made_by"]["ranks"] == count
         shares = counts(shared)
         assert len(shares) == count

@@ -11,12 +11,13 @@ import torch
 from runs import make_sweep, report_of, results_of, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
+from emp_llm.evaluation.changes import Change
 from emp_llm.evaluation.measured_values import Value
 from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
 from emp_llm.reporting.run_tables import pruning_table
-from emp_llm.reporting.studies.curves import Difference, boxes, change_of, curves, differences, grids, masses, paired_stderr
+from emp_llm.reporting.studies.curves import Difference, boxes, curves, differences, grids, masses
 from emp_llm.reporting.studies.measured_points import MeasuredPoint, SuiteResult, by_role_and_block, pooled
 from emp_llm.reporting.studies.reading import read_points
 from emp_llm.reporting.studies.study import studies
@@ -72,25 +73,15 @@ def test_differences_are_of_equal_totals_with_the_error_of_paired_blocks(runs: P
     for name, each in found.items():
         first, second = (report_of(runs / n)["evaluation"]["pruned"]["perplexity"] for n in (name, each.baseline.name))
         ratio = first["perplexity"] / second["perplexity"]
-        assert each.change == pytest.approx(100 * (ratio - 1))
+        assert each.change.value == pytest.approx(100 * (ratio - 1))
         assert each.better == (ratio < 1)
         losses = [torch.tensor(entry["block_losses"], dtype=torch.float64) for entry in (first, second)]
         assert math.exp(
             float(losses[0][:-1].sum() * 64 + losses[0][-1] * (first["tokens"] - 64 * (len(losses[0]) - 1))) / first["tokens"]
         ) == pytest.approx(first["perplexity"], rel=1e-6)
         whole = losses[0][:-1] - losses[1][:-1]  # the last block is a fragment: of little weight
-        assert each.stderr == pytest.approx(100 * ratio * float(whole.std()) / math.sqrt(len(whole)), rel=0.1)
-
-
-def test_paired_error_by_hand() -> None:
-    first, second = ((1.0, 10), (2.0, 10), (4.0, 10)), ((1.0, 10), (1.0, 10), (2.0, 10))
-    # differences 0, 1, 2: mean 1, standard deviation 1, error 1 / sqrt(3)
-    assert paired_stderr(first, second) == pytest.approx(1 / math.sqrt(3))
-    assert paired_stderr(first, second[:2]) is None
-    assert paired_stderr(first[:1], second[:1]) is None
-    assert change_of("t acc", Value(50, 3.0), Value(48, 4.0)) == (2, 5.0)
-    assert change_of("t acc", Value(50, 3.0), Value(48)) == (2, None)
-    assert change_of("word_perplexity", Value(11), Value(10)) == (pytest.approx(10), None)
+        assert each.change.paired
+        assert each.change.stderr == pytest.approx(100 * ratio * float(whole.std()) / math.sqrt(len(whole)), rel=0.1)
 
 
 def test_the_mean_of_tasks_has_the_error_of_their_means(runs: Path, tmp_path: Path) -> None:
@@ -164,7 +155,7 @@ def test_a_sweep_a_measure_and_results_are_read(runs: Path, tmp_path: Path) -> N
         "magnitude, same total per matrix",
         "EMP-Wanda",
     }
-    changes = [sorted(each.change for each in differences(s, s.suites[0])) for s in (study, whole)]
+    changes = [sorted(each.change.value for each in differences(s, s.suites[0])) for s in (study, whole)]
     assert changes[0] == changes[1]
     report = report_of(runs / "emp")
     measures = {"format": "emp-llm measure 2", "source": report["source"], "measures": []}
@@ -223,7 +214,10 @@ def test_a_clear_difference_exceeds_two_standard_errors() -> None:
         (0.0, 3.0, "equal"),
         (0.0, None, "equal"),
     ):
-        assert verdict_of(Difference(point, point, "total", "t acc", 50, 50 - change, change, stderr, change > 0)) == verdict
+        assert (
+            verdict_of(Difference(point, point, "total", "t acc", 50, 50 - change, Change(change, stderr), change > 0))
+            == verdict
+        )
 
 
 def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
@@ -260,7 +254,7 @@ def test_equal_masks_and_rounding_are_no_difference(
     uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, masks=masks[1], baseline_of="e", match="total")
     (study,) = studies([with_perplexities(emp, value), with_perplexities(uniform, base)])
     (found,) = differences(study, study.suites[0])
-    assert found.change == pytest.approx(change)
+    assert found.change.value == pytest.approx(change)
     assert found.better == better
     (sentence,) = verdicts(study, study.suites[0])
     worse = 1 if change > 0 else 0

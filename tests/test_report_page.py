@@ -1,9 +1,11 @@
 """The page and figures of `report` as files, and its errors for wrong input."""
 
+import base64
 import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -16,6 +18,7 @@ from PIL import Image
 from runs import NAMES, report_of
 
 from emp_llm.common.errors import UserError
+from emp_llm.evaluation.changes import signed
 from emp_llm.pruning.recipe import read_report
 from emp_llm.report import report
 from emp_llm.reporting.run_tables import evaluation_table
@@ -105,18 +108,102 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
         assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
 
 
-def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
-    """Wherever one is shown: in the sentences with counts, below both tables, and below the figure."""
-    for name, accuracy in (("emp", 0.5), ("uniform", 0.6)):
+def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(page: Path, runs: Path) -> None:
+    text = (page / "report.md").read_text()
+    head = text[: text.index("- model: ")]
+    emp, uniform = report_of(runs / "emp"), report_of(runs / "uniform")
+    values = [emp["evaluation"][which]["perplexity"]["perplexity"] for which in ("dense", "pruned")]
+    base = uniform["evaluation"]["pruned"]["perplexity"]["perplexity"]
+    assert [line for line in head.splitlines() if line.startswith("**")] == ["**EMP-magnitude, β = 1**", "**EMP-Wanda, β = 1**"]
+    removed, cost, against = [line for line in head.splitlines() if line.startswith("- ")][:3]
+    targets = emp["targets"]
+    assert removed.startswith(
+        f"- What was pruned: **{100 * targets['sparsity_of_targets']:.2f} %** of the targets removed; "
+        f"**{100 * targets['sparsity_of_all_parameters']:.2f} %** of all parameters"
+    )
+    assert cost.startswith(f"- What it cost: **{100 * (values[1] / values[0] - 1):+.2f} ± ")
+    assert f"perplexity, blocks of 64: {values[0]:.3f} → {values[1]:.3f} (against the dense model" in cost
+    assert against.startswith(f"- Against the baseline: **{signed(100 * (values[1] / base - 1))} ± ")
+    assert "magnitude, uniform rows, as many weights in total" in against
+    assert "There is no baseline with as many zeros. The command prune --method wanda --match makes one." in head
+    assert text.index("### Is EMP better") < text.index("### All points")
+    assert "| EMP-magnitude | as many weights in total | perplexity, blocks of 64 |" in text
+    check_page(page / "report.html")
+    html = (page / "report.html").read_text()
+    assert html.count('<section class="tile">') == 6
+
+
+def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_path: Path) -> None:
+    values = report_of(runs / "emp")
+    del values["evaluation"]
+    (tmp_path / "emp_report.json").write_text(json.dumps(values))
+    report([tmp_path], output=tmp_path / "out", no_plots=True)
+    assert "- What it cost: Not evaluated." in (tmp_path / "out" / "report.md").read_text()
+    entry = {"criterion": "magnitude", "order": 2.0, "matrices": values["matrices"], "targets": values["targets"]}
+    measure = {"format": "emp-llm measure 2", "source": values["source"], "measures": [entry]}
+    (tmp_path / "measure.json").write_text(json.dumps(measure))
+    report([tmp_path / "measure.json"], output=tmp_path / "measured", no_plots=True)
+    text = (tmp_path / "measured" / "report.md").read_text()
+    removed = f"{100 * values['targets']['sparsity_of_targets']:.2f} %"
+    assert f"- What was measured: **{removed}** of {values['targets']['weights']:,} weights would be removed" in text
+    assert "Nothing was pruned." in text
+
+
+def test_wide_parts_scroll_and_figures_follow_the_screen(page: Path) -> None:
+    """Each table and figure is in a box that scrolls, and all colours of the light page have a dark one."""
+    html = (page / "report.html").read_text()
+    boxes = re.findall(r'<div class="wide" role="region" tabindex="0" aria-label="[^"]+">\n<(table|svg)', html)
+    assert len(boxes) == html.count("<table>") + html.count("<svg")
+    assert boxes.count("svg") == 4
+    style = html[html.index("<style>") : html.index("</style>")]
+    light, dark = style.split("prefers-color-scheme: dark", 1)
+    used = set(re.findall(r"var\(--([a-z]+)\)", html))
+    assert {"ink", "paper", "grid", "blue"} <= used
+    for name in used:
+        assert f"--{name}: #" in light
+        assert f"--{name}: #" in dark
+    assert "fill: #ffffff" not in html  # a white figure on a dark page
+    assert "fill: #ffffff" in (page / "figures" / "llama-kept.svg").read_text()  # the files stay as they are
+
+
+def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, ...] = ("emp", "uniform")) -> list[Path]:
+    """An EMP run and its baseline with 10 answers to a task: 5 and 6 of them correct, on 3 examples another one."""
+    folders = []
+    for name, correct in zip(names, ("1111100000", "1111011000"), strict=False):
         values = report_of(runs / name)
         values["recipe"]["match"] = None
+        bits = base64.b64encode(int(correct.ljust(16, "0"), 2).to_bytes(2)).decode()
         for which in ("dense", "pruned"):
-            metrics = {"acc,none": accuracy, "acc_stderr,none": 0.03}
-            counts = {"t": {"original": 10, "effective": 10}}
-            values["evaluation"][which]["tasks"] = {"t": {"results": {"t": metrics}, "n-samples": counts}}
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(values))
-    summary = report([tmp_path / "emp", tmp_path / "uniform"], output=tmp_path / "out")
+            task = {
+                "results": {"t": {"acc,none": correct.count("1") / 10, "acc_stderr,none": 0.03}},
+                "n-samples": {"t": {"original": 10, "effective": 10}},
+            }
+            held = {"t": {"examples": 10, "sha256": "ten", "correct": {"acc,none": bits}}}
+            values["evaluation"][which]["tasks"] = {"t": task | ({"answers": held} if answers else {})}
+        (folder / name).mkdir()
+        (folder / name / "emp_report.json").write_text(json.dumps(values))
+        folders.append(folder / name)
+    return folders
+
+
+def test_answers_to_the_same_examples_are_paired(runs: Path, tmp_path: Path) -> None:
+    """In the table, in the CSV file and in the caption."""
+    report(with_accuracies(runs, tmp_path, answers=True), output=tmp_path / "out", no_plots=True)
+    text = (tmp_path / "out" / "report.md").read_text()
+    # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
+    error = 100 * math.sqrt((3 - 10 * 0.1**2) / 9 / 10)
+    assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
+    assert "its paired standard error" in text
+    assert "unpaired" not in text.lower()
+    with (tmp_path / "out" / "differences.csv").open() as file:
+        (row,) = (row for row in csv.DictReader(file) if row["measure"] == "t acc")
+    assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
+
+
+def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
+    """Wherever one is shown: in the sentences with counts, below both tables, and below the figure."""
+    folders = with_accuracies(runs, tmp_path, answers=False)
+    summary = report(folders, output=tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text()
     (sentence,) = (each for study in summary.page.studies for each in study.verdicts if "t acc" in each)
     assert "worse at 1 of 1 point (1 by more than two unpaired standard errors)" in sentence
@@ -124,12 +211,15 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     differences, points = text.index("| EMP |"), text.index("### All points")
     assert "unpaired" in text[differences:points]
     assert "unpaired" in text[points : text.index("### Where")]
-    caption = text[text.index("T acc against") :].splitlines()[0]
-    assert "± one standard error" in caption
-    assert "± two unpaired standard errors" in caption
+    assert "points ‡** t acc" in text[: text.index("### Is EMP better")]
+    assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} == {"llama-n-eff", "llama-kept", "llama-s-eff"}
+    (half,) = with_accuracies(runs, tmp_path, answers=False, names=("half",))  # with another sparsity, there is a curve to draw
+    report([*folders, half], output=tmp_path / "three")
+    text = (tmp_path / "three" / "report.md").read_text()
     caption = text[text.index("Perplexity, blocks of 64 against") :].splitlines()[0]
-    assert "± one" not in caption
-    assert "± two standard errors of the paired losses" in caption
+    assert "± two paired standard errors" in caption
+    caption = text[text.index("T acc against") :].splitlines()[0]
+    assert "± two unpaired standard errors" in caption
     report([tmp_path / "emp"], output=tmp_path / "alone", no_plots=True)
     assert "unpaired" in (tmp_path / "alone" / "report.md").read_text()
     report([runs / "emp"], output=tmp_path / "none", no_plots=True)

@@ -1,7 +1,8 @@
 """The results of several models as one table. The first is the baseline; the others show their change from it.
 
 Accuracies are in percent with their standard errors, and their changes in points. Changes of perplexities are in percent. A
-model of the paper has a column with the published values.
+change has a paired standard error if both models were judged on the same examples. A model of the paper has a column with the
+published values.
 """
 
 from pathlib import PurePath
@@ -10,10 +11,13 @@ from typing import get_args
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, csv_table, markdown_table, table
 from emp_llm.common.wording import count_of
+from emp_llm.evaluation.changes import UNPAIRED, change_of, shown_change
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
-from emp_llm.evaluation.measured_values import Value, change_between, change_text, formatted, in_percent, values_of
+from emp_llm.evaluation.measured_values import Value, formatted, in_percent, values_of
 from emp_llm.evaluation.published_values import PublishedRow, published_row
 from emp_llm.options.commands import TableFormat
+
+UNPAIRED_NOTE = "unpaired standard error, usually too large: the results do not hold both models' answers to the same examples"
 
 
 def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[str] | None = None) -> str:
@@ -47,11 +51,17 @@ def check_format(form: str) -> None:
         raise UserError(f"--format {form!r} is not one of {', '.join(get_args(TableFormat))}.")
 
 
-def shown_change(name: str, base: Value | None, value: Value | None) -> str:
-    """A measure's change from a base as a cell: an accuracy's in points, any other's in percent."""
-    if base is None or value is None:
-        return "-"
-    return change_text(name, change_between(name, base.value, value.value))
+def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str, Value]]) -> list[str]:
+    """Footnotes on the standard errors of the changes in a table."""
+    changes = [
+        change_of(name, values[name], base[name]) for values in others for name in names if name in base and name in values
+    ]
+    notes = []
+    if any(each.stderr is not None and each.paired for each in changes):
+        notes.append("changes ± paired standard error: both models judged on the same examples and blocks of text")
+    if any(each.unpaired for each in changes):
+        notes.append(f"{UNPAIRED} {UNPAIRED_NOTE}")
+    return notes
 
 
 def _rows(names: list[str], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> Rows:
@@ -81,17 +91,26 @@ def _csv_rows(
     names: list[str], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow | None]
 ) -> Rows:
     head = ["measure"]
-    for label in labels:
+    for number, label in enumerate(labels):
         head += [label, f"{label} stderr", f"{label} partial", f"{label} published"]
+        head += [f"{label} change", f"{label} change stderr", f"{label} change paired"] if number else []
     rows = [head]
     for name in names:
-        row = [name]
-        for values, known in zip(measured, published, strict=True):
+        row, base = [name], measured[0].get(name)
+        for number, (values, known) in enumerate(zip(measured, published, strict=True)):
             value, paper = values.get(name), known.value(name) if known else None
             row += ["", "", ""] if value is None else [repr(value.value), _all_digits(value.stderr), str(value.partial).lower()]
-            row.append(_all_digits(paper))
+            row += [_all_digits(paper), *(_csv_change(name, base, value) if number else [])]
         rows.append(row)
     return rows
+
+
+def _csv_change(name: str, base: Value | None, value: Value | None) -> list[str]:
+    if base is None or value is None:
+        return ["", "", ""]
+    change = change_of(name, value, base)
+    paired = "" if change.stderr is None else str(change.paired).lower()
+    return [repr(change.value), _all_digits(change.stderr), paired]
 
 
 def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> list[str]:
@@ -104,8 +123,10 @@ def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], publi
         counts = [count for record in first.tasks.values() for count in record.n_samples.values()]
         extent.append(f"{count_of(sum(count.effective for count in counts), 'example')} by lm-eval")
     notes.append(f"suite {models[0].suite}: {', '.join(extent)}")
-    if any(in_percent(name) for values in measured for name in values):
+    names = list(dict.fromkeys(name for values in measured for name in values))
+    if any(in_percent(name) for name in names):
         notes.append("accuracies in percent ± standard error; their changes in points")
+    notes += change_notes(names, measured[0], measured[1:])
     for known in published:
         if known:
             zeros = f" ({known.sparsity_percent:g} % of the MLP linears removed)" if known.sparsity_percent else ""
@@ -119,7 +140,7 @@ def _cell(name: str, value: Value | None) -> str:
     if value is None:
         return "-"
     number = formatted(value.value, 2 if in_percent(name) else 3)
-    error = f" ±{value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
+    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
     return f"{number}{error}{' *' if value.partial else ''}"
 
 

@@ -5,6 +5,7 @@ The numbers equal those of its command line, run for one task at a time (it mixe
     lm_eval run --model hf --model_args pretrained=DIR --tasks NAME --batch_size N
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from io import StringIO
 from typing import Any
 
 import msgspec
+import numpy as np
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, reason
@@ -23,7 +25,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
 from emp_llm.evaluation.task_progress import task_progress
 from emp_llm.execution.loading import input_device
-from emp_llm.records.evaluation import TaskRecord
+from emp_llm.records.evaluation import AnswersRecord, TaskRecord, packed_answers
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ class Harness:
                 limit=task.limit,
                 apply_chat_template=task.chat_template,
                 fewshot_as_multiturn=task.chat_template,  # as lm-eval's command line does
-                log_samples=False,
+                log_samples=all(_has_targets(each) for each in loaded["tasks"].values()),
                 task_manager=self._manager,
             )
         report: dict[str, Any] = ranks().share(found and _kept(found))  # only the first rank has a report
@@ -176,7 +178,39 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
         for key, value in metrics.items():
             if isinstance(value, float) and not math.isfinite(value):  # JSON has no such numbers
                 metrics[key] = "N/A" if math.isnan(value) else None
+    for name, samples in found.get("samples", {}).items():
+        answers = _answers(samples, found["results"][name])
+        if answers is not None:
+            kept.setdefault("answers", {})[name] = msgspec.to_builtins(answers)
     return kept
+
+
+def _has_targets(task: Any) -> bool:
+    """Whether lm-eval can log the examples of a task: it asks for their targets, and fails where a task defines none."""
+    return getattr(task.config, "doc_to_target", None) is not None
+
+
+def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersRecord | None:
+    """The answers of a task, for every metric that is the share of correct ones; None if there is no such metric.
+
+    Args:
+        samples: lm-eval's log of the task: an entry for each example and filter, in the order of the ranks.
+        metrics: its results.
+    """
+    examples = {(each["doc_id"], each["doc_hash"], each["target_hash"]) for each in samples}
+    ordered = sorted(examples)
+    correct = {}
+    for key, value in metrics.items():
+        metric, _, chosen = key.partition(",")
+        given = {each["doc_id"]: each[metric] for each in samples if each["filter"] == chosen and metric in each}
+        answers = [given.get(number) for number, *_ in ordered]
+        if not answers or not all(np.isscalar(answer) and answer in (0, 1) for answer in answers):
+            continue
+        bits = [bool(answer) for answer in answers]
+        if math.isclose(sum(bits) / len(bits), value):
+            correct[key] = packed_answers(bits)
+    digest = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+    return AnswersRecord(examples=len(ordered), sha256=digest, correct=correct) if correct else None
 
 
 class _Overflowing:

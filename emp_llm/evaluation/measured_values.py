@@ -1,21 +1,54 @@
-"""The values that a suite measured, by the names of their rows in a table, and their differences as text."""
+"""The values that a suite measured, by the names of their rows in a table."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from emp_llm.records.evaluation import Measures, TaskRecord
 
-_ROUNDING = 1e-9  # differences below this share of a value are rounding errors of its sums
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to the examples of a task, one bit each.
+
+    Attributes:
+        sha256: of the examples in order; examples: their number.
+        correct: the bits as one number: 1 for a correct answer.
+        weight: of the task's accuracy in the value.
+    """
+
+    sha256: str
+    examples: int
+    correct: int
+    weight: float = 1.0
+
+    @property
+    def asked(self) -> tuple[str, int, float]:
+        """Everything but the answers: equal for the same examples."""
+        return self.sha256, self.examples, self.weight
+
+    @property
+    def accuracy(self) -> float:
+        """The share of correct answers."""
+        return self.correct.bit_count() / self.examples
 
 
 @dataclass(frozen=True)
 class Value:
-    """A measured number and its standard error: an accuracy in percent, any other in the measure's own unit."""
+    """A measured number and its standard error: an accuracy in percent, any other in the measure's own unit.
+
+    Attributes:
+        value, stderr: the number and its error.
+        partial: whether a limit left out examples or text.
+        answers: to the examples of each task; the value is the weighted sum of their accuracies. Empty if unknown.
+        losses: of a perplexity, mean loss and number of tokens of each block of the text; empty if unknown.
+    """
 
     value: float
     stderr: float | None = None
     partial: bool = False
+    answers: tuple[Answers, ...] = ()
+    losses: tuple[tuple[float, int], ...] = ()
 
 
 def values_of(measures: Measures) -> dict[str, Value]:
@@ -23,50 +56,34 @@ def values_of(measures: Measures) -> dict[str, Value]:
     values: dict[str, Value] = {}
     if measures.perplexity is not None:
         entry = measures.perplexity
-        values[f"perplexity, blocks of {entry.block_length}"] = Value(entry.value, partial=entry.partial)
+        losses = tuple(zip(entry.block_losses, entry.block_tokens, strict=True))
+        values[f"perplexity, blocks of {entry.block_length}"] = Value(entry.value, partial=entry.partial, losses=losses)
     accuracies = []
     for task, record in measures.tasks.items():
         of_task = _task_values(task, record)
         values |= of_task
         accuracies += [value for name, value in of_task.items() if name.endswith(" acc")]
     if len(accuracies) > 1:
-        mean = sum(value.value for value in accuracies) / len(accuracies)
-        values[f"mean acc of {len(accuracies)}"] = Value(mean, partial=any(value.partial for value in accuracies))
+        values[f"mean acc of {len(accuracies)}"] = _mean(accuracies)
     return values
+
+
+def _mean(accuracies: list[Value]) -> Value:
+    """The mean of the accuracies of tasks. Its standard error is that of tasks without common examples."""
+    count = len(accuracies)
+    errors = [value.stderr for value in accuracies if value.stderr is not None]
+    answers = [replace(each, weight=each.weight / count) for value in accuracies for each in value.answers]
+    return Value(
+        value=sum(value.value for value in accuracies) / count,
+        stderr=math.hypot(*errors) / count if len(errors) == count else None,
+        partial=any(value.partial for value in accuracies),
+        answers=tuple(answers) if all(value.answers for value in accuracies) else (),
+    )
 
 
 def in_percent(name: str) -> bool:
     """Whether a measure is an accuracy: shown in percent, with changes in points."""
     return name.startswith("mean acc of ") or any(_is_accuracy(word) for word in name.split(" ")[1:])
-
-
-def change_between(name: str, base: float, value: float) -> float:
-    """A measure's change from a base: an accuracy's in points, any other's in percent.
-
-    Values that differ by rounding only, by less than 1e-9 of themselves, have no difference: 0. A change from an infinite base
-    is -100 %, and one to an infinite value is infinite. NaN: the base is zero, or both are infinite.
-    """
-    if math.isclose(value, base, rel_tol=_ROUNDING):
-        return math.nan if math.isinf(base) else 0.0
-    if in_percent(name):
-        return value - base
-    return 100 * (value / base - 1) if base else math.nan
-
-
-def signed(number: float, digits: int = 2) -> str:
-    """A change as text with its sign, or without one if it rounds to zero; "-" for NaN."""
-    if math.isnan(number):
-        return "-"
-    text = f"{number:+.{digits}f}"
-    return text if float(text) else f"{0:.{digits}f}"
-
-
-def change_text(name: str, change: float, stderr: float | None = None) -> str:
-    """A measure's change as a cell: "+1.25 ± 0.30" points of an accuracy, "-3.10 %" of any other; "-" for NaN."""
-    if math.isnan(change):
-        return "-"
-    error = f" ± {stderr:.2f}" if stderr is not None else ""
-    return f"{signed(change)}{error}{'' if in_percent(name) else ' %'}"
 
 
 def formatted(value: float, digits: int = 3) -> str:
@@ -87,8 +104,28 @@ def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
             scale = 100 if _is_accuracy(metric) else 1
             error = scale * stderr if isinstance(stderr, float) and math.isfinite(stderr) else None
             label = f"{name} {metric}" + (f" ({kind})" if kind != "none" else "")
-            values[label] = Value(math.inf if metrics[key] is None else scale * metrics[key], error, partial)
+            number = math.inf if metrics[key] is None else scale * metrics[key]
+            values[label] = Value(number, error, partial, _answers(record, name, name == task, key, number / scale))
     return values
+
+
+def _answers(record: TaskRecord, name: str, whole: bool, key: str, value: float) -> tuple[Answers, ...]:
+    """The answers behind a metric of a task, or of the whole group: to its tasks, weighted by size or equally, as lm-eval did.
+
+    Empty if the record has none, or if their accuracy is not the metric's value.
+    """
+    members = [name] if name in record.n_samples else list(record.n_samples) if whole else []
+    held = [record.answers[member] for member in members if member in record.answers and key in record.answers[member].correct]
+    if not held or len(held) < len(members):
+        return ()
+    total = sum(each.examples for each in held)
+    for weights in ([each.examples / total for each in held], [1 / len(held)] * len(held)):
+        answers = tuple(
+            Answers(each.sha256, each.examples, each.bits(key), weight) for each, weight in zip(held, weights, strict=True)
+        )
+        if math.isclose(math.fsum(each.weight * each.accuracy for each in answers), value, rel_tol=1e-9, abs_tol=1e-12):
+            return answers
+    return ()
 
 
 def _metrics(metrics: dict[str, Any]) -> list[str]:

@@ -1,10 +1,13 @@
 """The measurements of a suite: a perplexity and tasks, and the definition of the suite itself."""
 
 import math
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from emp_llm.common.wording import count_of
 from emp_llm.records.base import Part
 from emp_llm.records.source import TextRecord
 
@@ -30,6 +33,17 @@ class PerplexityRecord(Part, kw_only=True, omit_defaults=False):
     partial: bool = False
     block_losses: list[float] = []
 
+    def __post_init__(self) -> None:
+        if self.block_losses and not 0 < self.block_tokens[-1] <= self.block_length:
+            given = count_of(len(self.block_losses), "block loss", "block losses")
+            raise ValueError(f"its {given} do not fit {count_of(self.tokens, 'token')}")
+
+    @property
+    def block_tokens(self) -> list[int]:
+        """Number of tokens of each block in `block_losses`; only the last may be shorter."""
+        full = max(0, len(self.block_losses) - 1)
+        return [self.block_length] * full + [self.tokens - full * self.block_length] * bool(self.block_losses)
+
     @property
     def value(self) -> float:
         """The perplexity, infinity included."""
@@ -43,6 +57,44 @@ class SampleCount(Part, kw_only=True):
     effective: int
 
 
+class AnswersRecord(Part, kw_only=True):
+    """The correct answers of a task, one bit for each example, for the standard error of a difference.
+
+    Attributes:
+        examples: their number.
+        sha256: of the examples' numbers and hashes in order; equal for the same examples in the same order.
+        correct: for each accuracy ("acc,none"), the bits as base64: 1 for a correct answer. The first example has the highest
+            bit of the first byte; zeros fill the last byte.
+    """
+
+    examples: int
+    sha256: str
+    correct: dict[str, str]
+
+    def __post_init__(self) -> None:
+        for metric in self.correct:
+            self.bits(metric)
+
+    def bits(self, metric: str) -> int:
+        """The bits of an accuracy as one number, the last example lowest; ValueError if their count is wrong."""
+        surplus = -self.examples % 8
+        try:
+            data = b64decode(self.correct[metric], validate=True)
+        except ValueError as error:
+            raise ValueError(f"correct: {metric} must be base64") from error
+        bits = int.from_bytes(data)
+        if self.examples < 1 or 8 * len(data) != self.examples + surplus or bits & ((1 << surplus) - 1):
+            raise ValueError(f"correct: {metric} must be one bit for each of the {self.examples} examples")
+        return bits >> surplus
+
+
+def packed_answers(correct: Sequence[bool]) -> str:
+    """Answers as in `AnswersRecord.correct`."""
+    size = -(-len(correct) // 8)
+    bits = int("".join("1" if each else "0" for each in correct).ljust(8 * size, "0") or "0", 2)
+    return b64encode(bits.to_bytes(size)).decode("ascii")
+
+
 class TaskRecord(Part, kw_only=True, omit_defaults=False):
     """One task of a suite, as lm-eval reports it.
 
@@ -52,6 +104,7 @@ class TaskRecord(Part, kw_only=True, omit_defaults=False):
         versions, n_shot, n_samples: by task.
         groups: names in `results` that summarise others.
         seconds: time of the task.
+        answers: by task, if every answer is right or wrong; older files have none.
     """
 
     results: dict[str, dict[str, Any]]
@@ -60,6 +113,7 @@ class TaskRecord(Part, kw_only=True, omit_defaults=False):
     n_samples: dict[str, SampleCount] = msgspec.field(default_factory=dict, name="n-samples")
     groups: list[str] = []
     seconds: float | None = None
+    answers: dict[str, AnswersRecord] = {}
 
 
 class Measures(Part, kw_only=True):

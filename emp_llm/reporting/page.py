@@ -1,42 +1,33 @@
-"""A report as Markdown and as one self-contained HTML page, with the same headings, text, tables and figures."""
+"""The parts of a report from top to bottom: headlines, sentences, figures and tables. `page_markup` writes them."""
 
-import html
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.evaluation.measured_values import in_percent
+from emp_llm.common.tables import Rows
+from emp_llm.common.wording import count_of
+from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.reporting.figures.style import Drawing
-from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdicts
-from emp_llm.reporting.studies.study import Study, StudySuite
+from emp_llm.reporting.headlines import Headline, headlines
+from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdict_rows
+from emp_llm.reporting.studies.study import Study
 
-FIGURES = "figures"
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
-_ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
+_POINTS = "All points"
+_REDUNDANT = "Where the model is redundant"
+_QUESTION = "Is EMP better at the same sparsity?"
+_CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
-    "EMP − baseline: the difference of perplexities in percent, with the standard error of the paired losses of the text's "
-    "blocks if the results hold them; the difference of accuracies in points. Both models have the same number of zeros, in "
-    "total or in every matrix."
+    "EMP − baseline: the difference of perplexities in percent, and of accuracies in points. Both models have the same number "
+    "of zeros, in total or in every matrix."
+)
+_PAIRED = (
+    "± of a difference: its paired standard error. Both models were judged on the same examples and blocks of text, and only "
+    "those count on which they differ."
 )
 _UNPAIRED = (
-    "Standard errors of differences of accuracies are unpaired: the root of the sum of both squares, as if the two models had "
-    "answered different examples, because results files do not hold individual answers. Paired errors are usually smaller, so "
-    "a difference that is not clear here may still be real."
+    f"{UNPAIRED} An unpaired standard error: the root of the sum of both squares, as if the two models had answered different "
+    "examples. The results of one of them do not hold its answers (an older emp-llm wrote them), or the examples differ. "
+    "Paired errors are usually smaller, so a difference that is not clear here may still be real."
 )
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --rule: #d0d0d0; --faint: #666666; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #181818; --rule: #444444; --faint: #a0a0a0; } }
-body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 880px; margin: 2em auto;
-  padding: 0 1em; }
-h1 { font-size: 1.6em; } h2 { font-size: 1.3em; border-bottom: 1px solid var(--rule); margin-top: 2em; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 9px; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; }
-.wide { overflow-x: auto; }
-figure { margin: 1.5em 0; } figure svg { width: 100%; height: auto; background: #ffffff; }
-figcaption, .note { color: var(--faint); font-size: 13px; }
-""".strip()
 
 
 @dataclass(frozen=True)
@@ -51,132 +42,64 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class BulletList:
-    sentences: tuple[str, ...]
+class Facts:
+    """Short facts, each with its name."""
+
+    facts: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Table:
     rows: Rows
+    title: str
 
 
-PagePart = Heading | Paragraph | BulletList | Table | Drawing
+PagePart = Heading | Paragraph | Facts | Headline | Table | Drawing
 
 
 def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list[PagePart]:
     """The parts of a report from top to bottom."""
     parts: list[PagePart] = [Heading(title, 1)]
     for study, drawings in studies:
-        parts.append(Heading(study.title))
-        parts.append(_facts(study))
+        heads = headlines(study)
+        parts += [Heading(study.title), *heads, _facts(study)]
+        if len(study.pruned) > len(heads):
+            parts.append(Paragraph(f"All {count_of(len(study.pruned), 'pruned model')} are listed under “{_POINTS}”."))
         left = {drawing.name: drawing for drawing in drawings}
-        sentences = [sentence for suite in study.suites for sentence in verdicts(study, suite)]
-        if sentences:
-            parts += [Heading("Is EMP better at the same sparsity?", 3), BulletList(tuple(sentences))]
+        rows = verdict_rows(study)
+        if len(rows) > 1:
+            parts += [Heading(_QUESTION, 3), Table(rows, _QUESTION), Paragraph(_CLEARLY)]
         parts += [left.pop(drawing.name) for drawing in drawings if drawing.answers]
         for suite in study.suites:
             rows = difference_rows(study, suite)
             named = [Paragraph(f"Suite {suite.name}:")] if len(study.suites) > 1 else []
-            parts += [*named, Table(rows), Paragraph(_DIFFERENCES), *_unpaired(suite)] if len(rows) > 1 else []
+            parts += (
+                [*named, Table(rows, f"differences, suite {suite.name}"), Paragraph(_DIFFERENCES), *_error_notes(rows)]
+                if len(rows) > 1
+                else []
+            )
         if len(study.pruned):
-            parts += [Heading("All points", 3), Table(point_rows(study)), *_unpaired(*study.suites)]
+            rows = point_rows(study)
+            parts += [Heading(_POINTS, 3), Table(rows, _POINTS), *_error_notes(rows)]
         rows = role_rows(study)
         if len(rows) > 1:
-            parts += [Heading("Where the model is redundant", 3), Table(rows)]
+            parts += [Heading(_REDUNDANT, 3), Table(rows, _REDUNDANT)]
         parts += left.values()
     return parts
 
 
-def _facts(study: Study) -> BulletList:
+def _facts(study: Study) -> Facts:
     """Facts about the model and its calibration. A fact in which the points differ lists all its values."""
     facts: dict[str, list[str]] = {}
     for point in study.points:
         for name, fact in point.facts.items():
             facts.setdefault(name, []).append(fact)
     facts = facts or {"model": [study.model]}
-    return BulletList(tuple(f"{name}: {'; '.join(dict.fromkeys(texts))}" for name, texts in facts.items()))
+    return Facts(tuple((name, "; ".join(dict.fromkeys(texts))) for name, texts in facts.items()))
 
 
-def _unpaired(*suites: StudySuite) -> list[PagePart]:
-    """The explanation of the errors of accuracies' differences, if a suite has accuracies."""
-    return [Paragraph(_UNPAIRED)] if any(in_percent(measure) for suite in suites for measure in suite.measures) else []
-
-
-def markdown_page(parts: Sequence[PagePart]) -> str:
-    """The page as Markdown; its figures are in a folder beside it."""
-    lines = []
-    for part in parts:
-        match part:
-            case Heading():
-                lines.append(f"{'#' * part.level} {_escaped(part.text)}")
-            case Paragraph():
-                lines.append(_escaped(part.text))
-            case BulletList():
-                lines.append("\n".join(f"- {_escaped(sentence)}" for sentence in part.sentences))
-            case Table():
-                lines.append(markdown_table([[_escaped(cell) for cell in row] for row in part.rows]))
-            case Drawing():
-                lines += [f"![{_escaped(part.title)}]({FIGURES}/{part.name}.svg)", _escaped(part.caption)]
-    return "\n\n".join(lines) + "\n"
-
-
-def html_page(title: str, parts: Sequence[PagePart]) -> str:
-    """The page as HTML: figures inline, no scripts, no requests."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    head = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>"
-    )
-    return "\n".join([head, *(_html(part) for part in parts), "</body>\n</html>\n"])
-
-
-def _html(part: PagePart) -> str:
-    match part:
-        case Heading():
-            return f"<h{part.level}>{html.escape(part.text)}</h{part.level}>"
-        case Paragraph():
-            return f'<p class="note">{html.escape(part.text)}</p>'
-        case BulletList():
-            return "<ul>\n" + "\n".join(f"<li>{html.escape(sentence)}</li>" for sentence in part.sentences) + "\n</ul>"
-        case Table():
-            return f'<div class="wide">\n{_html_table(part.rows)}\n</div>'
-        case Drawing():
-            return f"<figure>\n{inline_svg(part)}\n<figcaption>{html.escape(part.caption)}</figcaption>\n</figure>"
-
-
-def _html_table(rows: Rows) -> str:
-    def line(row: list[str], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in row) + "</tr>"
-
-    return "\n".join(
-        [
-            "<table>",
-            f"<thead>{line(rows[0], 'th')}</thead>",
-            "<tbody>",
-            *(line(r, "td") for r in rows[1:]),
-            "</tbody>",
-            "</table>",
-        ]
-    )
-
-
-def inline_svg(drawing: Drawing) -> str:
-    """The svg element of a figure, for a page with several: without prologue, with a label and with unique ids."""
-    text = drawing.svg.decode("utf-8")
-    text = text[text.index("<svg") :].rstrip()
-
-    def own(match: re.Match[str]) -> str:
-        attribute, before, name, after = match.groups()
-        if attribute != "id" and before is None:
-            return match.group(0)
-        return f'{attribute}="{before or ""}{drawing.name}-{name}{after}"'
-
-    text = _ID.sub(own, text)
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(drawing.title)}"', 1)
-
-
-def _escaped(text: str) -> str:
-    """Text with Markdown's special characters escaped, except bars, which the table escapes in its cells."""
-    return _MARKDOWN.sub(r"\\\1", text)
+def _error_notes(rows: Rows) -> list[PagePart]:
+    """The explanation of the standard errors of a table's differences: the kinds that it holds."""
+    changes = [cell for row in rows[1:] for cell in row if "±" in cell and cell[0] in "+-0"]
+    paired = [Paragraph(_PAIRED)] if any(UNPAIRED not in cell for cell in changes) else []
+    return [*paired, *([Paragraph(_UNPAIRED)] if any(UNPAIRED in cell for cell in changes) else [])]

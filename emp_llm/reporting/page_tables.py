@@ -1,15 +1,17 @@
 """The tables of a report as rows of cells: points, differences between EMP and its baselines, and matrices."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.common.wording import count_of
-from emp_llm.evaluation.measured_values import Value, change_text, formatted, in_percent, signed
-from emp_llm.reporting.studies.curves import Difference, change_of, differences, main_measures
+from emp_llm.evaluation.changes import change_of, change_text, signed
+from emp_llm.evaluation.measured_values import Value, formatted, in_percent
+from emp_llm.reporting.studies.curves import Difference, differences, main_measures
 from emp_llm.reporting.studies.measured_points import MatrixStats, WholeGroup, by_role_and_block
 from emp_llm.reporting.studies.study import Study, StudySuite, label_of
 
-_MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
+MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
 _SPREAD = ("min", "q1", "median", "q3", "max")
 
 
@@ -32,7 +34,7 @@ def point_rows(study: Study) -> Rows:
             result = point.result_of(suite.key)
             value = result.values.get(measure) if result else None
             dense = suite.dense.values.get(measure) if suite.dense else None
-            change = "-" if value is None or dense is None else change_text(measure, *change_of(measure, value, dense))
+            change = "-" if value is None or dense is None else change_text(measure, change_of(measure, value, dense))
             row += [value_cell(measure, value), change]
         rows.append(row)
     return rows
@@ -47,11 +49,9 @@ def difference_rows(study: Study, suite: StudySuite) -> Rows:
     for each in differences(study, suite):
         if each.measure in measures:
             cells = [value_cell(each.measure, Value(value)) for value in (each.value, each.base)]
-            baseline = (
-                f"{label_of(each.baseline)}, {_MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
-            )
+            baseline = f"{label_of(each.baseline)}, {MATCHES[each.match]}" if each.match == "total" else label_of(each.baseline)
             start = [label_of(each.point), _short(each.point.beta), baseline, percent_cell(each.point.sparsity), each.measure]
-            rows.append([*start, *cells, change_text(each.measure, each.change, each.stderr), verdict_of(each)])
+            rows.append([*start, *cells, change_text(each.measure, each.change), verdict_of(each)])
     return rows
 
 
@@ -59,7 +59,7 @@ def verdict_of(each: Difference) -> str:
     """The better of the two. A difference below two standard errors, if they are known, is not clear."""
     if each.better is None:
         return "-"
-    if not each.change:
+    if not each.change.value:
         return "equal"
     side = "EMP" if each.better else "baseline"
     return side if each.clear is not False else "no clear difference"
@@ -67,25 +67,72 @@ def verdict_of(each: Difference) -> str:
 
 def verdicts(study: Study, suite: StudySuite) -> list[str]:
     """A sentence for each EMP method, kind of baseline and main measure: the number of points at which EMP is better."""
+    sentences = []
+    for each in tallies(study, suite):
+        against = f"the same criterion with uniform rows and {MATCHES[each.match]}"
+        ties = f", equal at {each.equal}" if each.equal else ""
+        better, worse = (_count(chosen, each.members) for chosen in (each.better, each.worse))
+        sentences.append(
+            f"{each.method} against {against}, {each.measure}: better at {better}, worse at {worse}{ties}; the difference is "
+            f"{each.reach}."
+        )
+    return sentences
+
+
+def verdict_rows(study: Study) -> Rows:
+    """The numbers of the sentences of `verdicts` for all suites; the heading alone if there are none."""
+    several = len(study.suites) > 1
+    rows = [["EMP", "uniform baseline", "measure", "EMP better", "EMP worse", "equal", "difference"]]
+    for suite in study.suites:
+        for each in tallies(study, suite):
+            measure = f"{each.measure} ({suite.name})" if several else each.measure
+            counts = [_short_count(chosen, each.members) for chosen in (each.better, each.worse)]
+            rows.append([each.method, MATCHES[each.match], measure, *counts, str(each.equal), each.reach])
+    return rows
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The differences of an EMP method from one kind of baseline in a main measure.
+
+    Attributes:
+        method, match, measure: the method, the quantity that is equal in its baselines, and the measure.
+        members: all differences; better, worse: those in favour of EMP and of the baseline.
+    """
+
+    method: str
+    match: str
+    measure: str
+    members: list[Difference]
+
+    @property
+    def better(self) -> list[Difference]:
+        return [each for each in self.members if each.better]
+
+    @property
+    def worse(self) -> list[Difference]:
+        return [each for each in self.members if not each.better and each.change.value]
+
+    @property
+    def equal(self) -> int:
+        """Number of points without a difference."""
+        return len(self.members) - len(self.better) - len(self.worse)
+
+    @property
+    def reach(self) -> str:
+        """The smallest and the largest difference with their unit."""
+        changes = sorted(each.change.value for each in self.members)
+        unit = "points" if in_percent(self.measure) else "%"
+        return signed(changes[0]) + (f" to {signed(changes[-1])}" if len(changes) > 1 else "") + f" {unit}"
+
+
+def tallies(study: Study, suite: StudySuite) -> list[Tally]:
+    """The differences in the main measures of a suite, by EMP method, kind of baseline and measure."""
     groups: dict[tuple[str, str, str], list[Difference]] = {}
     for each in differences(study, suite):
         if each.measure in main_measures(suite) and each.better is not None:
             groups.setdefault((label_of(each.point), each.match, each.measure), []).append(each)
-    sentences = []
-    for (method, match, measure), members in groups.items():
-        better = [each for each in members if each.better]
-        worse = [each for each in members if not each.better and each.change]
-        unit = "points" if in_percent(measure) else "%"
-        changes = sorted(each.change for each in members)
-        reach = signed(changes[0]) + (f" to {signed(changes[-1])}" if len(changes) > 1 else "")
-        against = f"the same criterion with uniform rows and {_MATCHES[match]}"
-        equal = len(members) - len(better) - len(worse)
-        ties = f", equal at {equal}" if equal else ""
-        sentences.append(
-            f"{method} against {against}, {measure}: better at {_count(better, members)}, worse at {_count(worse, members)}"
-            f"{ties}; the difference is {reach} {unit}."
-        )
-    return sentences
+    return [Tally(*key, members) for key, members in groups.items()]
 
 
 def role_rows(study: Study) -> Rows:
@@ -148,14 +195,15 @@ def value_rows(study: Study) -> Rows:
 def change_rows(study: Study) -> Rows:
     """All differences between EMP and its baselines with all digits, for the CSV file."""
     head = ["study", "suite", "point", "baseline", "method", "beta", "order", "match", "sparsity_of_targets", "measure"]
-    rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "better"]]
+    rows = [[*head, "value", "baseline_value", "change", "unit", "stderr", "paired", "better"]]
     for suite in study.suites:
         for each in differences(study, suite):
             point = each.point
             start = [study.title, suite.name, point.name, each.baseline.name, point.method or "", _exact(point.beta)]
             start += [_exact(point.order), each.match, _exact(point.sparsity), each.measure]
             unit = "points" if in_percent(each.measure) else "percent"
-            numbers = [_exact(each.value), _exact(each.base), _exact(each.change), unit, _exact(each.stderr)]
+            numbers = [_exact(each.value), _exact(each.base), _exact(each.change.value), unit]
+            numbers += [_exact(each.change.stderr), "" if each.change.stderr is None else str(each.change.paired).lower()]
             rows.append([*start, *numbers, verdict_of(each)])
     return rows
 
@@ -169,10 +217,16 @@ def value_cell(measure: str, value: Value | None) -> str:
     return f"{formatted(value.value, digits)}{error}{' *' if value.partial else ''}"
 
 
+def _short_count(chosen: list[Difference], members: list[Difference]) -> str:
+    known = all(each.clear is not None for each in members)
+    clear = f", {sum(1 for each in chosen if each.clear)} clearly" if known and chosen else ""
+    return f"{len(chosen)} of {len(members)}{clear}"
+
+
 def _count(chosen: list[Difference], members: list[Difference]) -> str:
     clear = [each for each in chosen if each.clear]
     known = all(each.clear is not None for each in members)
-    kind = "unpaired standard errors" if in_percent(members[0].measure) else "standard errors"
+    kind = "unpaired standard errors" if any(each.change.unpaired for each in members) else "standard errors"
     certain = f" ({len(clear)} by more than two {kind})" if known and chosen else ""
     return f"{len(chosen)} of {count_of(len(members), 'point')}{certain}"
 

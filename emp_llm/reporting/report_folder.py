@@ -12,7 +12,8 @@ from emp_llm.common.wording import count_of, printable
 from emp_llm.records.report_page import ReportPage, StudySummary
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
-from emp_llm.reporting.page import FIGURES, html_page, markdown_page, page_parts
+from emp_llm.reporting.page import page_parts
+from emp_llm.reporting.page_markup import FIGURES, html_page, markdown_page
 from emp_llm.reporting.page_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
 from emp_llm.reporting.studies.reading import read_points
 from emp_llm.reporting.studies.study import Study, studies

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.common.wording import count_of, format_bytes
-from emp_llm.evaluation.comparison import compare, shown_change
+from emp_llm.evaluation.changes import shown_change
+from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.evaluated_model import models_of_report
-from emp_llm.evaluation.measured_values import Value, formatted
+from emp_llm.evaluation.measured_values import formatted, values_of
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
 
 
@@ -77,13 +78,14 @@ def evaluation_table(report: RunReport) -> str:
     evaluation = report.evaluation
     if evaluation is None or evaluation.dense is None or evaluation.pruned is None:
         return ""
-    before, after = evaluation.dense.perplexity, evaluation.pruned.perplexity
-    if evaluation.tasks or before is None or after is None:
+    dense, pruned, measured = values_of(evaluation.dense), values_of(evaluation.pruned), evaluation.pruned.perplexity
+    if evaluation.tasks or measured is None or list(dense) != list(pruned):
         return compare(models_of_report(report), labels=["dense", "pruned"])
-    change = shown_change("perplexity", Value(before.value), Value(after.value))
-    cells = [formatted(before.value), formatted(after.value), change]
-    where = f"suite {evaluation.suite}: {after.tokens:,} tokens in blocks of {after.block_length}"
-    return f"{table([['', 'dense', 'pruned', 'change'], ['perplexity', *cells]])}\n{where}"
+    ((name, before),), ((_, after),) = dense.items(), pruned.items()
+    cells = [formatted(before.value), formatted(after.value), shown_change(name, before, after)]
+    where = f"suite {evaluation.suite}: {measured.tokens:,} tokens in blocks of {measured.block_length}"
+    rows = [["", "dense", "pruned", "change"], ["perplexity", *cells]]
+    return "\n".join([table(rows), where, *change_notes([name], dense, [pruned])])
 
 
 def effective_share(entry: MatrixRecord) -> float | None:

@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.comparison import shown_change
+from emp_llm.evaluation.changes import shown_change
+from emp_llm.evaluation.comparison import change_notes
 from emp_llm.evaluation.measured_values import Value, formatted, in_percent, values_of
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import Measure, MeasureEntry
@@ -32,6 +33,7 @@ def sweep_table(record: Sweep) -> str:
     notes += [f"{name}: the same masks as {other}, so the same values" for name, other in same if other is not None]
     if any(in_percent(name) for name in names):
         notes.append("accuracies in percent; their changes in points")
+    notes += change_notes(names, dense, [values_of(point.evaluation) for point in points])
     if any(value.partial for value in dense.values()):
         notes.append("partial: only some of the examples or of the text")
     return "\n".join([table(rows), *notes])

@@ -8,7 +8,18 @@ import numpy as np
 
 from emp_llm.common.wording import printable
 from emp_llm.reporting.figures.sparsity import sparsity_figures
-from emp_llm.reporting.figures.style import COLOURS, LABEL, MARKERS, N_EFF, Drawing, drawn, new_figure, styled
+from emp_llm.reporting.figures.style import (
+    COLOURS,
+    LABEL,
+    MARKERS,
+    N_EFF,
+    ON_BRIGHT,
+    ON_DARK,
+    Drawing,
+    drawn,
+    new_figure,
+    styled,
+)
 from emp_llm.reporting.studies.curves import Boxes, Grid, Masses, boxes, grids, main_measures, masses, ordered_blocks
 from emp_llm.reporting.studies.study import Study
 from emp_llm.selection.effective import effective_mass_bound
@@ -42,7 +53,7 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
     with styled():
         heats = [replace(heat, roles=heat.roles[:_MOST_ROWS], values=heat.values[:_MOST_ROWS]) for heat in heats]
         heights = [0.55 + 0.32 * len(heat.roles) for heat in heats]
-        figure = new_figure(0.6 + sum(heights))
+        figure = new_figure(1.2 + sum(heights))
         every = [value for heat in heats for row in heat.values for value in row if value is not None]
         low, high = math.floor(20 * min(every)) / 20, math.ceil(20 * max(every)) / 20
         panels = figure.subplots(len(heats), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -62,16 +73,23 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
                 _numbers(axes, cells, low + 0.6 * (high - low))
             axes.tick_params(labelbottom=axes is panels[-1] or heat.blocks != heats[-1].blocks)
         panels[-1].set_xlabel("block")
-        bar = figure.colorbar(image, ax=list(panels), pad=0.015, fraction=0.05)
-        bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
-        if low < _GAUSSIAN < high:
-            bar.ax.axhline(_GAUSSIAN, color="white", linewidth=1.2)
-            bar.ax.annotate("2/π ", (0, _GAUSSIAN), ha="right", va="center", fontsize=8, xycoords=("axes fraction", "data"))
+        _colour_bar(figure, image, list(panels), low < _GAUSSIAN < high)
         caption = (
             "Effective number of weights of a row, N_eff, as a share of the row's N weights, by layer and block. Dark: few "
             "weights carry the row's importance. Independent Gaussian weights have 2/π = 0.637."
         )
         return drawn(figure, name, f"{study.title}: effective number of weights", caption)
+
+
+def _colour_bar(figure: Any, image: Any, panels: list[Any], marked: bool) -> None:
+    """A colour bar below the maps, as long as its label needs, with the value of Gaussian weights marked above it."""
+    bar = figure.colorbar(image, ax=panels, location="bottom", shrink=0.6, aspect=36, pad=0.02)
+    bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
+    bar.outline.set_visible(False)
+    if marked:
+        bar.ax.axvline(_GAUSSIAN, color=ON_DARK, linewidth=1.5)
+        bar.ax.annotate("2/π", (_GAUSSIAN, 1), (0, 2), ("data", "axes fraction"), textcoords="offset points",
+                        ha="center", va="bottom", fontsize=8)  # fmt: skip
 
 
 def _block_ticks(axes: Any, blocks: tuple[int | None, ...]) -> None:
@@ -84,7 +102,7 @@ def _block_ticks(axes: Any, blocks: tuple[int | None, ...]) -> None:
 def _numbers(axes: Any, cells: Any, bright: float) -> None:
     for (row, column), value in np.ndenumerate(cells):
         if not np.isnan(value):
-            colour = "white" if value < bright else "black"
+            colour = ON_DARK if value < bright else ON_BRIGHT
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
 
 
@@ -221,11 +239,6 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
     xs = [matrix.effective_share for matrix in matrices]
     ys = [matrix.s_eff_mean for matrix in matrices]
-    reach = [
-        [y - m.s_eff.min for y, m in zip(ys, matrices, strict=True)],
-        [m.s_eff.max - y for y, m in zip(ys, matrices, strict=True)],
-    ]
-    axes.errorbar(xs, ys, yerr=reach, color=colour, linestyle="none", elinewidth=0.6, alpha=0.45)
     axes.plot(
         xs,
         ys,
@@ -244,6 +257,5 @@ def _mass_caption(held: list[Masses]) -> str:
     least = f" The smallest margin of a row is {min(margins):.3f}." if margins else ""
     return (
         "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, and the lower bound of theorem 4.2 "
-        "(order 2). A mark is the mean of a matrix, and its bar spans the rows. Each row has its own N_eff and lies above the "
-        f"bound for it.{least}"
+        f"(order 2). A mark is the mean of a matrix; each row lies above the bound for its own N_eff.{least}"
     )

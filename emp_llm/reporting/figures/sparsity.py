@@ -15,11 +15,13 @@ _Style = dict[str, Any]
 
 
 def sparsity_figures(study: Study, suite: StudySuite, measure: str, name: str) -> list[Drawing]:
-    """One figure of all methods; if there are several orders, one for each criterion."""
+    """One figure of all methods; if there are several orders, one for each criterion. None for a single sparsity."""
     found = curves(study, suite, measure)
-    gaps = [each for each in differences(study, suite) if each.measure == measure and math.isfinite(each.change)]
+    if len({dot.sparsity for curve in found for dot in curve.dots}) < 2:
+        return []  # nothing to draw a curve through: the tables say it all
+    gaps = [each for each in differences(study, suite) if each.measure == measure and math.isfinite(each.change.value)]
     if len({curve.order for curve in found if curve.allocation == "emp"}) <= 1:
-        return [_figure(study, suite, measure, found, gaps, name)] if found else []
+        return [_figure(study, suite, measure, found, gaps, name)]
     drawings = []
     for criterion in dict.fromkeys(curve.criterion for curve in found):
         own = [curve for curve in found if curve.criterion == criterion]
@@ -30,7 +32,7 @@ def sparsity_figures(study: Study, suite: StudySuite, measure: str, name: str) -
 
 def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], gaps: list[Difference], name: str) -> Drawing:
     with styled():
-        betas = {dot.beta for curve in found for dot in curve.dots if dot.beta is not None}
+        betas = _betas(found)
         figure = new_figure(6.4 if gaps else 3.9)
         grid = figure.add_gridspec(2 if gaps else 1, 2, height_ratios=(3, 2) if gaps else (1,))
         styles = _styles(found)
@@ -43,14 +45,14 @@ def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], g
             by_sparsity.tick_params(labelleft=False)
             panels.insert(0, by_beta)
             for curve in found:
-                dots = sorted((dot.beta, dot.value, dot.stderr) for dot in curve.dots if dot.beta is not None)
-                several = len({dot[0] for dot in dots}) < len(dots)  # a baseline shared by EMP points of several orders
-                _line(by_beta, dots, styles[curve] | ({"linestyle": "none"} if several else {}))
+                dots = sorted((dot.beta, dot.value) for dot in curve.dots if dot.beta is not None)
+                several = len({beta for beta, _ in dots}) < len(dots)  # a baseline shared by EMP points of several orders
+                by_beta.plot(*_columns(dots), **styles[curve] | ({"linestyle": "none"} if several else {}))
         else:
             by_sparsity.set_ylabel(_unit(measure))
         by_sparsity.set_xlabel("weights removed, % of the targets")
         for curve in found:
-            _line(by_sparsity, [(100 * dot.sparsity, dot.value, dot.stderr) for dot in curve.dots], styles[curve])
+            by_sparsity.plot(*_columns([(100 * dot.sparsity, dot.value) for dot in curve.dots]), **styles[curve])
         _scale(by_sparsity, measure, found)
         dense = suite.dense.values.get(measure) if suite.dense else None
         if dense is not None and math.isfinite(dense.value):
@@ -69,7 +71,7 @@ def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], g
         results = [result for point in study.pruned if (result := point.result_of(suite.key))]
         partial = any(result.values[measure].partial for result in results if measure in result.values)
         title = f"{study.title}: {measure}, suite {suite.name}" + (" (partial)" if partial else "")
-        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, found, gaps), answers=True)
+        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, found, gaps, dense is not None), answers=True)
 
 
 def _styles(found: list[Curve]) -> dict[Curve, _Style]:
@@ -94,13 +96,8 @@ def _styles(found: list[Curve]) -> dict[Curve, _Style]:
     return styles
 
 
-def _line(axes: Any, dots: list[tuple[float, float, float | None]], style: _Style) -> None:
-    xs, ys = [dot[0] for dot in dots], [dot[1] for dot in dots]
-    errors = [dot[2] for dot in dots]
-    if xs and None not in errors:
-        axes.errorbar(xs, ys, yerr=errors, capsize=2, elinewidth=0.8, **style)
-    elif xs:
-        axes.plot(xs, ys, **style)
+def _columns(dots: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in dots], [y for _, y in dots]
 
 
 def _scale(axes: Any, measure: str, found: list[Curve]) -> None:
@@ -127,18 +124,18 @@ def _differences(axes: Any, measure: str, gaps: list[Difference], found: list[Cu
     reach = max(100 * (each.point.sparsity or 0.0) for each in gaps)
     for number, ((_, match), members) in enumerate(lines.items()):
         members = sorted(members, key=lambda each: each.point.sparsity or 0.0)
-        aside = 0.004 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
+        aside = 0.006 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
         xs = [100 * (each.point.sparsity or 0.0) + aside for each in members]
         style = {key: emp[members[0].point.name][key] for key in ("color", "marker", "zorder")}
         style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
-        ys = [each.change for each in members]
-        errors = [each.stderr for each in members]
+        ys = [each.change.value for each in members]
+        errors = [each.change.stderr for each in members]
         if None in errors:
             axes.plot(xs, ys, **style)
         else:
             axes.errorbar(xs, ys, yerr=[2 * (error or 0.0) for error in errors], capsize=2, elinewidth=0.8, **style)
     axes.axhline(0, color="black", linewidth=0.9)
-    largest = max(abs(each.change) for each in gaps)
+    largest = max(abs(each.change.value) for each in gaps)
     if largest > 30:
         axes.set_yscale("symlog", linthresh=5)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -154,7 +151,7 @@ def _differences(axes: Any, measure: str, gaps: list[Difference], found: list[Cu
         axes.text(s="baseline better", transform=axes.transAxes, color=GREY, weight="bold", **where)
     axes.set_xlabel("weights removed, % of the targets (the same for both)")
     unit = "points" if in_percent(measure) else "%"
-    known = any(each.stderr is not None for each in gaps)
+    known = any(each.change.stderr is not None for each in gaps)
     axes.set_ylabel(f"EMP − baseline, {unit}" + ("\n(bars: ± 2 standard errors)" if known else ""))
 
 
@@ -184,19 +181,22 @@ def _unit(measure: str) -> str:
     return f"{measure}, %" if in_percent(measure) else measure
 
 
-def _caption(measure: str, found: list[Curve], gaps: list[Difference]) -> str:
-    text = (
-        f"{measure[:1].upper()}{measure[1:]} against β and against the share of weights removed, with uniform baselines of the "
-        "same criterion and the dense model."
-    )
-    if any(dot.stderr is not None for curve in found for dot in curve.dots):
-        text += " Bars: ± one standard error."
+def _betas(found: list[Curve]) -> set[float]:
+    return {dot.beta for curve in found for dot in curve.dots if dot.beta is not None}
+
+
+def _caption(measure: str, found: list[Curve], gaps: list[Difference], dense: bool) -> str:
+    against = "β and against the share" if len(_betas(found)) > 1 else "the share"
+    shown = ["uniform baselines of the same criterion"] if any(curve.allocation != "emp" for curve in found) else []
+    shown += ["the dense model"] if dense else []
+    others = f", with {' and '.join(shown)}" if shown else ""
+    text = f"{measure[:1].upper()}{measure[1:]} against {against} of weights removed{others}."
     if gaps:
         text += (
             " Below: the difference between EMP and a baseline that removes as many weights, in total (dashed) or in every "
             "matrix (dotted)."
         )
-    if any(each.stderr is not None for each in gaps):
-        kind = "unpaired standard errors" if in_percent(measure) else "standard errors of the paired losses"
-        text += f" Its bars: ± two {kind}."
+    if any(each.change.stderr is not None for each in gaps):
+        kind = "unpaired" if any(each.change.unpaired for each in gaps) else "paired"
+        text += f" Its bars: ± two {kind} standard errors."
     return text

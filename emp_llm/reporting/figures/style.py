@@ -16,6 +16,7 @@ _DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
+ON_DARK, ON_BRIGHT = "#fefefe", "#111111"  # on a map's colours, which are the same on a dark page: unlike white and black
 LABEL = 36  # characters of a name that fit beside a panel
 N_EFF = r"$N_\mathrm{eff}$"  # for labels with parse_math=True
 _STYLE: dict[str, Any] = {

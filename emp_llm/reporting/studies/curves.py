@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from emp_llm.evaluation.measured_values import Value, change_between, in_percent
+from emp_llm.evaluation.changes import Change, change_of
+from emp_llm.evaluation.measured_values import in_percent
 from emp_llm.options.recipe import MatchBy
 from emp_llm.records.run_report import Quartiles
-from emp_llm.reporting.studies.measured_points import MatrixStats, MeasuredPoint, SuiteResult, by_role_and_block
+from emp_llm.reporting.studies.measured_points import MatrixStats, MeasuredPoint, by_role_and_block
 from emp_llm.reporting.studies.study import Study, StudySuite, label_of
 
 Allocation = Literal["emp", "total", "matrix"]  # EMP, or the quantity in which a uniform baseline matches an EMP point
@@ -22,7 +23,6 @@ class Dot:
     beta: float | None
     sparsity: float
     value: float
-    stderr: float | None
     name: str
 
 
@@ -45,10 +45,8 @@ class Difference:
         point, baseline: the EMP point and the baseline.
         match: the quantity that is equal in both.
         measure: its name; value: of the point; base: of the baseline.
-        change: from base to value, in percent of base; for accuracies in points. 0 for equal masks, and for values that
-            differ by rounding only.
-        stderr: of the change. For a perplexity, from the paired losses of the blocks. For accuracies, from both standard
-            errors, as if the models had answered different examples; this overestimates the error.
+        change: from base to value, in percent of base; for accuracies in points. 0 for equal masks.
+            It has the paired standard error if both models were judged on the same examples.
         better: whether the change is in EMP's favour; None if it is unknown whether high or low values are good.
     """
 
@@ -58,14 +56,13 @@ class Difference:
     measure: str
     value: float
     base: float
-    change: float
-    stderr: float | None
+    change: Change
     better: bool | None
 
     @property
     def clear(self) -> bool | None:
         """Whether the change exceeds two standard errors; None if these are unknown."""
-        return None if self.stderr is None else abs(self.change) > 2 * self.stderr
+        return None if self.change.stderr is None else abs(self.change.value) > 2 * self.change.stderr
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         allocation: Allocation = "emp" if point.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "")
         order = point.order if point.adaptive else matched.order if matched and allocation == "matrix" else None
-        dot = Dot(matched.beta if matched else point.beta, point.sparsity, value.value, value.stderr, point.name)
+        dot = Dot(matched.beta if matched else point.beta, point.sparsity, value.value, point.name)
         label = label_of(point) + (f", order {order:g}" if not point.adaptive and order not in (None, 2.0) else "")
         groups.setdefault((label, point.criterion, order, allocation), []).append(dot)
     return [Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0)))) for key, dots in groups.items()]
@@ -131,12 +128,11 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
             if value is None or base is None:
                 continue
             same = bool(point.masks) and point.masks == baseline.masks
-            change, stderr = (0.0, 0.0) if same else change_of(measure, value, base, first, second)
-            if not math.isnan(change):
+            change = Change(0.0, 0.0) if same else change_of(measure, value, base)
+            if not math.isnan(change.value):
                 lower = lower_is_better(measure)
-                better = None if lower is None else (change < 0) == lower and change != 0
-                numbers = (value.value, base.value, change, stderr, better)
-                found.append(Difference(point, baseline, baseline.match, measure, *numbers))
+                better = None if lower is None else (change.value < 0) == lower and change.value != 0
+                found.append(Difference(point, baseline, baseline.match, measure, value.value, base.value, change, better))
     methods = list(dict.fromkeys(label_of(point) for point in study.points))
     return sorted(
         found,
@@ -147,45 +143,6 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
             each.point.beta or 0.0,
         ),
     )
-
-
-def change_of(
-    measure: str, value: Value, base: Value, result: SuiteResult | None = None, other: SuiteResult | None = None
-) -> tuple[float, float | None]:
-    """The change of a value from a base, and its standard error: for accuracies in points, else in percent of the base.
-
-    Args:
-        measure: its name.
-        value, base: the two values.
-        result, other: the results that hold them; a perplexity's error is that of their paired block losses.
-    """
-    change = change_between(measure, base.value, value.value)
-    if in_percent(measure):
-        errors = (value.stderr, base.stderr)
-        return change, None if errors[0] is None or errors[1] is None else math.hypot(errors[0], errors[1])
-    paired = None
-    if measure.startswith("perplexity") and result and other and math.isfinite(change) and math.isfinite(base.value):
-        paired = paired_stderr(result.block_losses, other.block_losses)
-    return change, None if paired is None else 100 * paired * value.value / base.value
-
-
-def paired_stderr(first: tuple[tuple[float, int], ...], second: tuple[tuple[float, int], ...]) -> float | None:
-    """Standard error of the difference of two mean losses on the same blocks of a text, each weighted by its tokens.
-
-    Args:
-        first, second: mean loss and number of tokens of each block.
-
-    Returns:
-        The error; None if there are fewer than two blocks, or they are not the same.
-    """
-    if len(first) < 2 or [tokens for _, tokens in first] != [tokens for _, tokens in second]:
-        return None
-    weights = [tokens for _, tokens in first]
-    gaps = [a - b for (a, _), (b, _) in zip(first, second, strict=True)]
-    total = sum(weights)
-    mean = math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True)) / total
-    squares = math.fsum((w * (gap - mean)) ** 2 for w, gap in zip(weights, gaps, strict=True))
-    return math.sqrt(squares * len(gaps) / (len(gaps) - 1)) / total
 
 
 def lower_is_better(measure: str) -> bool | None:

@@ -67,13 +67,11 @@ class SuiteResult:
         suite: its name.
         key: text, tasks, limit, dtype and quantisation as JSON; results with equal keys are comparable.
         values: measure -> value, from `measured_values.values_of`.
-        block_losses: mean loss and number of tokens of each block of the text; empty if the record has none.
     """
 
     suite: str
     key: str
     values: dict[str, Value]
-    block_losses: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)

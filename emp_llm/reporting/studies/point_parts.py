@@ -2,18 +2,16 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import count_of, printable
+from emp_llm.common.wording import printable
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
-from emp_llm.evaluation.measured_values import Value, values_of
+from emp_llm.evaluation.measured_values import values_of
 from emp_llm.options.recipe import MatchBy
-from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import MatrixRecord, Quartiles, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, CriterionRecord, ModelSource, RecipeRecord
 from emp_llm.reporting.studies.measured_points import MatrixStats, SuiteResult, WholeGroup
@@ -31,31 +29,8 @@ def suite_result_of(model: EvaluatedModel, where: str) -> SuiteResult:
             raise UserError(f"{where}: {name} must be a number.")
     base, *changes = model.suite.split(",")
     marks = [PurePath(base).stem or base, *changes, *([quantization.bits] if quantization else [])]
-    blocks = _block_losses(model.measures.perplexity, where)
-    values = {printable(measure): value for measure, value in _with_error_of_mean(values).items()}
-    return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values, blocks)
-
-
-def _with_error_of_mean(values: dict[str, Value]) -> dict[str, Value]:
-    """Add the standard error of the mean accuracy: that of a mean over tasks without common examples."""
-    errors = [value.stderr for name, value in values.items() if name.endswith(" acc")]
-    known = [error for error in errors if error is not None]
-    mean = next((name for name in values if name.startswith("mean acc of ")), None)
-    if mean is None or len(known) < len(errors):
-        return values
-    return values | {mean: replace(values[mean], stderr=math.hypot(*known) / len(known))}
-
-
-def _block_losses(perplexity: PerplexityRecord | None, where: str) -> tuple[tuple[float, int], ...]:
-    """Mean loss and number of tokens of every block; only the last may be shorter."""
-    if perplexity is None or not perplexity.block_losses:
-        return ()
-    losses, length = perplexity.block_losses, perplexity.block_length
-    last = perplexity.tokens - (len(losses) - 1) * length
-    if not 0 < last <= length:
-        given = count_of(len(losses), "block loss", "block losses")
-        raise UserError(f"{where}: perplexity: its {given} do not fit {count_of(perplexity.tokens, 'token')}.")
-    return tuple(zip(losses, [length] * (len(losses) - 1) + [last], strict=True))
+    values = {printable(measure): value for measure, value in values.items()}
+    return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values)
 
 
 def matrices_of(entries: dict[str, MatrixRecord], where: str) -> tuple[MatrixStats, ...]:
