@@ -126,7 +126,7 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(page: Pa
     assert f"perplexity, blocks of 64: {values[0]:.3f} → {values[1]:.3f} (against the dense model" in cost
     assert against.startswith(f"- Against the baseline: **{signed(100 * (values[1] / base - 1))} ± ")
     assert "magnitude, uniform rows, as many weights in total" in against
-    assert "There is no baseline with as many zeros. The command prune --method wanda --match makes one." in head
+    assert "There is no baseline with as many zeros. To make one: prune --method wanda --match RUN." in head
     assert text.index("### Is EMP better") < text.index("### All points")
     assert "| EMP-magnitude | as many weights in total | perplexity, blocks of 64 |" in text
     check_page(page / "report.html")
