@@ -21,6 +21,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.evaluation.changes import signed
 from emp_llm.pruning.recipe import read_report
 from emp_llm.report import report
+from emp_llm.reporting.report_folder import summary_words
 from emp_llm.reporting.run_tables import evaluation_table
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
@@ -125,7 +126,7 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(page: Pa
     assert f"perplexity, blocks of 64: {values[0]:.3f} → {values[1]:.3f} (against the dense model" in cost
     assert against.startswith(f"- Against the baseline: **{signed(100 * (values[1] / base - 1))} ± ")
     assert "magnitude, uniform rows, as many weights in total" in against
-    assert "There is no baseline with as many zeros. The command prune --method wanda --match makes one." in head
+    assert "There is no baseline with as many zeros. To make one: prune --method wanda --match RUN." in head
     assert text.index("### Is EMP better") < text.index("### All points")
     assert "| EMP-magnitude | as many weights in total | perplexity, blocks of 64 |" in text
     check_page(page / "report.html")
@@ -204,6 +205,7 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     """Wherever one is shown: in the sentences with counts, below both tables, and below the figure."""
     folders = with_accuracies(runs, tmp_path, answers=False)
     summary = report(folders, output=tmp_path / "out")
+    assert "\n‡ unpaired standard error" in summary_words(summary)
     text = (tmp_path / "out" / "report.md").read_text()
     (sentence,) = (each for study in summary.page.studies for each in study.verdicts if "t acc" in each)
     assert "worse at 1 of 1 point (1 by more than two unpaired standard errors)" in sentence

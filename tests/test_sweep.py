@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -382,7 +383,7 @@ def test_only_accuracies_change_by_points() -> None:
 
     def measured(perplexity: float | None, accuracy: float) -> Record:
         counts = {"original": 10, "effective": 10}
-        tasks = {"t": {"word_perplexity,none": perplexity}, "u": {"acc,none": accuracy}}
+        tasks = {"t": {"word_perplexity,none": perplexity}, "u": {"acc,none": accuracy, "acc_stderr,none": 0.03}}
         return {"tasks": {name: {"results": {name: each}, "n-samples": {name: counts}} for name, each in tasks.items()}}
 
     points = [
@@ -391,9 +392,11 @@ def test_only_accuracies_change_by_points() -> None:
     ]
     record = {"format": "emp-llm sweep 2", "dense": measured(16, 0.5), "points": points, "suite": "s"}
     lines = sweep_table(record_of(record, Sweep, "sweep.json")).splitlines()
-    assert lines[3].split() == ["p", "50.00", "25.00", "24.000", "+50.00", "%", "40.00", "-10.00"]
-    assert lines[4].split() == ["q", "60.00", "25.00", "infinite", "+inf", "%", "50.00", "0.00"]
-    assert lines[5].split() == ["r", "70.00", "25.00", "16.000", "0.00", "%", "50.00", "0.00"]
+    error = ["±", f"{math.hypot(3, 3):.2f}", "‡"]  # older records hold no answers
+    assert lines[3].split() == ["p", "50.00", "25.00", "24.000", "+50.00", "%", "40.00", "-10.00", *error]
+    assert lines[4].split() == ["q", "60.00", "25.00", "infinite", "+inf", "%", "50.00", "0.00", *error]
+    assert lines[5].split() == ["r", "70.00", "25.00", "16.000", "0.00", "%", "50.00", "0.00", *error]
+    assert "‡ unpaired standard error" in lines[-1]
 
 
 def test_infinite_perplexities_do_not_end_a_sweep(models: Models, options: Record, tmp_path: Path) -> None:

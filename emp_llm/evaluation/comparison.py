@@ -5,6 +5,7 @@ change has a paired standard error if both models were judged on the same exampl
 published values.
 """
 
+import math
 from pathlib import PurePath
 from typing import get_args
 
@@ -17,7 +18,9 @@ from emp_llm.evaluation.measured_values import Value, formatted, in_percent, val
 from emp_llm.evaluation.published_values import PublishedRow, published_row
 from emp_llm.options.commands import TableFormat
 
-UNPAIRED_NOTE = "unpaired standard error, usually too large: the results do not hold both models' answers to the same examples"
+UNPAIRED_NOTE = (
+    f"{UNPAIRED} unpaired standard error, usually too large: the results do not hold both models' answers to the same examples"
+)
 
 
 def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[str] | None = None) -> str:
@@ -60,7 +63,7 @@ def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str
     if any(each.stderr is not None and each.paired for each in changes):
         notes.append("changes ± paired standard error: both models judged on the same examples and blocks of text")
     if any(each.unpaired for each in changes):
-        notes.append(f"{UNPAIRED} {UNPAIRED_NOTE}")
+        notes.append(UNPAIRED_NOTE)
     return notes
 
 
@@ -110,7 +113,7 @@ def _csv_change(name: str, base: Value | None, value: Value | None) -> list[str]
         return ["", "", ""]
     change = change_of(name, value, base)
     paired = "" if change.stderr is None else str(change.paired).lower()
-    return [repr(change.value), _all_digits(change.stderr), paired]
+    return ["" if math.isnan(change.value) else repr(change.value), _all_digits(change.stderr), paired]
 
 
 def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> list[str]:

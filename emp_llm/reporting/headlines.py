@@ -106,9 +106,7 @@ def _against_baseline(study: Study, point: MeasuredPoint) -> Tile:
     title = "Against the baseline"
     if not found:
         method = point.criterion
-        return Tile(
-            title, (), f"There is no baseline with as many zeros. The command prune --method {method} --match makes one."
-        )
+        return Tile(title, (), f"There is no baseline with as many zeros. To make one: prune --method {method} --match RUN.")
     first = found[0][1]
     own = [each for _, each in found if each.baseline.id == first.baseline.id][:_MOST_ENTRIES]
     entries = tuple((_amount(each.measure, each.change), f"{each.measure}: {_verdict(each)}") for each in own)

@@ -9,6 +9,8 @@ import msgspec
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, csv_table, table
 from emp_llm.common.wording import count_of, printable
+from emp_llm.evaluation.changes import UNPAIRED
+from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.records.report_page import ReportPage, StudySummary
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
@@ -72,6 +74,7 @@ def summary_words(summary: ReportSummary) -> str:
         lines.append(study.title)
         if len(rows) > 1:
             lines.append(table(rows))
+            lines += [UNPAIRED_NOTE] if any(UNPAIRED in cell for row in rows for cell in row) else []
         lines += study.verdicts
     lines.append(f"{count_of(len(summary.files), 'file')} in {summary.output}; open {summary.output / 'report.html'}")
     return "\n".join(lines)

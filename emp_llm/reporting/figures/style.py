@@ -101,7 +101,7 @@ def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = Fals
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = name  # distinct ids for the figures of one page
-    figure.suptitle(printable(title, 85), x=0.01, ha="left", fontsize=11, weight="bold")
+    figure.suptitle(printable(title, 76), x=0.01, ha="left", fontsize=11, weight="bold")
     svg, png = BytesIO(), BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
