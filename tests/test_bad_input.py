@@ -190,7 +190,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config": (r"no config\.json", _remove("config.json"), "emp-wanda"),
     "config broken": (r"config\.json: cannot be read as JSON", lambda f: (f / "config.json").write_text("{"), "emp-wanda"),
     "config of no class": (
-        r"model: transformers .*`nothing`",
+        r"model: transformers .* does not know the model type 'nothing'",
         _json("config.json", model_type="nothing"),
         "wanda",
     ),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.targets import check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Recipe
@@ -36,12 +37,14 @@ class Plan:
         self.checkpoint = architecture.checkpoint
         self.architecture = architecture
         self._mask_device = mask_device
-        self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
-        self.coverage = self.architecture.coverage(self.chosen)
+        self.chosen = self.architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+        self.coverage = self.architecture.coverage(self.chosen, recipe.tower)
         self.coverage.check(recipe.targets, recipe.allow_partial)
         no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
         if recipe.needs_activations and no_inputs is not None:
             raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")
+        if recipe.needs_activations:
+            check_calibrated([target.layer for target in self.chosen])
 
     @classmethod
     def of_folder(
