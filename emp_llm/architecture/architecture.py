@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
@@ -10,6 +11,7 @@ from emp_llm.architecture.conventional import conventional_structure
 from emp_llm.architecture.layers import Layer, Tower, is_router, tower_of
 from emp_llm.architecture.structure import Structure, structure_of_model, structure_of_names
 from emp_llm.architecture.targets import Coverage, Target, in_scope, is_named
+from emp_llm.checkpoint.block_scales import FP8_DTYPE, block_scales
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix
 from emp_llm.common.errors import UserError
@@ -176,7 +178,9 @@ class Architecture:
                 return None
             matrix = Matrix(self.checkpoint.tensors[stored_name], layer.transposed)
         stored = matrix.stored
-        if stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
+        if stored.dtype == FP8_DTYPE and len(stored.shape) == 2:
+            matrix = replace(matrix, scales=block_scales(stored, self.checkpoint.tensors, self.checkpoint.config))
+        elif stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
             raise UserError(
                 f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
                 "floating-point matrices can be pruned. Prune the original model and quantise the result."

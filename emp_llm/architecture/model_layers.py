@@ -5,6 +5,7 @@ The matrices of all experts of a mixture lie in one parameter of three dimension
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -40,6 +41,11 @@ def weight_of(model: nn.Module, layer: Layer) -> Tensor:
         return weight.T if layer.transposed else weight
     matrix = model.get_parameter(layer.expert.parameter).data[layer.expert.expert]
     return (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+
+
+def set_to_zero(weight: Tensor, removed: Tensor) -> None:
+    """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill FP8, so its bits are filled."""
+    (weight.view(torch.int8) if weight.element_size() == 1 else weight).masked_fill_(removed, 0)
 
 
 def inputs_of(model: nn.Module, layer: Layer) -> int:

@@ -62,7 +62,8 @@ def load_model(
                 device_map=placement,
                 offload_folder=offload.name,
                 use_safetensors=True,
-                quantization_config=quantization_config(quantization),
+                # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
+                **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,  # listed in `info`, and refused below
                 output_loading_info=True,
