@@ -206,6 +206,18 @@ def test_damaged_models(refused: Refused, model: Path, match: str, damage: Calla
     refused(match, method=method)
 
 
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str) -> None:
+    file = tmp_path / "tiny-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for line in (["prune", "--method", "magnitude"], ["evaluate"]):
+        done = command(*line, "--model", tmp_path if place == "folder" else file)
+        assert done.returncode == 2
+        assert "GGUF" in done.stderr
+        assert "safetensors checkpoint of the model that it was made from" in done.stderr
+        check_sentences(done.stderr.removeprefix("error: ").strip())
+
+
 @pytest.mark.parametrize("bad", [0x7FC0, 0xFF80], ids=["NaN", "infinity"])
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])
 @pytest.mark.parametrize("method", ["magnitude", "emp-magnitude"])

@@ -117,7 +117,7 @@ def torch_dtype(name: str) -> "torch.dtype":
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[name]
 
 
-def values_of(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
+def dequantised_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
     """The values of rows from `first` on, given as stored: float32 if the matrix has scales, else unchanged."""
     return weights if matrix.scales is None else matrix.scales.dequantised(first, weights)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import as_tensor, torch_dtype, values_of
+from emp_llm.checkpoint.matrix import as_tensor, dequantised_rows, torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.options.criterion import GIVEN
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
@@ -109,7 +109,7 @@ class TargetScores:
         criterion = self.scheme_of(target).criterion
         if criterion.own and self._own is not None:
             return self._own.rows(target, first, first + weights.shape[0]).to(weights.device)
-        values = values_of(target.matrix, first, weights)
+        values = dequantised_rows(target.matrix, first, weights)
         scores = criterion.score(values, self._inputs(target)) if criterion.needs_norms else criterion.score(values)
         return scores.contiguous()
 
