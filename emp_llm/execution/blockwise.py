@@ -27,7 +27,7 @@ from emp_llm.execution.block_calls import Call, InseparableBlocks, TensorPool, c
 from emp_llm.execution.hidden_states import HiddenStates, check_place, choose_place
 from emp_llm.execution.loading import input_device
 from emp_llm.execution.offload import BlockLoader, OutsideModules, execution_device
-from emp_llm.execution.text_inputs import reads_twice, run_on_text
+from emp_llm.execution.text_inputs import NOT_BY_BLOCKS, reads_twice, run_on_text
 from emp_llm.options.calibration import Place
 
 
@@ -50,10 +50,7 @@ class BlockwiseModel:
     def __init__(self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto") -> None:
         check_place(hidden_states)
         if reads_twice(model):
-            raise UserError(
-                f"{type(model).__name__}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use "
-                "--execution model, and --propagate dense."
-            )
+            raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         self.model = model
         self.path, self.blocks = find_blocks(model, blocks)
         self.hidden_states = hidden_states

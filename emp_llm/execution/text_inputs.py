@@ -11,6 +11,11 @@ from emp_llm.common.errors import UserError, reason
 from emp_llm.common.memory import ran_out
 from emp_llm.execution.loading import input_device
 
+NOT_BY_BLOCKS = (
+    "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use --execution model, and "
+    "--propagate dense."
+)
+
 
 def text_inputs(model: PreTrainedModel, batch: Tensor) -> dict[str, Any]:
     """The keyword arguments of a forward pass on text.
