@@ -12,6 +12,7 @@ import multimodal
 import numpy as np
 import oracle
 import pytest
+import tiny
 import torch
 from conftest import Run
 from multimodal import ENCODER_DECODER, FAMILIES, MULTIMODAL, load_own, make_multimodal
@@ -240,6 +241,18 @@ def test_perplexity_of_the_language_tower(towers: Towers, tmp_path: Path, text: 
     assert record.results.perplexity.block_losses[0] == pytest.approx(first, rel=1e-2)
     with pytest.raises(UserError, match=r"perplexity is for models that continue a text.*--tasks"):
         evaluate(towers("t5"), suite=str(suite), device_map="cpu", output=tmp_path / "t5.json")
+
+
+def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> None:
+    folder = make_multimodal(tmp_path / "bart", "bart")
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([0, 1, 2])
+    tokenizer.save_pretrained(folder)
+    suite = tmp_path / "suite.toml"
+    suite.write_text(f'[[tasks]]\nnames = ["sums"]\nfolder = "{task_suite.parent / "tasks"}"\n')
+    record = evaluate(folder, suite=str(suite), device_map="cpu", output=tmp_path / "results.json")
+    measured = record.results.measures.tasks["sums"]
+    assert "acc" in str(measured.as_dict())
 
 
 REFUSED = {

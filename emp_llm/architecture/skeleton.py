@@ -93,7 +93,7 @@ def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
     if own:
         return own[0]
     classes = getattr(config, "architectures", None) or [""]
-    known = {auto: getattr(modeling_auto, table).get(config.model_type) for auto, table in _GENERATE.items()}
+    known = {auto: getattr(modeling_auto, table, {}).get(config.model_type) for auto, table in _GENERATE.items()}
     fitting = [auto for auto, found in known.items() if found is not None]
     named = [auto for auto in fitting if classes[0] == known[auto]]
     if not named and "AutoModelForSeq2SeqLM" in fitting:
