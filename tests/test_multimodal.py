@@ -18,7 +18,7 @@ from conftest import Run
 from multimodal import ENCODER_DECODER, FAMILIES, MULTIMODAL, load_own, make_multimodal
 from safetensors.torch import load_file, save_file
 
-from emp_llm import reapply_mask
+from emp_llm import Recipe, prune_model, reapply_mask
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
@@ -241,6 +241,31 @@ def test_perplexity_of_the_language_tower(towers: Towers, tmp_path: Path, text: 
     assert record.results.perplexity.block_losses[0] == pytest.approx(first, rel=1e-2)
     with pytest.raises(UserError, match=r"perplexity is for models that continue a text.*--tasks"):
         evaluate(towers("t5"), suite=str(suite), device_map="cpu", output=tmp_path / "t5.json")
+
+
+def test_images_in_batches(towers: Towers) -> None:
+    """In memory, batches may hold images, which reach the vision tower and the projector."""
+    model, generator = load_own(towers("llava"), "llava").float(), torch.Generator().manual_seed(1)
+    words = torch.randint(3, 256, (2, 3, 20), generator=generator)
+    words[:, :, 4:8] = 260  # an image of 2 x 2 patches
+    batches = [{"input_ids": ids, "pixel_values": torch.randn(3, 3, 16, 16, generator=generator)} for ids in words]
+    sums: dict[str, torch.Tensor] = {}
+    layers = [name for name, module in model.named_modules() if re.search(r"encoder.*fc[12]$|language_model.*mlp.*proj$", name)]
+    hooks = mixtures.watch(model, layers, sums)
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    dense = {name: model.get_submodule(name).weight.detach().double().numpy() for name in layers}
+    found = prune_model(model, Recipe(method="wanda", tower="all"), data=batches)
+    assert set(found.matrices) == set(layers) == set(sums)
+    assert any(name.startswith("model.vision_tower") for name in layers)
+    for name, total in sums.items():
+        mask = oracle.row_masks(oracle.scores(dense[name], total.sqrt().float().numpy()), adaptive=False)
+        assert (found.masks[f"{name}.weight"].numpy() == mask).mean() > 0.999, name
+    with pytest.raises(UserError, match=r"vision tower.*batches with images to prune_model"):
+        prune_model(model, Recipe(method="wanda", tower="all"), data=words[0], samples=2, seqlen=20)
 
 
 def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> None:

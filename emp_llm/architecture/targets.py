@@ -119,5 +119,5 @@ def check_calibrated(layers: Iterable[Layer]) -> None:
     if beside is not None:
         raise UserError(
             f"{beside.name} is in the {beside.tower} tower. Calibration runs on text, so this tower has no input activations. "
-            "Use a magnitude method, which needs none."
+            "Use a magnitude method, which needs none; or in Python, give batches with images to prune_model."
         )

@@ -44,8 +44,6 @@ class Plan:
         no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
         if recipe.needs_activations and no_inputs is not None:
             raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")
-        if recipe.needs_activations:
-            check_calibrated([target.layer for target in self.chosen])
 
     @classmethod
     def of_folder(
@@ -63,7 +61,10 @@ class Plan:
         checkpoint = Checkpoint(folder)
         _check_unquantised(checkpoint, name)
         names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
-        return cls(Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice), recipe, mask_device)
+        plan = cls(Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice), recipe, mask_device)
+        if recipe.needs_activations:
+            check_calibrated([target.layer for target in plan.chosen])
+        return plan
 
     def pruner_of(self, recipe: Recipe) -> Pruner:
         """The pruner of the targets for a recipe."""
