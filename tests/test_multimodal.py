@@ -268,6 +268,21 @@ def test_images_in_batches(towers: Towers) -> None:
         prune_model(model, Recipe(method="wanda", tower="all"), data=words[0], samples=2, seqlen=20)
 
 
+@pytest.mark.parametrize("name", ENCODER_DECODER)
+def test_encoder_decoders_in_memory(towers: Towers, pruned: Pruned, text: Path, name: str) -> None:
+    """The same masks from texts and from batches of token ids as from the command."""
+    out, report = pruned(name, "emp-wanda")
+    ids = _ids(towers(name), torch.tensor(list(text.read_bytes()[: 4 * 32])).reshape(4, 32))
+    for data in (ids, [{"input_ids": ids}]):
+        model = load_own(towers(name), name)
+        found = prune_model(model, data=data, samples=4, seqlen=32)
+        assert found.matrices.keys() == report["matrices"].keys()
+        kept = [(entry.kept, report["matrices"][layer]["kept"]) for layer, entry in found.matrices.items()]
+        assert sum(abs(one - other) for one, other in kept) <= 0.002 * report["targets"]["weights"]
+        if data is ids:
+            assert all(torch.equal(weight, model.get_parameter(key)) for key, weight in load_own(out, name).named_parameters())
+
+
 def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> None:
     folder = make_multimodal(tmp_path / "bart", "bart")
     tokenizer = tiny.make_tokenizer()

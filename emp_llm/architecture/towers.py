@@ -84,8 +84,14 @@ def _embedding_of(model: Any) -> str:
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        return ""
-    return next((name for name, module in model.named_modules() if module is embedding), "")
+        embedding = None
+    named = dict(model.named_modules())
+    found = next((name for name, module in named.items() if module is embedding), "")
+    if found or not hasattr(model, "config"):
+        return found
+    words = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    tables = (name for name, module in named.items() if isinstance(module, nn.Embedding) and module.num_embeddings == words)
+    return next(tables, "")
 
 
 def _visit(module: nn.Module, name: str, embedding: str, encoders: dict[str, Tower], lists: dict[str, nn.ModuleList]) -> None:

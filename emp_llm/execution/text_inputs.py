@@ -33,7 +33,7 @@ def text_inputs(model: PreTrainedModel, batch: Tensor) -> dict[str, Any]:
     ids = batch.to(input_device(model))
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if reads_twice(model):
-        inputs["decoder_input_ids"] = _shifted(model, ids)
+        inputs["decoder_input_ids"] = decoder_ids(model, ids)
     return inputs
 
 
@@ -59,7 +59,12 @@ def run_on_text(model: PreTrainedModel, body: nn.Module, batch: Tensor) -> Any:
         ) from error
 
 
-def _shifted(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def decoder_ids(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The decoder's token ids for an encoder's, int64, both of shape (sequences, length): the same text shifted right by one.
+
+    Raises:
+        UserError: the model's config names no token to begin with.
+    """
     configs = (model.config, model.config.get_text_config(decoder=True))
     names = ("decoder_start_token_id", "bos_token_id")
     values = [getattr(config, name, None) for name in names for config in configs]
