@@ -49,9 +49,7 @@ def main(line: list[str] | None = None) -> None:
         print(f"{kind}: {shown}" + (f" - WRONG: {problem}" if problem else ""))
         if problem:
             wrong.append(kind)
-    print(
-        f"{count_of(count, 'model')}; {len(wrong)} wrong: {', '.join(wrong) or 'none'}; not built: {', '.join(unbuilt) or 'none'}"
-    )
+    print(f"{count_of(count, 'model')}; wrong: {', '.join(wrong) or 'none'}; not built: {', '.join(unbuilt) or 'none'}")
     sys.exit(1 if wrong else 0)
 
 
