@@ -81,7 +81,7 @@ def _check_against(
     recipe = manifest.recipe
     blocks = options.blocks or recipe.blocks
     architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
-    targets = architecture.select(recipe.targets, recipe.ignore)
+    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language")
     given = _given_scores(options, manifest)
     if check_other_bytes(dense, pruned, targets, findings):
         check_masks(dense, pruned, targets, manifest, norms, findings, given)

@@ -50,13 +50,14 @@ def checkpoint(tmp_path: Path, _hub_pruned: Path) -> Path:
 @pytest.fixture(scope="session")
 def _repositories(hub_dense: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("repositories")
-    tiny, pickles, lamps, questions = (folder / name for name in ("tiny", "pickles", "lamps", "questions"))
+    tiny, pickles, lamps, questions, gguf = (folder / name for name in ("tiny", "pickles", "lamps", "questions", "gguf"))
     shutil.copytree(models("llama"), tiny)
     (tiny / "original").mkdir()
     (tiny / "original" / "consolidated.00.pth").write_bytes(b"pickle")
-    for repository in (pickles, lamps, questions):
+    for repository in (pickles, lamps, questions, gguf):
         repository.mkdir()
     (pickles / "config.json").write_text("{}")
+    (gguf / "tiny-Q4_K_M.gguf").write_bytes(b"GGUF")
     for repository in (tiny, pickles):
         (repository / "pytorch_model.bin").write_bytes(b"pickle")
     rows = [{"text": f"Lamp {i} is lit at {i % 24}."} for i in range(300)]
@@ -68,6 +69,7 @@ def _repositories(hub_dense: Path, models: Callable[[str], Path], tmp_path_facto
         "user/data": lamps,
         "someone/tiny": tiny,
         "someone/pickles": pickles,
+        "someone/gguf": gguf,
         "someone/questions": questions,
         "someone/text": questions,
     }

@@ -190,7 +190,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config": (r"no config\.json", _remove("config.json"), "emp-wanda"),
     "config broken": (r"config\.json: cannot be read as JSON", lambda f: (f / "config.json").write_text("{"), "emp-wanda"),
     "config of no class": (
-        r"model: transformers .*`nothing`",
+        r"model: transformers .* does not know the model type 'nothing'",
         _json("config.json", model_type="nothing"),
         "wanda",
     ),
@@ -204,6 +204,18 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_damaged_models(refused: Refused, model: Path, match: str, damage: Callable[[Path], object], method: str) -> None:
     damage(model)
     refused(match, method=method)
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str) -> None:
+    file = tmp_path / "tiny-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for line in (["prune", "--method", "magnitude"], ["evaluate"]):
+        done = command(*line, "--model", tmp_path if place == "folder" else file)
+        assert done.returncode == 2
+        assert "GGUF" in done.stderr
+        assert "safetensors checkpoint of the model that it was made from" in done.stderr
+        check_sentences(done.stderr.removeprefix("error: ").strip())
 
 
 @pytest.mark.parametrize("bad", [0x7FC0, 0xFF80], ids=["NaN", "infinity"])

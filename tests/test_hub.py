@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -57,6 +58,9 @@ def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_
     pickled = refusal("someone/pickles")
     assert "pickles are not loaded here" in pickled
     assert "convert it once" in pickled
+    assert re.search(
+        r"someone/gguf: it holds its weights as GGUF \(tiny-Q4_K_M\.gguf\).*safetensors checkpoint", refusal("someone/gguf")
+    )
     assert "not a Hub id" in refusal("no such name")
     assert "is for Hub ids" in refusal(str(tmp_path), revision="main")
     assert "no such model folder" in refusal(str(tmp_path / "none"))

@@ -82,6 +82,7 @@ def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
     [
         ("import_graph", ""),
         ("check_conventional", "llama qwen2"),
+        ("check_towers", "llava bart"),
         ("check_masks", "--weights 100"),
         ("bench_masks", "--rows 8 --repeats 1 --threads 1"),
         ("fuzz_checkpoint", "--executions 20"),

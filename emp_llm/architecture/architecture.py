@@ -3,13 +3,15 @@
 import logging
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from emp_llm.architecture.conventional import conventional_structure
-from emp_llm.architecture.layers import Layer, is_router
+from emp_llm.architecture.layers import Layer, Tower, is_router, tower_of
 from emp_llm.architecture.structure import Structure, structure_of_model, structure_of_names
 from emp_llm.architecture.targets import Coverage, Target, in_scope, is_named
+from emp_llm.checkpoint.block_scales import FP8_DTYPE, block_scales
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix
 from emp_llm.common.errors import UserError
@@ -65,23 +67,26 @@ class Architecture:
             if not names_suffice:
                 raise
             logger.warning("%s Its layers are derived from the names of its tensors.", error)
-            return cls(checkpoint, structure_of_names(checkpoint))
+            return cls(checkpoint, structure_of_names(checkpoint, error.reads_text))
 
-    def select(self, targets: str | list[str], ignore: str | list[str] | None = None) -> list[Target]:
+    def select(self, targets: str | list[str], ignore: str | list[str] | None = None, tower: str = "language") -> list[Target]:
         """The targets that match a specification, in the model's order.
 
         Args:
             targets: "mlp", "attention", "all-linear"; name suffixes, as a list or separated by commas; or a regular
                 expression for the whole module name. Heads and embeddings match only if their name is written out.
             ignore: name suffixes or a regular expression of modules to leave out.
+            tower: the part of a multimodal model, "language", "vision" or "all".
 
         Raises:
-            UserError: nothing matches, a regular expression is invalid, or a weight is not stored as a 16-, 32- or 64-bit
-                floating-point matrix.
+            UserError: nothing matches, the model has no such tower, a regular expression is invalid, or a weight is not stored
+                as a 16-, 32- or 64-bit floating-point matrix.
         """
-        chosen = [layer for layer in self.layers if in_scope(layer, targets)]
+        self._check_tower(tower)
+        matching = [layer for layer in self.layers if in_scope(layer, targets)]
         if ignore:
-            chosen = [layer for layer in chosen if not is_named(layer, ignore)]
+            matching = [layer for layer in matching if not is_named(layer, ignore)]
+        chosen = [layer for layer in matching if self._in(tower, layer.tower)]
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in chosen:
             matrix = self._matrix(layer)
@@ -95,27 +100,72 @@ class Architecture:
                 logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
             target_at[place] = Target(layer, matrix)
         if not target_at:
-            roles = sorted({layer.role for layer in self.layers if layer.block is not None})
-            raise UserError(
-                f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''} match nothing in "
-                f"{self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
-                + (f" These weights belong to no layer: {shortened_list(self._unreachable)}." if self._unreachable else "")
-            )
+            self._refuse_no_match(targets, ignore, tower, [layer.name for layer in matching])
         return list(target_at.values())
 
-    def coverage(self, targets: list[Target]) -> Coverage:
-        """The share of the model that these targets cover."""
+    def coverage(self, targets: list[Target], tower: str = "language") -> Coverage:
+        """The share of the model that these targets cover; `tower` as for `select`."""
         in_blocks = [target for target in targets if target.layer.block is not None]
+        blocks = {name: sizes for name, sizes in self._in_blocks.items() if self._in(tower, self._tower_of(name))}
+        unreachable = tuple(name for name in self._unreachable if name in blocks)
         return Coverage(
             targets=len(targets),
             targets_outside=len(targets) - len(in_blocks),
-            matrices=sum(number for number, _ in self._in_blocks.values()),
+            matrices=sum(number for number, _ in blocks.values()),
             target_parameters=sum(target.matrix.numel for target in targets),
             targets_in_blocks=sum(target.matrix.numel for target in in_blocks),
             parameters=self.checkpoint.parameters,
-            block_parameters=sum(weights for _, weights in self._in_blocks.values()),
-            unreachable=self._unreachable,
-            unreachable_parameters=sum(self._in_blocks[name][1] for name in self._unreachable),
+            block_parameters=sum(weights for _, weights in blocks.values()),
+            unreachable=unreachable,
+            unreachable_parameters=sum(blocks[name][1] for name in unreachable),
+            dense_towers=self._dense_towers(tower),
+        )
+
+    def _in(self, choice: str, tower: Tower) -> bool:
+        """Whether a choice of towers includes a tower. "language" means the tower of --blocks, if that names another."""
+        return choice == "all" or tower == (self._structure.main if choice == "language" else choice)
+
+    def _tower_of(self, name: str) -> Tower:
+        return tower_of(self._structure.towers, name)
+
+    def _dense_towers(self, tower: str) -> dict[str, int]:
+        """Name -> number of parameters of each part outside the chosen tower."""
+        roots = self._structure.towers
+        sizes = dict.fromkeys(roots, 0)
+        for name, shape in self._structure.shapes.items():
+            root = next((root for root in roots if name == root or name.startswith(f"{root}.")), None)
+            if root is not None:
+                sizes[root] += math.prod(shape)
+        dense = {root: size for root, size in sizes.items() if not self._in(tower, roots[root])}
+        if roots and not self._in(tower, "language"):
+            dense[self._structure.language or "language model"] = self.checkpoint.parameters - sum(sizes.values())
+        return dense
+
+    def _check_tower(self, tower: str) -> None:
+        """Raise UserError if the model has no layers in a tower."""
+        if any(self._in(tower, layer.tower) for layer in self.layers if layer.kind != "embedding"):
+            return
+        own = sorted({layer.tower for layer in self.layers})
+        if own == ["language"]:
+            raise UserError(
+                f"--tower {tower}: {self.checkpoint.folder} reads only text and has no {tower} tower. Leave it out."
+            )
+        if own:
+            raise UserError(
+                f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
+                "prune them by a magnitude method, add --tower all."
+            )
+
+    def _refuse_no_match(
+        self, targets: str | list[str], ignore: str | list[str] | None, tower: str, elsewhere: list[str]
+    ) -> NoReturn:
+        asked = f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''}"
+        if elsewhere:
+            raise UserError(f"{asked} match no layer of the {tower} tower, only {shortened_list(elsewhere)}. Add --tower all.")
+        roles = sorted({layer.role for layer in self.layers if layer.block is not None})
+        raise UserError(
+            f"{asked} match nothing in {self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
+            + (f" These weights belong to no layer: {shortened_list(self._unreachable)}." if self._unreachable else "")
         )
 
     def _matrix(self, layer: Layer) -> Matrix | None:
@@ -128,7 +178,9 @@ class Architecture:
                 return None
             matrix = Matrix(self.checkpoint.tensors[stored_name], layer.transposed)
         stored = matrix.stored
-        if stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
+        if stored.dtype == FP8_DTYPE and len(stored.shape) == 2:
+            matrix = replace(matrix, scales=block_scales(stored, self.checkpoint.tensors, self.checkpoint.config))
+        elif stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
             raise UserError(
                 f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
                 "floating-point matrices can be pruned. Prune the original model and quantise the result."

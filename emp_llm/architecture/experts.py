@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.blocks import find_blocks
+from emp_llm.architecture.blocks import block_lists
+from emp_llm.architecture.layers import Tower
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,15 @@ class ExpertStack:
         block: number of the decoder block.
         transposed: None if unknown.
         shape: of the parameter.
+        tower, part: as for `Layer`.
     """
 
     name: str
     block: int
     transposed: bool | None
     shape: tuple[int, int, int]
+    tower: Tower = "language"
+    part: str = ""
 
     @property
     def module(self) -> str:
@@ -42,11 +46,12 @@ class ExpertStack:
 
 def find_stacks(model: PreTrainedModel, blocks: str | None = None) -> dict[str, ExpertStack]:
     """The parameters that hold one matrix per expert, by name, in the model's order."""
-    path, _ = find_blocks(model, blocks)
+    towers = block_lists(model, blocks)
     hidden = getattr(model.config.get_text_config(), "hidden_size", None)
     stacks = {}
     for name, module in model.named_modules():
-        if not name.startswith(f"{path}.") or isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
+        place = towers.place(name)
+        if place is None or isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
             continue
         own = {
             leaf: p
@@ -55,9 +60,10 @@ def find_stacks(model: PreTrainedModel, blocks: str | None = None) -> dict[str, 
         }
         transposed = _transposed(module, [tuple(p.shape) for p in own.values()], hidden)
         for leaf, parameter in own.items():
-            block = int(name.removeprefix(f"{path}.").partition(".")[0])
-            experts, rows, columns = parameter.shape
-            stacks[f"{name}.{leaf}"] = ExpertStack(f"{name}.{leaf}", block, transposed, (experts, rows, columns))
+            own_list, block, _ = place
+            shape = (parameter.shape[0], parameter.shape[1], parameter.shape[2])
+            stack = ExpertStack(f"{name}.{leaf}", block, transposed, shape, own_list.tower, own_list.part)
+            stacks[stack.name] = stack
     return stacks
 
 

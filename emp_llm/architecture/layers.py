@@ -1,12 +1,13 @@
 """Layers: the weight matrices of a model, each with its purpose and its decoder block."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 
 Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
+Tower = Literal["language", "vision", "audio"]
 
 # Names of submodules that mix tokens. The other linear layers of a block are its MLP.
 MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
@@ -14,6 +15,9 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 # Lookup tables, in a block or outside: relative position biases, position embeddings.
 _TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
 _OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
+# Parts of names that tell an encoder of images or sound.
+_VISION = re.compile(r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE)
+_AUDIO = re.compile(r"(^|_)(audio|speech|sound|acoustic)(_|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Layer:
         block: number of its decoder block; None outside the blocks.
         transposed: its weight is stored as (inputs, outputs).
         expert: its position in a parameter that holds all experts; None for an ordinary layer.
+        tower: the part of a multimodal model to which it belongs.
+        part: tells its role apart from that of layers in another list of blocks ("encoder", "vision"); else empty.
     """
 
     name: str
@@ -53,6 +59,8 @@ class Layer:
     block: int | None
     transposed: bool = False
     expert: ExpertSlice | None = None
+    tower: Tower = "language"
+    part: str = ""
 
     @property
     def leaf(self) -> str:
@@ -60,8 +68,12 @@ class Layer:
 
     @property
     def role(self) -> str:
-        """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of all blocks."""
+        """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of all blocks.
+
+        If the model has several lists of blocks, their part comes first ("encoder.fc1").
+        """
         name = re.sub(r"^.*?\.\d+\.", "", self.name) if self.block is not None else self.name
+        name = f"{self.part}.{name}" if self.part and self.block is not None else name
         return re.sub(r"\.\d+(?=\.|$)", ".*", name) if self.routed else name
 
     @property
@@ -75,14 +87,43 @@ class Layer:
         return self.expert.parameter if self.expert is not None else f"{self.name}.weight"
 
 
+def named_tower(name: str) -> Tower | None:
+    """The tower that a part of a name tells ("visual.blocks.0.attn"); None if it tells none."""
+    for part in name.split("."):
+        if _VISION.search(part):
+            return "vision"
+        if _AUDIO.search(part):
+            return "audio"
+    return None
+
+
+def tower_of(others: dict[str, Tower], name: str) -> Tower:
+    """The tower of a module or parameter.
+
+    Args:
+        others: name of a module outside the language tower -> its tower.
+    """
+    return next((tower for root, tower in others.items() if name == root or name.startswith(f"{root}.")), "language")
+
+
 def is_router(name: str) -> bool:
     """Whether a stored tensor's name is that of a router's weight."""
     return name.removesuffix(".weight").rpartition(".")[2] in ROUTER_NAMES
 
 
-def stored_layers(checkpoint: Checkpoint) -> list[Layer]:
-    """The layers derived from a checkpoint's tensor names, for models without a known class."""
-    return [layer for name in checkpoint.tensors if (layer := _layer_from_name(checkpoint, name))]
+def stored_layers(checkpoint: Checkpoint, reads_text: bool = True) -> list[Layer]:
+    """The layers derived from a checkpoint's tensor names, for models without a known class.
+
+    Args:
+        reads_text: whether layers belong to a language model if their names tell nothing else.
+    """
+    layers = (_layer_from_name(checkpoint, name) for name in checkpoint.tensors)
+    return [_in_its_tower(layer, "language" if reads_text else "vision") for layer in layers if layer is not None]
+
+
+def _in_its_tower(layer: Layer, default: Tower) -> Layer:
+    tower = named_tower(layer.name) or default
+    return layer if tower == "language" else replace(layer, tower=tower, part=tower)
 
 
 def _layer_from_name(checkpoint: Checkpoint, name: str) -> Layer | None:

@@ -5,29 +5,32 @@ The matrices of all experts of a mixture lie in one parameter of three dimension
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from emp_llm.architecture.blocks import find_blocks
+from emp_llm.architecture.blocks import block_lists
 from emp_llm.architecture.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer
 
 
 def model_layers(model: PreTrainedModel, blocks: str | None = None) -> list[Layer]:
     """All linear layers (nn.Linear and its subclasses, GPT-2's Conv1D) and embeddings of a model, in its order."""
-    path, _ = find_blocks(model, blocks)
+    towers = block_lists(model, blocks)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = []
     for name, module in model.named_modules():
-        inside = name.removeprefix(f"{path}.") if name.startswith(f"{path}.") else None
         if isinstance(module, nn.Embedding):
-            layers.append(Layer(name, "embedding", None))
+            layers.append(Layer(name, "embedding", None, tower=towers.of(name)))
         elif isinstance(module, (nn.Linear, Conv1D)):
-            if inside is None:
-                layers.append(Layer(name, "head" if module is head else "other", None, isinstance(module, Conv1D)))
+            place, transposed = towers.place(name), isinstance(module, Conv1D)
+            if place is None:
+                kind: Kind = "head" if module is head else "other"
+                layers.append(Layer(name, kind, None, transposed, tower=towers.of(name)))
             else:
+                own_list, block, inside = place
                 kind = _kind_in_block(model, name, inside, module)
-                layers.append(Layer(name, kind, int(inside.partition(".")[0]), isinstance(module, Conv1D)))
+                layers.append(Layer(name, kind, block, transposed, tower=own_list.tower, part=own_list.part))
     return layers
 
 
@@ -38,6 +41,11 @@ def weight_of(model: nn.Module, layer: Layer) -> Tensor:
         return weight.T if layer.transposed else weight
     matrix = model.get_parameter(layer.expert.parameter).data[layer.expert.expert]
     return (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+
+
+def set_to_zero(weight: Tensor, removed: Tensor) -> None:
+    """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill FP8, so its bits are filled."""
+    (weight.view(torch.int8) if weight.element_size() == 1 else weight).masked_fill_(removed, 0)
 
 
 def inputs_of(model: nn.Module, layer: Layer) -> int:
@@ -52,7 +60,7 @@ def _kind_in_block(model: PreTrainedModel, name: str, inside: str, module: nn.Li
     outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
     if name.rpartition(".")[2] in ROUTER_NAMES and outputs * 4 <= inputs:
         return "router"
-    parts = inside.split(".")[1:]
+    parts = inside.split(".")
     prefix = name.removesuffix("." + ".".join(parts))
     for part in parts[:-1]:
         prefix = f"{prefix}.{part}"

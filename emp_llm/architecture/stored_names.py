@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.experts import ExpertStack
-from emp_llm.architecture.layers import ExpertSlice, Layer
+from emp_llm.architecture.layers import ExpertSlice, Kind, Layer
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import Matrix
 
@@ -183,4 +183,5 @@ def _slices(stack: ExpertStack, piece: _Piece, checkpoint: Checkpoint) -> list[t
 
 def _layer(stack: ExpertStack, leaf: str, place: ExpertSlice) -> Layer:
     name = f"{stack.module}.{place.expert}.{leaf}".removesuffix(".weight")
-    return Layer(name, "attention" if "attention" in stack.module else "mlp", stack.block, place.transposed, place)
+    kind: Kind = "attention" if "attention" in stack.module else "mlp"
+    return Layer(name, kind, stack.block, place.transposed, place, stack.tower, stack.part)

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from emp_llm.architecture.layers import Kind, Layer
 from emp_llm.checkpoint.matrix import Matrix
@@ -43,6 +44,7 @@ class Coverage:
         block_parameters: weights of all matrices in decoder blocks.
         unreachable: parameters in blocks whose matrices cannot be targets; without routers, which are never pruned.
         unreachable_parameters: number of their weights.
+        dense_towers: name of a part of a multimodal model that stays dense as a whole -> number of its parameters.
     """
 
     targets: int
@@ -54,6 +56,7 @@ class Coverage:
     block_parameters: int
     unreachable: tuple[str, ...]
     unreachable_parameters: int
+    dense_towers: dict[str, int] = field(default_factory=dict)
 
     @property
     def share_of_blocks(self) -> float | None:
@@ -64,6 +67,12 @@ class Coverage:
     def unreachable_share(self) -> float:
         """The unreachable share of the weights in decoder blocks."""
         return self.unreachable_parameters / self.block_parameters if self.block_parameters else 0.0
+
+    @property
+    def dense_shares(self) -> dict[str, float]:
+        """The share of each dense tower in the parameters of the checkpoint, the largest first."""
+        largest_first = sorted(self.dense_towers.items(), key=lambda item: -item[1])
+        return {name: number / (self.parameters or 1) for name, number in largest_first}
 
     def check(self, targets: str | list[str], allow_partial: bool) -> None:
         """Warn if layers in the scope cannot be pruned.
@@ -102,3 +111,13 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
             raise UserError(f"--targets or --ignore {names!r} is not a valid regular expression ({error}).") from error
     suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
+
+
+def check_calibrated(layers: Iterable[Layer]) -> None:
+    """Raise UserError if a layer is outside the language tower: calibration runs on text, which does not reach it."""
+    beside = next((layer for layer in layers if layer.tower != "language"), None)
+    if beside is not None:
+        raise UserError(
+            f"{beside.name} is in the {beside.tower} tower. Calibration runs on text, so this tower has no input activations. "
+            "Use a magnitude method, which needs none; or in Python, give batches with images to prune_model."
+        )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.architecture.blocks import body_of
 from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import weight_of
+from emp_llm.architecture.model_layers import set_to_zero, weight_of
 from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import InputSums, input_hooks
@@ -117,7 +117,7 @@ def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[Non
         for target, mask in masks.items():
             weight = weight_of(model, target.layer)
             dense.append((weight, weight.clone()))
-            weight.masked_fill_(~mask.to(weight.device), 0)
+            set_to_zero(weight, ~mask.to(weight.device))
         yield
     finally:
         for weight, before in dense:

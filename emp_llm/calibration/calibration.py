@@ -25,6 +25,7 @@ from emp_llm.common.wording import count_of
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.offload import is_offloaded
 from emp_llm.execution.quantization import Quantization, quantization_record
+from emp_llm.execution.text_inputs import reads_twice
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.source import CalibrationRecord
@@ -154,7 +155,8 @@ class Calibration:
     def _by_blocks(self, model: PreTrainedModel) -> bool:
         """Whether the model runs block by block."""
         mode = self._options.execution
-        return mode == "blocks" or self._propagate == "pruned" or (mode == "auto" and is_offloaded(model))
+        by_itself = is_offloaded(model) and not reads_twice(model)
+        return mode == "blocks" or self._propagate == "pruned" or (mode == "auto" and by_itself)
 
 
 def delete_progress(folder: Path) -> None:

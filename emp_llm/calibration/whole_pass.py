@@ -19,6 +19,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
 from emp_llm.execution.loading import input_device
 from emp_llm.execution.offload import execution_device
+from emp_llm.execution.text_inputs import run_on_text
 
 
 def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
@@ -60,13 +61,12 @@ def calibrate_model(
     """
     wants_head = any(layer.kind == "head" for layer in layers)
     body = model if wants_head else body_of(model)
-    device = input_device(model)
     with input_hooks(model, layers) as collected, _current_block(model, blocks) as where, torch.no_grad():
         batches = own_batches(tokens, batch_size)
         with progress_bar(sum(batch.numel() for batch in batches), "calibrate", "tok") as bar:
             for batch in batches:
                 with enough_memory(where, batch):
-                    body(input_ids=batch.to(device), use_cache=False)
+                    run_on_text(model, body, batch)
                 bar.update(batch.numel())
     collected.reduce()
     collected.complete(model, layers)

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emp_llm.checkpoint.folder_checks import check_layer_counts, check_links, check_shard_name
+from emp_llm.checkpoint.folder_checks import check_layer_counts, check_links, check_shard_name, why_not_gguf
 from emp_llm.checkpoint.safetensors_header import StoredTensor, read_header
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import (
@@ -157,6 +157,9 @@ def file_state(path: Path) -> tuple[int, int, int] | None:
 def _why_no_safetensors(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return f"{folder}: a PEFT adapter, not a model. Merge it into its base model first (merge_and_unload, save_pretrained)."
+    gguf = why_not_gguf(folder, [path.name for path in folder.iterdir()])
+    if gguf is not None:
+        return gguf
     others = sorted({path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")})
     if others:
         return (

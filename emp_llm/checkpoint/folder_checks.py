@@ -1,5 +1,6 @@
 """Checks of untrusted model folders: links, file names in the index, layer counts in the config."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ def check_links(folder: Path) -> None:
                 f"{path}: a link to {end}, which lies outside the model folder. Give the folder that holds the files, or copy "
                 "them into this one."
             )
+
+
+def why_not_gguf(place: Path | str, files: Iterable[str]) -> str | None:
+    """The refusal of a GGUF file, or of a folder or repository of GGUF files; None if no name ends in ".gguf"."""
+    name = next((file for file in sorted(files) if file.lower().endswith(".gguf")), None)
+    if name is None:
+        return None
+    what = "a GGUF file" if Path(name).name == Path(place).name else f"it holds its weights as GGUF ({quotable(name)})"
+    return (
+        f"{place}: {what}, a format of llama.cpp that cannot be pruned here. Give the safetensors checkpoint of the model that "
+        "it was made from; then convert the pruned checkpoint to GGUF."
+    )
 
 
 def check_shard_name(index: Path, name: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from emp_llm.checkpoint.block_scales import FP8_DTYPE, BlockScales
 from emp_llm.checkpoint.safetensors_header import BITS, StoredTensor
 from emp_llm.checkpoint.words import WORD, Words
 from emp_llm.storage.buffers import BufferPool, bytes_of
@@ -24,11 +25,13 @@ class Matrix:
         stored: the tensor, of two dimensions; of three if it holds one matrix per expert.
         transposed: stored as (inputs, outputs), like GPT-2's Conv1D.
         expert: index of the matrix in a tensor of three dimensions.
+        scales: of an FP8 matrix; None for others.
     """
 
     stored: StoredTensor
     transposed: bool = False
     expert: int | None = None
+    scales: BlockScales | None = None
 
     @property
     def numel(self) -> int:
@@ -106,14 +109,21 @@ class Matrix:
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The torch dtype of a prunable dtype of safetensors ("BF16")."""
+    """The torch dtype of a prunable dtype of safetensors ("BF16"), or of FP8."""
     import torch
 
+    if name == FP8_DTYPE:
+        return torch.float8_e4m3fn
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[name]
 
 
+def dequantised_rows(matrix: Matrix, first: int, weights: "Tensor") -> "Tensor":
+    """The values of rows from `first` on, given as stored: float32 if the matrix has scales, else unchanged."""
+    return weights if matrix.scales is None else matrix.scales.dequantised(first, weights)
+
+
 def as_tensor(words: Words, dtype: str) -> "Tensor":
-    """Words as a tensor of a prunable dtype, in the same memory."""
+    """Words as a tensor of a prunable dtype, or of FP8, in the same memory."""
     import numpy as np
     import torch
 

@@ -25,6 +25,7 @@ from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
 from emp_llm.evaluation.task_progress import task_progress
 from emp_llm.execution.loading import input_device
+from emp_llm.execution.text_inputs import reads_twice
 from emp_llm.records.evaluation import AnswersRecord, TaskRecord, packed_answers
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,8 @@ class Harness:
         from lm_eval.models.huggingface import HFLM
 
         with _quiet():
-            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            backend = "seq2seq" if reads_twice(model) else "causal"
+            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend=backend)
         wrapped._device = input_device(model)  # the `device` of an offloaded model is not that of its inputs
         if ranks().count > 1:
             # lm-eval divides the questions among ranks by these attributes. It sets them only for models that it loads on GPUs.

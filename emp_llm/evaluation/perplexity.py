@@ -17,8 +17,9 @@ from emp_llm.common.memory import OutOfMemory
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import input_device, max_context
+from emp_llm.execution.loading import max_context
 from emp_llm.execution.offload import is_offloaded
+from emp_llm.execution.text_inputs import reads_twice, run_on_text
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import PerplexityRecord
 
@@ -61,12 +62,17 @@ def perplexity(
     Raises:
         UserError: there are fewer than two tokens, or the loss is not finite.
     """
+    if reads_twice(model):
+        raise UserError(
+            f"{type(model).__name__}: perplexity is for models that continue a text, and an encoder-decoder model answers one. "
+            "Evaluate it on tasks (--tasks)."
+        )
     whole = tokens.numel()
     tokens = tokens if limit is None else tokens[: limit * block_length]
     if tokens.numel() < 2:
         raise UserError(f"perplexity needs a text of at least 2 tokens, got {tokens.numel()}.")
     if batch_size is None:
-        vocabulary = max(1, int(getattr(model.config, "vocab_size", 1) or 1))
+        vocabulary = max(1, int(getattr(model.config.get_text_config(), "vocab_size", 1) or 1))
         batch_size = max(1, min(16, _LOGITS_AT_A_TIME // (block_length * vocabulary)))
     full = tokens.numel() // block_length * block_length
     batches = list(torch.split(tokens[:full].reshape(-1, block_length), batch_size)) if full else []
@@ -121,7 +127,7 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
             return
     with torch.no_grad(), progress_bar(sum(batch.numel() for batch in batches), "perplexity", "tok") as bar:
         for batch in batches:
-            yield model(input_ids=batch.to(input_device(model)), use_cache=False).logits
+            yield run_on_text(model, model, batch).logits
             bar.update(batch.numel())
 
 

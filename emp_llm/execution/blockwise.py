@@ -27,6 +27,7 @@ from emp_llm.execution.block_calls import Call, InseparableBlocks, TensorPool, c
 from emp_llm.execution.hidden_states import HiddenStates, check_place, choose_place
 from emp_llm.execution.loading import input_device
 from emp_llm.execution.offload import BlockLoader, OutsideModules, execution_device
+from emp_llm.execution.text_inputs import NOT_BY_BLOCKS, reads_twice, run_on_text
 from emp_llm.options.calibration import Place
 
 
@@ -48,6 +49,8 @@ class BlockwiseModel:
 
     def __init__(self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto") -> None:
         check_place(hidden_states)
+        if reads_twice(model):
+            raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         self.model = model
         self.path, self.blocks = find_blocks(model, blocks)
         self.hidden_states = hidden_states
@@ -116,7 +119,7 @@ class BlockwiseModel:
         return f"{type(self.model).__name__} before its first block", input_device(self.model)
 
     def _call(self, batch: Tensor, body: nn.Module | None = None) -> Any:
-        return (body or self.model)(input_ids=batch.to(input_device(self.model)), use_cache=False)
+        return run_on_text(self.model, body or self.model, batch)
 
 
 class Walk:

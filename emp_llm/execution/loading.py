@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from emp_llm.architecture.skeleton import NoModelClassError, read_config
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.memory import OutOfMemory, ran_out
 from emp_llm.common.progress_bars import shows_bars
@@ -32,7 +33,7 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, its weights from safetensors only.
+    """A language model in evaluation mode, its weights from safetensors only: of text alone, multimodal or encoder-decoder.
 
     Args:
         folder: the model folder.
@@ -55,17 +56,20 @@ def load_model(
     start = time.perf_counter()
     with load_report() as report, _quiet_bar():
         try:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
                 folder,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 device_map=placement,
                 offload_folder=offload.name,
                 use_safetensors=True,
-                quantization_config=quantization_config(quantization),
+                # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
+                **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,  # listed in `info`, and refused below
                 output_loading_info=True,
             )
+        except NoModelClassError:
+            raise
         except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
             if ran_out(error) or report.out_of_memory:
                 raise OutOfMemory(

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from emp_llm.checkpoint.folder_checks import why_not_gguf
 from emp_llm.common.errors import UserError
 from emp_llm.hub.explained_errors import BAD_TOKEN, RESUME, unreachable
 from emp_llm.hub.retries import HUB_ERRORS, status_of, with_retries
@@ -68,6 +69,9 @@ def snapshot_of(name: str, revision: str | None, trust_remote_code: bool) -> Pat
 def _download(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     files = None if constants.HF_HUB_OFFLINE else _files_on_hub(name, revision)
     if files and not any(file.endswith(".safetensors") for file in files):
+        gguf = why_not_gguf(name, files)
+        if gguf is not None:
+            raise UserError(gguf)
         raise UserError(
             f"{name}: no safetensors in this repository, and pickles are not loaded here. Use its automatic safetensors "
             "branch if it has one (--revision refs/pr/N), or convert it once: AutoModelForCausalLM.from_pretrained(...)"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from emp_llm.checkpoint.folder_checks import why_not_gguf
 from emp_llm.common.errors import UserError
 
 
@@ -36,6 +37,8 @@ def find_model(name: str, revision: str | None = None, trust_remote_code: bool =
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         if revision is not None:
             raise UserError(f"--revision {revision} is for Hub ids; {name} is a folder. Leave it out.")
+        if path.is_file() and (gguf := why_not_gguf(path, [path.name])) is not None:
+            raise UserError(gguf)
         if not path.is_dir():
             raise UserError(f"{path}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
         return LocalModel(name, path.resolve(), None)

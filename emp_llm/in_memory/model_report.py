@@ -61,7 +61,7 @@ class ModelReport:
         checkpoint = Checkpoint(folder)
         recipe = self.record.recipe
         architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, names_suffice=True)
-        targets = architecture.select(recipe.targets, recipe.ignore)
+        targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language")
         self._check_zeros(checkpoint, targets)
         stored = {target.name: target.matrix.stored.name for target in targets}
         matrices = {

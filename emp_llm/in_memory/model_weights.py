@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def architecture_of(model: nn.Module, weights: ModelWeights, blocks: str | None 
 def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None) -> Structure:
     """The structure of any module."""
     try:
-        layers = model_layers(model, blocks)
+        layers = [replace(layer, tower="language") for layer in model_layers(model, blocks)]  # all of it is the user's model
     except UserError:
         if blocks is not None:
             raise

@@ -15,6 +15,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import input_hooks
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.execution.offload import execution_device
+from emp_llm.execution.text_inputs import decoder_ids, reads_twice
 from emp_llm.in_memory.calibration_data import batches_of, size_of
 
 
@@ -70,6 +71,8 @@ def _call(body: nn.Module, arguments: dict[str, Any], device: torch.device) -> N
         return
     if "" in moved:
         moved["input_ids"] = moved.pop("")
+    if reads_twice(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
+        moved["decoder_input_ids"] = decoder_ids(body, moved["input_ids"])
     parameters = inspect.signature(body.forward).parameters
     if not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
         moved = {name: value for name, value in moved.items() if name in parameters}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.targets import Target
+from emp_llm.architecture.targets import Target, check_calibrated
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.calibration import Calibration
 from emp_llm.calibration.tokens import tokens_signature
@@ -172,6 +172,8 @@ def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _C
     context = max_context(model.config) if isinstance(model, PreTrainedModel) else None
     text = calibration_text(how.data, how.tokenizer, how.options, context)
     layers = plan.layers_to_calibrate()
+    if text is not None:
+        check_calibrated(layers)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
     about = CalibrationRecord(model=name, pruned_by=recipe_record(recipe) if how.propagate == "pruned" else None)

@@ -86,6 +86,7 @@ class CalibrateOptions(
             raise UserError("--compare reads two files and runs no model; leave out --model.")
         if self.compare is None and not self.model:
             raise UserError("--model is missing; give the folder or Hub id of the model to run.")
+        self.check_targets()
         self.check_loading()
         self.check_calibration()
 
@@ -136,6 +137,7 @@ class SweepOptions(
         """Raise UserError for invalid or conflicting options."""
         if self.group == "all" and self.matched_baselines:
             raise UserError("--matched-baselines fixes the count of every matrix; use --group row or matrix, not all.")
+        self.check_targets()
         self.check_loading()
         self.check_calibration()
         self.check_mask_device()

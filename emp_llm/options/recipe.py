@@ -11,6 +11,7 @@ from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
 MatchBy = Literal["total", "matrix"]
+TowerChoice = Literal["language", "vision", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +20,17 @@ class TargetOptions(Options):
 
     targets: Annotated[str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp"
     ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")] = None
+    tower: Annotated[TowerChoice, Opt("Part of a multimodal model to prune: language, vision, or all.")] = "language"
     blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = None
     min_expert_tokens: Annotated[int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)] = 32
     allow_partial: Annotated[bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")] = False
+
+    def check_targets(self) -> None:
+        """Raise UserError for an unknown tower, or one that --blocks excludes."""
+        if self.tower not in get_args(TowerChoice):
+            raise UserError(f"--tower {self.tower!r} is not one of {', '.join(get_args(TowerChoice))}.")
+        if self.blocks is not None and self.tower != "language":
+            raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,7 @@ class Recipe(CriterionOptions, TargetOptions):
 
     def check_recipe(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
+        self.check_targets()
         self.check_criterion()
         check_method(self.method)
         self._check_own()

@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.model_layers import set_to_zero
 from emp_llm.common.errors import UserError, reason
 from emp_llm.execution.offload import resident_parameter
 from emp_llm.storage.atomic import write_bytes
@@ -66,7 +67,7 @@ class Masks(Mapping[str, Tensor]):
             UserError: the model lacks a parameter, or it has another shape, is quantised or not in memory. Nothing is changed.
         """
         for weight, removed in self._removed(model):
-            weight.masked_fill_(removed, 0)
+            set_to_zero(weight, removed)
 
     def broken(self, model: nn.Module) -> int:
         """The number of removed weights that are not zero in a model. Errors are those of `apply`."""

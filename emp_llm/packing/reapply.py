@@ -53,7 +53,8 @@ def masks_in(
     recipe = _recipe(folder, targets, blocks)
     by_tensor: dict[str, list[Target]] = defaultdict(list)
     parameters: dict[str, Block] = {}
-    for target in Architecture.of_model(checkpoint, model, recipe.blocks).select(recipe.targets, recipe.ignore):
+    architecture = Architecture.of_model(checkpoint, model, recipe.blocks)
+    for target in architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language"):
         layer = target.layer
         check_whole(layer.name, weight_of(model, layer), (target.matrix.rows, target.matrix.columns))
         by_tensor[target.matrix.stored.name].append(target)

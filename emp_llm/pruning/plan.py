@@ -5,8 +5,10 @@ from pathlib import Path
 
 from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.targets import check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
+from emp_llm.common.wording import quotable
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.mask_device import row_pruner
 from emp_llm.pruning.pruner import Pruner
@@ -36,8 +38,8 @@ class Plan:
         self.checkpoint = architecture.checkpoint
         self.architecture = architecture
         self._mask_device = mask_device
-        self.chosen = self.architecture.select(recipe.targets, recipe.ignore)
-        self.coverage = self.architecture.coverage(self.chosen)
+        self.chosen = self.architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+        self.coverage = self.architecture.coverage(self.chosen, recipe.tower)
         self.coverage.check(recipe.targets, recipe.allow_partial)
         no_inputs = next((target for target in self.chosen if target.layer.kind == "embedding"), None)
         if recipe.needs_activations and no_inputs is not None:
@@ -57,10 +59,12 @@ class Plan:
             UserError: the folder is no checkpoint, or the model is quantised.
         """
         checkpoint = Checkpoint(folder)
-        if "quantization_config" in checkpoint.config:
-            raise UserError(f"{name}: it is already quantised. Prune the original model and quantise the result.")
+        _check_unquantised(checkpoint, name)
         names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
-        return cls(Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice), recipe, mask_device)
+        plan = cls(Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice), recipe, mask_device)
+        if recipe.needs_activations:
+            check_calibrated([target.layer for target in plan.chosen])
+        return plan
 
     def pruner_of(self, recipe: Recipe) -> Pruner:
         """The pruner of the targets for a recipe."""
@@ -79,3 +83,14 @@ class Plan:
         """All linear layers, so that the activations can be reused for other targets, and all targets."""
         everything = self.architecture.select("all-linear") + self.chosen
         return list(dict.fromkeys(target.layer for target in everything))
+
+
+def _check_unquantised(checkpoint: Checkpoint, name: str) -> None:
+    """Raise UserError for a quantised model, unless it is FP8, whose weights can be removed as they are stored."""
+    settings = checkpoint.config.get("quantization_config")
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method != "fp8":
+        how = f" ({quotable(method)})" if isinstance(method, str) else ""
+        raise UserError(f"{name}: it is already quantised{how}. Prune the original model and quantise the result.")

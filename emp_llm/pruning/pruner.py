@@ -91,7 +91,7 @@ class Pruner:
         criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
         offset, compiled = self._offsets[target.name], self._weights > _SMALL
         own, dtype = self.scores.own_of(target), target.matrix.stored.dtype
-        return RowRule(dtype, criterion, norms, self.scheme.budget, offset, compiled, own)
+        return RowRule(dtype, criterion, norms, self.scheme.budget, offset, compiled, own, target.matrix.scales)
 
     def mask(self, target: Target, norm: "Tensor | None", tokens: int | None = None) -> "Tensor":
         """The mask of a target, given the norms of its inputs; the same as in a run.

@@ -54,6 +54,7 @@ def recipe_record(recipe: Recipe) -> RecipeRecord:
         criterion=criterion_record(recipe),
         blocks=recipe.blocks,
     )
+    record.tower = None if recipe.tower == "language" else recipe.tower
     if recipe.needs_activations:
         record.min_expert_tokens = recipe.min_expert_tokens
     if recipe.adaptive:

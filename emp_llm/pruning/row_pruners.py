@@ -4,12 +4,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from emp_llm.checkpoint.block_scales import BlockScales
 from emp_llm.checkpoint.matrix import as_tensor
 from emp_llm.checkpoint.words import Words
 from emp_llm.common.errors import reason
@@ -40,6 +41,7 @@ class RowRule:
         offset: number of target weights before this target.
         compiled: the run is large enough to load the compiled kernel, or to compile it.
         scores: for the user's own scores, computes those of a block from its first row and its weights; else None.
+        scales: of FP8 weights; None for others.
     """
 
     dtype: str
@@ -49,6 +51,7 @@ class RowRule:
     offset: int
     compiled: bool = True
     scores: "Callable[[int, Tensor], Tensor] | None" = None
+    scales: BlockScales | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ class _BlockOnGpu:
 def prune_block(first: int, words: Words, rule: RowRule) -> RowFigures:
     """Prune the block that begins with row `first` on the CPU, in place; returns arrays."""
     offset = rule.offset + first * words.shape[1]
+    if rule.scales is not None and rule.scores is None:
+        return _prune_scaled(first, words, rule, rule.scales)
     if words.size and kernels_support(rule.dtype, rule.criterion, rule.budget):
         norms = rule.norms if rule.criterion != "magnitude" else None
         keep = rule.budget.keep_rule(words.shape, offset)
@@ -247,6 +252,14 @@ def prune_block(first: int, words: Words, rule: RowRule) -> RowFigures:
         norm = None if rule.norms is None else torch.from_numpy(rule.norms)
         figures = prune_rows_plainly(weights, rule.criterion, norm, rule.budget, offset)
     return RowFigures(*(None if values is None else values.numpy() for values in figures))
+
+
+def _prune_scaled(first: int, words: Words, rule: RowRule, scales: BlockScales) -> RowFigures:
+    """As `prune_block`, for FP8: the values are pruned as float32, then the bits. No bits but 0 have the value +0.0."""
+    values = scales.dequantised(first, as_tensor(words, rule.dtype)).numpy().view(np.uint32)
+    figures = prune_block(first, values, replace(rule, dtype="F32", scales=None))
+    words[values == 0] = 0
+    return figures
 
 
 @contextmanager

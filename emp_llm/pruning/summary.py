@@ -42,6 +42,7 @@ def targets_record(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) 
         unreachable=list(coverage.unreachable),
         unreachable_share_of_all_parameters=coverage.unreachable_parameters / coverage.parameters,
         unreachable_share_of_blocks=coverage.unreachable_share,
+        dense_towers=coverage.dense_shares,
         scored_by_magnitude=dict(pruner.scores.by_magnitude),
     )
     if pruner.whole is not None:

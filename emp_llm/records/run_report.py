@@ -68,6 +68,7 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
         sparsity_of_targets, sparsity_of_all_parameters: removed weights as a share of the targets, and of the model.
         parameters: of the model; share_of_all_parameters, share_of_blocks: the targets' share of the model, and of its blocks.
         unreachable: names of parameters in blocks that cannot be pruned; the next two fields are their shares.
+        dense_towers: the share of the model of each part of a multimodal model that stays dense as a whole, by its name.
         scored_by_magnitude: matrices of experts with too few tokens for norms, and their numbers of tokens.
         n_eff, s_eff, s_eff_bound: of all targets as one group (--group all); else null.
     """
@@ -86,6 +87,7 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
     unreachable: list[str] = []
     unreachable_share_of_all_parameters: float = 0.0
     unreachable_share_of_blocks: float = 0.0
+    dense_towers: dict[str, float] = {}
     scored_by_magnitude: dict[str, int] = {}
     n_eff: float | None = None
     s_eff: float | None = None

@@ -81,6 +81,7 @@ class RecipeRecord(Part, kw_only=True):
         sparsity, pattern, match, match_by: of the other methods only.
         criterion: of a score of the user's own.
         blocks: name of the list of decoder blocks, if the user gave it.
+        tower: the part of a multimodal model, if it is not the language tower.
         dtype, device_map: of the forward passes.
     """
 
@@ -99,6 +100,7 @@ class RecipeRecord(Part, kw_only=True):
     match_by: str | None = None
     criterion: CriterionRecord | None = None
     blocks: str | None = None
+    tower: str | None = None
     dtype: str | None = None
     device_map: str | None = None
 

@@ -50,6 +50,7 @@ def pruning_lines(report: RunReport) -> list[str]:
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
         targets_line(targets),
+        *dense_lines(targets.dense_towers),
     ]
     if targets.n_eff is not None:
         bound = "" if targets.s_eff_bound is None else f" (at least {number_cell(targets.s_eff_bound)})"
@@ -71,6 +72,12 @@ def targets_line(targets: TargetsRecord) -> str:
         f"{percent_cell(targets.share_of_blocks)} % of the weights there, "
         f"{percent_cell(targets.share_of_all_parameters)} % of all parameters"
     )
+
+
+def dense_lines(towers: dict[str, float]) -> list[str]:
+    """The parts of a multimodal model that stay dense, each with its share of the parameters."""
+    named = [f"{name} ({percent_cell(share)} %)" for name, share in towers.items()]
+    return [f"stay dense, of all parameters: {', '.join(named)}"] if named else []
 
 
 def evaluation_table(report: RunReport) -> str:

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.targets import check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.ranks import ranks
 from emp_llm.common.timing import Stopwatch
@@ -40,9 +41,11 @@ class CalibrateRun:
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
         self._checkpoint = Checkpoint(self._source.folder)
         architecture = Architecture.of_checkpoint(self._checkpoint, options.blocks, options.trust_remote_code)
-        chosen = [t for t in architecture.select(options.targets, options.ignore) if t.layer.kind != "embedding"]
-        architecture.coverage(chosen).check(options.targets, options.allow_partial)
+        selected = architecture.select(options.targets, options.ignore, options.tower)
+        chosen = [target for target in selected if target.layer.kind != "embedding"]
+        architecture.coverage(chosen, options.tower).check(options.targets, options.allow_partial)
         self._layers = [target.layer for target in chosen]
+        check_calibrated(self._layers)
         self._stack = ExitStack()
 
     @property

@@ -14,6 +14,7 @@ from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
 from emp_llm.reporting.curve_table import curve_table
+from emp_llm.reporting.run_tables import dense_lines
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ def dry_run_table(plan: DryRun) -> str:
         f"{percent_cell(coverage.share_of_blocks)} % of the weights there, "
         f"{coverage.target_parameters:,} of {coverage.parameters:,} parameters "
         f"({percent_cell(coverage.target_parameters / (coverage.parameters or 1))} %)",
+        *dense_lines(coverage.dense_shares),
         f"disk: {format_bytes(plan.disk_bytes)} at {plan.output}"
         + (" (it exists: name another --output, or add --overwrite)" if plan.needs_overwrite else ""),
         f"memory: {memory}",

@@ -108,6 +108,7 @@ class MeasureRun:
             if recipe.needs_activations and norms is not None:
                 pruner.scores.use(norms, str(options.activations or "the activations"))
         chosen = {name: getattr(options, name) for name in ("targets", "ignore", "min_expert_tokens", "blocks")}
+        chosen |= {} if options.tower == "language" else {"tower": options.tower}
         return Measure(
             source=ModelSource(model=self._source.name, revision=self._source.revision, identity=identity),
             command=command_line(),

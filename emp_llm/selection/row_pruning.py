@@ -16,7 +16,7 @@ from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.row_selection import Selection, select_rows
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32}
 
 

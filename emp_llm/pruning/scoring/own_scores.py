@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix, as_tensor
+from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix, as_tensor, dequantised_rows
 from emp_llm.checkpoint.safetensors_header import StoredTensor, read_header
 from emp_llm.common.errors import UserError
 from emp_llm.selection.criteria import Criterion, InputStatistics
@@ -125,7 +125,7 @@ class CriterionScores:
         matrix = target.matrix
         with self._checkpoint.open_files(again=True) as files, torch.no_grad():
             words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
-            weight = as_tensor(words, matrix.stored.dtype)
+            weight = dequantised_rows(matrix, 0, as_tensor(words, matrix.stored.dtype))
             arguments = (weight, self._inputs(target)) if self._criterion.needs_norms else (weight,)
             try:
                 scores = self._criterion.score(*arguments)

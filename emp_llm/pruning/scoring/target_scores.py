@@ -11,7 +11,7 @@ import numpy as np
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import as_tensor, torch_dtype
+from emp_llm.checkpoint.matrix import as_tensor, dequantised_rows, torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.options.criterion import GIVEN
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
@@ -109,7 +109,8 @@ class TargetScores:
         criterion = self.scheme_of(target).criterion
         if criterion.own and self._own is not None:
             return self._own.rows(target, first, first + weights.shape[0]).to(weights.device)
-        scores = criterion.score(weights, self._inputs(target)) if criterion.needs_norms else criterion.score(weights)
+        values = dequantised_rows(target.matrix, first, weights)
+        scores = criterion.score(values, self._inputs(target)) if criterion.needs_norms else criterion.score(values)
         return scores.contiguous()
 
     def own_of(self, target: Target) -> "Callable[[int, Tensor], Tensor] | None":
@@ -123,7 +124,7 @@ class TargetScores:
         criterion = self.scheme_of(target).criterion
         if criterion.own and self._own is not None:
             return self._own.rows(target, 0, 1).dtype
-        dtype = torch_dtype(target.matrix.stored.dtype)
+        dtype = torch_dtype(target.matrix.stored.dtype) if target.matrix.scales is None else torch.float32
         return torch.promote_types(dtype, torch.float32) if criterion.needs_norms else dtype
 
     def _inputs(self, target: Target) -> InputStatistics | None:
@@ -154,7 +155,7 @@ def naming_target(target: Target) -> Iterator[None]:
     except NonFiniteError as error:
         first, words = error.args
         stored, rows = target.matrix.stored, f"rows {first} to {first + words.shape[0] - 1}"
-        if bool(as_tensor(words, stored.dtype).isfinite().all()):
+        if bool(as_tensor(words, stored.dtype).double().isfinite().all()):
             raise UserError(f"{target.name}: the scores overflow in {rows}; its activations are too large.") from error
         where = "" if str(stored.shard) == stored.name else f"{stored.shard}: "  # a model in memory has no file
         remedy = "The checkpoint is damaged; download it again." if where else "Load the model again."

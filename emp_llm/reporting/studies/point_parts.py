@@ -126,7 +126,9 @@ def _scope(recipe: RecipeRecord) -> str:
     def words(value: str | list[str]) -> str:
         return ", ".join(value) if isinstance(value, list) else value
 
-    return printable(words(recipe.targets) + (f" without {words(recipe.ignore)}" if recipe.ignore else ""))
+    ignored = f" without {words(recipe.ignore)}" if recipe.ignore else ""
+    tower = f" ({recipe.tower} {'towers' if recipe.tower == 'all' else 'tower'})" if recipe.tower else ""
+    return printable(words(recipe.targets) + ignored + tower)
 
 
 def facts_of(

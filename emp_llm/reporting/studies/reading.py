@@ -136,7 +136,7 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
     for number, entry in enumerate(measure.measures):
         where = f"{path}: measures[{number}]"
         recipe = RecipeRecord(
-            **{name: getattr(measure.recipe, name) for name in ("targets", "ignore", "min_expert_tokens", "blocks")},
+            **{name: getattr(measure.recipe, name) for name in ("targets", "ignore", "min_expert_tokens", "blocks", "tower")},
             method=f"emp-{entry.criterion}",
             group="row",
             order=entry.order,

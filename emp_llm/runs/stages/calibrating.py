@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.options.recipe import Recipe
@@ -140,6 +141,9 @@ def prepare_calibration(
     """Read and tokenise the calibration text, so that problems with it are reported before a model is loaded."""
     from emp_llm.calibration.calibration import Calibration, CalibrationText
     from emp_llm.execution.loading import max_context
+    from emp_llm.execution.text_inputs import NOT_BY_BLOCKS
 
+    if checkpoint.config.get("is_encoder_decoder") and (options.execution == "blocks" or propagate == "pruned"):
+        raise UserError(NOT_BY_BLOCKS.format(checkpoint.folder))
     text = CalibrationText.prepare(options, models.tokenizer, max_context(checkpoint.config))
     return Calibration(text, options, propagate, quantization, blocks)  # type: ignore[arg-type]
