@@ -1,9 +1,12 @@
 """Loading: a model whose checkpoint is incomplete is refused, with the full reason."""
 
+import gc
 import json
 import logging
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.memory import OutOfMemory
 from emp_llm.execution.completeness import check_complete
 from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.storage.output.lock import FileLock
 
 Models = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -235,3 +239,64 @@ def test_the_bar_of_transformers_is_for_terminals(
     assert transformers.utils.logging.is_progress_bar_enabled(), "as it was before"
     if not enabled:
         transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "tmp"
+
+
+def test_a_folder_for_offloaded_weights_exists_only_while_it_holds_some(
+    models: Models, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends without its exit handlers, such as a child of multiprocessing, would leave the folder."""
+    for family, where in (("llama", "cpu"), ("llama", "disk"), ("llama", block_map(models("llama"))), ("mixtral", "cpu")):
+        model = load_model(models(family), where)
+        assert not list(temporary.iterdir()), (family, where)
+    model = load_model(models("mixtral"), "disk")
+    (folder,) = temporary.glob("emp-llm-offload-*")
+    assert any(path.suffix == ".safetensors" for path in folder.iterdir()), "merged experts"
+    assert folder.stat().st_mode & 0o077 == 0, "nobody else can read the weights"
+    del model
+    gc.collect()
+    assert not list(temporary.iterdir())
+    broken = changed(models("mixtral"), tmp_path / "model", without("model.norm.weight"))
+    with pytest.raises(UserError, match=r"model\.norm\.weight"):
+        load_model(broken, "disk")
+    assert not list(temporary.iterdir()), "after an error, at once"
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **more: fail_in(more["offload_folder"]))
+        with pytest.raises(KeyboardInterrupt):
+            load_model(models("llama"), "disk")
+    assert not list(temporary.iterdir())
+
+
+def fail_in(folder: Any) -> None:
+    """Write a weight, then end as on Ctrl-C."""
+    Path(folder, "weight.safetensors").write_bytes(b"1")
+    raise KeyboardInterrupt
+
+
+def test_folders_of_killed_runs_are_deleted_by_the_next(models: Models, temporary: Path) -> None:
+    def folder(name: str, *files: str, age: int = 3600) -> Path:
+        path = temporary / f"emp-llm-offload-{name}"
+        path.mkdir()
+        for file in files:
+            (path / file).write_bytes(b"")
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
+        return path
+
+    killed, older, new = folder("killed", ".lock", "a.safetensors"), folder("older"), folder("new", age=1)
+    running, foreign = folder("running", ".lock", "a.safetensors"), folder("foreign", "a.safetensors")
+    lock = FileLock(running / ".lock", "running")
+    lock.acquire()
+    load_model(models("llama"), "cpu")
+    assert killed.exists(), "nothing is offloaded"
+    load_model(models("llama"), "disk")
+    assert sorted(temporary.iterdir()) == sorted([new, running, foreign])
+    assert not killed.exists()
+    assert not older.exists()
+    lock.release()

@@ -1,7 +1,6 @@
 """Loading models and tokenizers with transformers, from safetensors only."""
 
 import logging
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from emp_llm.common.progress_bars import shows_bars
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.execution.completeness import check_complete, load_report
 from emp_llm.execution.device_map import parse_device_map
+from emp_llm.execution.offload_folder import OffloadFolder
 from emp_llm.execution.quantization import Quantization, quantization_config
 from emp_llm.options.model import DTYPES
 
@@ -52,15 +52,14 @@ def load_model(
         raise UserError(
             f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
         )
-    offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
     start = time.perf_counter()
-    with load_report() as report, _quiet_bar():
+    with OffloadFolder() as offload, load_report() as report, _quiet_bar():
         try:
             model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
                 folder,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 device_map=placement,
-                offload_folder=offload.name,
+                offload_folder=offload,
                 use_safetensors=True,
                 # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
                 **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
@@ -80,9 +79,9 @@ def load_model(
             if isinstance(error, RuntimeError):
                 raise
             raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
-    check_complete(folder, model, info)
+        check_complete(folder, model, info)
+        model._emp_llm_offload = offload  # so that the folder is deleted with the model
     logger.debug("%s: loaded in %.1f s; %s", folder, time.perf_counter() - start, _loaded_words(model))
-    model._emp_llm_offload = offload  # so that the folder is deleted with the model
     loaded: PreTrainedModel = model.eval()
     return loaded
 
