@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-import multimodal
-import test_fp8
-import tiny
-
 from emp_llm import Recipe, evaluate, measure, pack, prune, prune_model, verify
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import markdown_table
 from emp_llm.execution.loading import load_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+multimodal, test_fp8, tiny = (import_module(name) for name in ("multimodal", "test_fp8", "tiny"))
 
 TEXT = "".join(f"The {i}th lamp on {('quiet', 'loud', 'narrow')[i % 3]} street is lit at {i % 24}.\n" for i in range(450))
 Build = Callable[[Path], object]
@@ -81,6 +79,11 @@ def _as_adapter(folder: Path) -> None:
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
 
 
+def _without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
 def _truncated(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -108,7 +111,7 @@ ZOO: dict[str, Build] = {
     "a LoRA adapter": _changed(_as_adapter),
     "an unknown architecture": _config(model_type="dreamer", architectures=["DreamerForCausalLM"]),
     "no config.json": _changed(lambda folder: (folder / "config.json").unlink()),
-    "no tokenizer": _changed(lambda folder: [path.unlink() for path in folder.glob("tokenizer*")]),
+    "no tokenizer": _changed(_without_tokenizer),
     "a truncated shard": _changed(_truncated),
     "a missing weight": _weights(lambda tensors: tensors.pop(UP)),
     "a weight of another shape": _weights(lambda tensors: tensors.update({UP: tensors[UP][:8].clone()})),
@@ -163,7 +166,7 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
             return f"DEFECT {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
 
     def pruned(method: str) -> str:
-        report = prune(model=model, method=method, output=out / method, **given)
+        report = prune(model=str(model), method=method, output=out / method, **given)
         return f"{100 * report.targets.sparsity_of_targets:.1f} %"  # type: ignore[union-attr]
 
     def in_memory() -> str:
@@ -171,7 +174,7 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
         return f"{100 * prune_model(loaded, Recipe(method='emp-magnitude')).targets.sparsity_of_targets:.1f} %"
 
     def measured() -> str:
-        record = measure(model, criteria="magnitude", output=scratch / "measure.json")
+        record = measure(str(model), criteria="magnitude", output=scratch / "measure.json")
         return f"{100 * record.measures[0].targets.sparsity_of_targets:.1f} %"
 
     def verified() -> str:
@@ -180,8 +183,8 @@ def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
 
     def evaluated() -> str:
         folder = out / "emp-magnitude" if (out / "emp-magnitude").is_dir() else model
-        results = evaluate(folder, suite=str(scratch / "suite.toml"), output=scratch / "results.json", device_map="cpu")
-        return f"perplexity {results.results.perplexity.perplexity:.0f}"
+        found: Any = evaluate(str(folder), suite=str(scratch / "suite.toml"), output=scratch / "results.json", device_map="cpu")
+        return f"perplexity {found.results.perplexity.perplexity:.0f}"
 
     work = [lambda: pruned("emp-magnitude"), lambda: pruned("emp-wanda"), measured]
     cells = [cell(each) for each in work]

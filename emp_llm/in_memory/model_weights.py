@@ -50,6 +50,11 @@ class ModelWeights(Checkpoint):
         self.tensors = {}
         for name, like in _stored_like(model, self._values).items():
             dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
+            if dtype.startswith("float8"):
+                raise UserError(
+                    f"{name}: it is stored as {dtype}, with scales beside it. Prune the model's folder with emp-llm prune, and "
+                    "load the result."
+                )
             size = like.numel() * like.element_size()
             self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, size)
 
