@@ -117,14 +117,15 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
         figure = new_figure(0.9 + 1.6 * len(roles))
         most = max(spread.max for boxes_ in kept for spread in boxes_.spreads.values())
         panels = figure.subplots(len(roles), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+        as_bands = len(blocks) * len(kept) > _MOST_BOXES
         for axes, role in zip(panels, roles, strict=True):
             for number, boxes_ in enumerate(kept):
                 spreads = [boxes_.spreads.get((role, block)) for block in blocks]
                 colour = COLOURS[number % len(COLOURS)]
-                if len(blocks) * len(kept) <= _MOST_BOXES:
-                    _boxes(axes, spreads, number, len(kept), colour)
-                else:
+                if as_bands:
                     _band(axes, spreads, colour, MARKERS[number % len(MARKERS)])
+                else:
+                    _boxes(axes, spreads, number, len(kept), colour)
             axes.set_title(printable(role, 2 * LABEL), loc="left")
             axes.set_ylim(0, 10 * math.ceil(10 * most) + 1)
             axes.set_ylabel("kept, % of a row")
@@ -135,7 +136,7 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
         handles: list[Any] = [
             Patch(**_filling(number), label=printable(boxes_.label, LABEL)) for number, boxes_ in enumerate(kept)
         ]
-        if len(blocks) * len(kept) > _MOST_BOXES:
+        if as_bands:
             handles = [
                 Line2D(
                     [],
@@ -147,14 +148,15 @@ def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
                 for n, boxes_ in enumerate(kept)
             ]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
-        return drawn(figure, name, f"{study.title}: kept weights of each row", _box_caption(study))
+        return drawn(figure, name, f"{study.title}: kept weights of each row", _box_caption(study, as_bands))
 
 
-def _box_caption(study: Study) -> str:
+def _box_caption(study: Study, as_bands: bool) -> str:
     pooled = any("*" in matrix.role for point in study.points for matrix in point.matrices)
-    return "Share of weights kept in the rows of each matrix: median, quartiles, minimum and maximum." + (
-        " The experts of a block are pooled." if pooled else ""
-    )
+    boxes_, bands = "median, quartiles, minimum and maximum", "median (line), quartiles (dark), minimum and maximum (light)"
+    parts = bands if as_bands else boxes_
+    experts = " The experts of a block are pooled." if pooled else ""
+    return f"Share of weights kept in the rows of each matrix: {parts}.{experts}"
 
 
 def _boxes(axes: Any, spreads: list[Any], number: int, count: int, colour: str) -> None:
