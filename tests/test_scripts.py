@@ -12,6 +12,7 @@ import bench_evaluate
 import bench_prune
 import pytest
 import screenshot_report
+import zoo
 from PIL import Image
 
 from emp_llm.cli import parse
@@ -102,6 +103,23 @@ def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.M
     assert size >= 1_000_000
     prune(model=tmp_path / "model", output=tmp_path / "pruned", method="emp-magnitude", targets="all-linear")
     assert len(list((tmp_path / "pruned").glob("*.safetensors"))) == 3
+
+
+def test_the_zoo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each command answers, with a number or a message; the page that is committed has a row for every model."""
+    names = ("opt", "a LoRA adapter", "NaN in a weight")
+    assert run(monkeypatch, "zoo", "--only", *names, "--output", str(tmp_path / "zoo.md")) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0].removeprefix("| ") for row in rows[1:]] == list(names)
+    assert rows[1][4:6] == ["ok", "ok"]
+    assert rows[1][1] == rows[1][3] == rows[1][7].removesuffix(" |")  # prune, measure and prune_model remove as much
+    assert all(cell.startswith("[") for cell in rows[2][1:4])
+    text = (tmp_path / "zoo.md").read_text()
+    assert "a PEFT adapter, not a model. Merge it" in text
+    committed = (SCRIPTS / "results" / "zoo.md").read_text(encoding="utf-8")
+    assert len(zoo.ZOO) >= 20
+    assert all(f"| {name} |" in committed for name in zoo.ZOO)
+    assert "DEFECT" not in committed
 
 
 def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

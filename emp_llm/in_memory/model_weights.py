@@ -50,11 +50,6 @@ class ModelWeights(Checkpoint):
         self.tensors = {}
         for name, like in _stored_like(model, self._values).items():
             dtype = _DTYPES.get(like.dtype, str(like.dtype).removeprefix("torch."))
-            if dtype.startswith("float8"):
-                raise UserError(
-                    f"{name}: it is stored as {dtype}, with scales beside it. Prune the model's folder with emp-llm prune, and "
-                    "load the result."
-                )
             size = like.numel() * like.element_size()
             self.tensors[name] = StoredTensor(name, Path(name), dtype, tuple(like.shape), 0, size)
 
@@ -144,20 +139,26 @@ def _values_of(model: nn.Module, name: str) -> Tensor:
             f"{name}: its values are not in memory (device meta). Load the model without offloading to disk, or prune its "
             "folder with emp-llm prune."
         )
+    if str(values.dtype).startswith("torch.float8"):
+        raise UserError(
+            f"{name}: it is {values.dtype}, with scales beside it. Prune the model's folder with emp-llm prune, and load the "
+            "result."
+        )
     return values
 
 
 def _stored_like(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stored name -> meta tensor of its shape and dtype, as `save_pretrained` would write them."""
     own = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values.items()}
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
         return own
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # a version of transformers that converts no weights
         return own
     stored: dict[str, Tensor] = revert_weight_conversion(model, own)
-    return stored
+    converted = {tensor.dtype for tensor in stored.values()} - {tensor.dtype for tensor in own.values()}
+    return own if converted else stored  # a model dequantised while loading would be quantised again
 
 
 def _in_shape(values: Tensor, shape: tuple[int, ...]) -> Tensor:
