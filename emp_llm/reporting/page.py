@@ -23,6 +23,7 @@ _PAIRED = (
     "± of a difference: its paired standard error. Both models were judged on the same examples and blocks of text, and only "
     "those count on which they differ."
 )
+_PARTIAL = "* partial: only some of the examples or of the text."
 _UNPAIRED = (
     f"{UNPAIRED} An unpaired standard error: the root of the sum of both squares, as if the two models had answered different "
     "examples. The results of one of them do not hold its answers (an older emp-llm wrote them), or the examples differ. "
@@ -99,7 +100,9 @@ def _facts(study: Study) -> Facts:
 
 
 def _error_notes(rows: Rows) -> list[PagePart]:
-    """The explanation of the standard errors of a table's differences: the kinds that it holds."""
+    """The explanation of a table's marks and of the standard errors of its differences: the kinds that it holds."""
     changes = [cell for row in rows[1:] for cell in row if "±" in cell and cell[0] in "+-0"]
     paired = [Paragraph(_PAIRED)] if any(UNPAIRED not in cell for cell in changes) else []
-    return [*paired, *([Paragraph(_UNPAIRED)] if any(UNPAIRED in cell for cell in changes) else [])]
+    unpaired = [Paragraph(_UNPAIRED)] if any(UNPAIRED in cell for cell in changes) else []
+    partial = [Paragraph(_PARTIAL)] if any(cell.endswith(" *") for row in rows[1:] for cell in row) else []
+    return [*paired, *unpaired, *partial]
