@@ -62,6 +62,8 @@ def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_pat
     model = load(source)
     prune_model(model, None, text, source, propagate="pruned", **GIVEN)
     assert same(model, load(out))
+    by_name = prune_model(source, None, text, propagate="pruned", **GIVEN)  # loads model and tokenizer
+    assert same(by_name.model, load(out))
     wide = load(source, dtype=torch.float32)
     prune_model(wide, Recipe(method="emp-magnitude"))
     prune(model=source, method="emp-magnitude", output=tmp_path / "data-free")
@@ -242,7 +244,12 @@ def wrong(source: Path) -> dict[str, tuple[Callable[[], object], str]]:
 
     return {
         "meta": (meta, r"0\.weight: its values are not in memory \(device meta\)"),
-        "path": (lambda: prune_model(str(source)), "takes a model in memory.*emp_llm.prune"),  # type: ignore[arg-type]
+        "path": (lambda: prune_model(str(source / "nowhere")), "no such model folder"),
+        "a number": (lambda: prune_model(3), "model is a int; give a model in memory"),  # type: ignore[arg-type]
+        "a model for a command": (
+            lambda: prune(model=load(source)),
+            "got LlamaForCausalLM. For a model in memory there is prune_model",
+        ),  # type: ignore[arg-type]
         "no data": (lambda: prune_model(load(source)), "emp-wanda needs calibration data"),
         "empty": (lambda: prune_model(load(source), data=DataLoader([])), "data: it gives no batches"),  # type: ignore[arg-type]
         "keys": (
@@ -271,8 +278,8 @@ def spoil(module: nn.Module) -> None:
 
 
 NAMES = (
-    "meta", "path", "no data", "empty", "keys", "strings", "no tokenizer", "short", "template", "floats", "nothing matches",
-    "beta", "nan",
+    "meta", "path", "a number", "a model for a command", "no data", "empty", "keys", "strings", "no tokenizer", "short",
+    "template", "floats", "nothing matches", "beta", "nan",
 )  # fmt: skip
 
 

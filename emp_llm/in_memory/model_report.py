@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from torch import nn
 
 from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.targets import Target
@@ -27,12 +28,14 @@ class ModelReport:
         masks: the masks by parameter name.
         activations: the norms that decided them; None for methods without.
         scheme: the rule that decided them.
+        model: the model.
     """
 
     record: RunReport
     masks: Masks
     activations: Activations | None
     scheme: Scheme
+    model: nn.Module
 
     @property
     def targets(self) -> TargetsRecord:

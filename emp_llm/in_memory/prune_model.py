@@ -17,7 +17,8 @@ from emp_llm.calibration.calibration import Calibration
 from emp_llm.calibration.tokens import tokens_signature
 from emp_llm.common.errors import UserError
 from emp_llm.common.timing import Stopwatch
-from emp_llm.execution.loading import max_context
+from emp_llm.execution.loading import load_model, max_context
+from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_text
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, name_of
@@ -53,7 +54,7 @@ class _Calibration:
 
 
 def prune_model(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     recipe: Recipe | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
@@ -70,7 +71,8 @@ def prune_model(
     All masks are decided before the first weight changes.
 
     Args:
-        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers.
+        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers; or a
+            model folder or Hub id, which is loaded.
         recipe: method, targets and group; None: EMP-Wanda on the MLP layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
             conversations, rows of a data set, token ids of shape (samples, length), or batches (a DataLoader).
@@ -81,19 +83,20 @@ def prune_model(
         propagate: calibrate each block on the outputs of dense or of pruned blocks.
 
     Returns:
-        The report. `report.save(folder)` completes a folder that `model.save_pretrained(folder)` wrote.
+        The report, with the pruned model as `report.model`. `report.save(folder)` completes a folder that
+        `model.save_pretrained(folder)` wrote.
 
     Raises:
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
     report = _decide(model, recipe, data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
-    report.masks.apply(model)
+    report.masks.apply(report.model)
     return report
 
 
 def masks_of(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     recipe: Recipe | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
@@ -118,7 +121,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _decide(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     recipe: Recipe | None,
     data: Any,
     tokenizer: Any,
@@ -130,10 +133,6 @@ def _decide(
     propagate: Propagate,
 ) -> ModelReport:
     """Decide the masks of a model, which stays unchanged."""
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"prune_model takes a model in memory, not {model!r}; for a folder or a Hub id, use emp_llm.prune(model=...)."
-        )
     recipe = recipe or Recipe()
     recipe.check_recipe()
     check_ranges(recipe)
@@ -141,6 +140,11 @@ def _decide(
     options.check_calibration()
     if isinstance(activations, str | Path):
         activations = Activations.load(Path(activations))
+    if isinstance(model, str | Path):
+        folder = find_model(str(model)).folder
+        model, tokenizer = load_model(folder), folder if tokenizer is None else tokenizer
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
     how = _Calibration(data, tokenizer, options, propagate, activations)
     weights, stopwatch = ModelWeights(model), Stopwatch()
     plan = Plan(architecture_of(model, weights, recipe.blocks), recipe)
@@ -157,7 +161,7 @@ def _decide(
     record = assemble_report(source, plan, recipe, LoadingOptions(), pruner, outcomes, about)
     record.recipe.dtype = record.recipe.device_map = None
     record.stages = stage_records(stopwatch)
-    return ModelReport(record, masks, norms, pruner.scheme)
+    return ModelReport(record, masks, norms, pruner.scheme, model)
 
 
 def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _Calibration) -> Activations:
