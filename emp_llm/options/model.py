@@ -21,8 +21,8 @@ class ModelOptions(Options):
         super().__post_init__()
         if not isinstance(self.model, str):
             raise UserError(
-                f"--model must be a model folder or a Hub id (owner/name), got {type(self.model).__name__}. To use a model in "
-                "memory, save it with save_pretrained and give the folder."
+                f"--model must be a model folder or a Hub id (owner/name), got {type(self.model).__name__}. For a model in "
+                "memory there is prune_model; or save it with save_pretrained and give the folder."
             )
 
 
