@@ -27,6 +27,7 @@ from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.model import LoadingOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.packing.masks import Masks, rows_in
+from emp_llm.pruning.curve import settle_budget
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.pruner import Pruner
@@ -154,6 +155,7 @@ def _decide(
             norms = _norms(model, plan, pruner, recipe, how)
         pruner.scores.use(norms)
     with stopwatch("prune"):
+        settle_budget(pruner)
         masks, outcomes = _masks(model, pruner)
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
     source = ModelSource(model=name_of(model), revision=revision)

@@ -63,6 +63,8 @@ class PruneOptions(
             )
         if not self.needs_activations:
             raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
+        if self.adaptive and self.sparsity is not None:
+            raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
         if self.group == "all":
             raise UserError(
                 "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."

@@ -53,7 +53,10 @@ class Recipe(CriterionOptions, TargetOptions):
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
     order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None
     neff_dtype: Annotated[str | None, Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic.")] = None
-    sparsity: Annotated[float | None, Opt("Fraction of each group to remove (other methods); default: 0.5.")] = None
+    sparsity: Annotated[
+        float | None,
+        Opt("Fraction to remove: of each group, default 0.5; with emp methods of all targets, by the beta that does."),
+    ] = None
     pattern: Annotated[str | None, Opt("N:M, keep N of every M inputs (other methods).")] = None
     match: Annotated[Path | None, Opt("Output of an earlier run; remove as many weights as that run (other methods).")] = None
     match_by: Annotated[MatchBy | None, Opt("Match the total of that run, or every matrix; default: total.")] = None
@@ -117,7 +120,11 @@ class Recipe(CriterionOptions, TargetOptions):
 
     def _check_method(self) -> None:
         """Raise UserError for an option of emp methods with another method, and the reverse."""
-        for name in ("sparsity", "pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype"):
+        if self.adaptive and self.sparsity is not None:
+            for name in ("beta", "neff_dtype"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{name.replace('_', '-')}.")
+        for name in ("pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype"):
             if getattr(self, name) is not None:
                 other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
                 flag = name.replace("_", "-")

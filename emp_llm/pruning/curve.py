@@ -1,15 +1,22 @@
-"""The number of weights that an effective number keeps at many betas: one pass over the weights, and nothing is written."""
+"""Effective numbers of all groups by one pass over the weights: the sparsity at many betas, and the beta of a sparsity."""
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import Bar, progress_bar
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
-from emp_llm.selection.arithmetic.number_counts import counts_at
-from emp_llm.selection.budgets import EffectiveBudget
+from emp_llm.selection.arithmetic.number_counts import Group, beta_keeping, counts_at
+from emp_llm.selection.budgets import EffectiveBudget, RequestedBudget
 from emp_llm.storage.file_pool import FilePool
+
+logger = logging.getLogger(__name__)
 
 
 def kept_at(pruner: Pruner, betas: Sequence[float]) -> list[int]:
@@ -23,15 +30,48 @@ def kept_at(pruner: Pruner, betas: Sequence[float]) -> list[int]:
         UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
     """
     budget = pruner.scheme.budget
-    assert isinstance(budget, EffectiveBudget)
+    if isinstance(budget, EffectiveBudget) and budget.dtype != "float64":
+        return _kept_in_bfloat16(pruner, budget, betas)
+    groups = effective_numbers(pruner)
+    return [sum(int(counts_at(n_eff, total, beta, size).sum()) for n_eff, total, size in groups) for beta in betas]
+
+
+def settle_budget(pruner: Pruner) -> None:
+    """Find the beta of a requested sparsity, by one pass over the weights. A pruner with any other budget stays as it is.
+
+    Raises:
+        UserError: every group keeps at least one weight, so that so many cannot be removed; or as for `kept_at`.
+    """
+    budget = pruner.scheme.budget
+    if not isinstance(budget, RequestedBudget):
+        return
+    groups = effective_numbers(pruner)
+    weights = sum(n_eff.size * size for n_eff, _, size in groups)
+    kept = budget.kept_of(weights)
+    least = sum(int(counts_at(n_eff, total, math.ulp(0.0), size).sum()) for n_eff, total, size in groups)
+    if kept < least:
+        raise UserError(
+            f"--sparsity {budget.sparsity:g}: every group keeps at least one weight, and a group of zeros all, so that at most "
+            f"{1 - least / weights:.4f} can be removed. Lower it."
+        )
+    beta = beta_keeping(kept, groups)
+    pruner.scheme = replace(pruner.scheme, budget=EffectiveBudget(beta, budget.order))
+    logger.info("sparsity %g is that of beta %.6g.", budget.sparsity, beta)
+
+
+def effective_numbers(pruner: Pruner) -> list[Group]:
+    """(N_eff, sum |s|, size) of all groups: arrays for the rows of each target; one value for a matrix, or for all targets.
+
+    The weights are read once.
+
+    Raises:
+        UserError: as for `kept_at`.
+    """
     total = sum(target.matrix.numel for target in pruner.targets)
-    with pruner.checkpoint.open_files() as files, progress_bar(total, "sparsity against beta", "W") as bar:
-        if pruner.scheme.group == "row" and budget.dtype == "float64":
-            kept = _kept_in_rows(pruner, betas, files, bar)
-        else:
-            kept = _kept_in_groups(pruner, budget, betas, files, bar)
+    with pruner.checkpoint.open_files(again=True) as files, progress_bar(total, "effective numbers", "W") as bar:
+        groups = _of_rows(pruner, files, bar) if pruner.scheme.group == "row" else _of_matrices(pruner, files, bar)
     pruner.checkpoint.check_unchanged()
-    return kept
+    return groups
 
 
 def kept_of_outcomes(outcomes: list[Outcome], betas: Sequence[float]) -> list[int]:
@@ -65,45 +105,66 @@ def curve_points(betas: Sequence[float], kept: Sequence[int], weights: int, para
     ]
 
 
-def _kept_in_rows(pruner: Pruner, betas: Sequence[float], files: FilePool, bar: Bar) -> list[int]:
+def _of_rows(pruner: Pruner, files: FilePool, bar: Bar) -> list[Group]:
     """Each row is a group: the kernels compute N_eff."""
-    kept = [0] * len(betas)
+    scheme, groups = pruner.scheme, []
+    pruner.scheme = replace(scheme, budget=EffectiveBudget(1.0, scheme.budget.order))
+    try:
+        for target in pruner.targets:
+            numbers = np.zeros((2, target.matrix.rows))
+            for block in pruner.pruned(target, files, None, back=False):
+                rows = slice(block.first, block.first + len(block.figures.mass))
+                numbers[0, rows], numbers[1, rows] = block.figures.n_eff, block.figures.mass
+                bar.update(block.words.size)
+                pruner.buffers.give(block.words)
+            groups.append((numbers[0], numbers[1], target.matrix.columns))
+    finally:
+        pruner.scheme = scheme
+    return groups
+
+
+def _of_matrices(pruner: Pruner, files: FilePool, bar: Bar) -> list[Group]:
+    """Each matrix is a group, or all targets are."""
+    from torch import Tensor
+
+    from emp_llm.selection.arithmetic.hill import Moments
+
+    parts: list[Moments] = []
+
+    def take(scores: Tensor) -> None:
+        parts.append(Moments.of_rows(scores, pruner.scheme.budget.order))
+        bar.update(scores.numel())
+
+    def merged() -> Group:
+        moments = Moments.merge(parts)
+        parts.clear()
+        return moments.number().numpy(force=True), moments.mass.numpy(force=True), int(moments.size[0])
+
+    groups = []
     for target in pruner.targets:
-        for block in pruner.pruned(target, files, None, back=False):
-            for place, beta in enumerate(betas):
-                kept[place] += int(counts_at(block.figures.n_eff, block.figures.mass, beta, target.matrix.columns).sum())
-            bar.update(block.words.size)
-            pruner.buffers.give(block.words)
-    return kept
+        pruner.feed(take, [target], files)
+        if pruner.scheme.group == "matrix":
+            groups.append(merged())
+    return groups or [merged()]
 
 
-def _kept_in_groups(pruner: Pruner, budget: EffectiveBudget, betas: Sequence[float], files: FilePool, bar: Bar) -> list[int]:
-    """Each matrix is a group, or all targets are; or each row, in the paper's bfloat16."""
+def _kept_in_bfloat16(pruner: Pruner, budget: EffectiveBudget, betas: Sequence[float]) -> list[int]:
+    """Each row is a group, in the paper's bfloat16."""
     from torch import Tensor
 
     from emp_llm.selection.arithmetic.hill import Moments
 
     budgets = [replace(budget, beta=beta) for beta in betas]
     kept = [0] * len(betas)
-    parts: list[Moments] = []
+    total = sum(target.matrix.numel for target in pruner.targets)
+    with pruner.checkpoint.open_files() as files, progress_bar(total, "effective numbers", "W") as bar:
 
-    def count(moments: Moments, rows: Tensor | None = None) -> None:
-        for place, each in enumerate(budgets):
-            kept[place] += int(each.counts(moments, rows=rows).sum())
+        def take(scores: Tensor) -> None:
+            moments = Moments.of_rows(scores, budget.order)
+            for place, each in enumerate(budgets):
+                kept[place] += int(each.counts(moments, rows=scores).sum())
+            bar.update(scores.numel())
 
-    def take(scores: Tensor) -> None:
-        moments = Moments.of_rows(scores, budget.order)
-        if pruner.scheme.group == "row":
-            count(moments, scores)
-        else:
-            parts.append(moments)
-        bar.update(scores.numel())
-
-    for target in pruner.targets:
-        pruner.feed(take, [target], files)
-        if pruner.scheme.group == "matrix":
-            count(Moments.merge(parts))
-            parts.clear()
-    if pruner.scheme.group == "all":
-        count(Moments.merge(parts))
+        pruner.feed(take, pruner.targets, files)
+    pruner.checkpoint.check_unchanged()
     return kept

@@ -11,7 +11,15 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CriterionRecord, RecipeRecord
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.budgets import (
+    Budget,
+    EffectiveBudget,
+    PartsBudget,
+    PatternBudget,
+    RatioBudget,
+    RequestedBudget,
+    TotalBudget,
+)
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.json_files import INDEX_LIMIT
@@ -44,8 +52,12 @@ def scheme_of(recipe: Recipe, sizes: Mapping[str, int]) -> Scheme:
         raise UserError(f"--{error}.") from error
 
 
-def recipe_record(recipe: Recipe) -> RecipeRecord:
-    """The options of a recipe with defaults filled in."""
+def recipe_record(recipe: Recipe, scheme: Scheme | None = None) -> RecipeRecord:
+    """The options of a recipe with defaults filled in.
+
+    Args:
+        scheme: of the run; it has the beta of a requested sparsity, if that is known.
+    """
     record = RecipeRecord(
         method=recipe.method,
         group=recipe.group,
@@ -59,6 +71,9 @@ def recipe_record(recipe: Recipe) -> RecipeRecord:
         record.min_expert_tokens = recipe.min_expert_tokens
     if recipe.adaptive:
         record.beta = 1.0 if recipe.beta is None else float(recipe.beta)
+        if recipe.sparsity is not None:
+            record.sparsity = float(recipe.sparsity)
+            record.beta = scheme.budget.beta if scheme is not None and isinstance(scheme.budget, EffectiveBudget) else None
         record.order = 2.0 if recipe.order is None else float(recipe.order)
         record.neff_dtype = recipe.neff_dtype or "float64"
         return record
@@ -103,6 +118,8 @@ def read_report(run: Path) -> RunReport:
 def _budget(recipe: Recipe, sizes: Mapping[str, int]) -> Budget:
     if recipe.adaptive:
         order = 2.0 if recipe.order is None else recipe.order
+        if recipe.sparsity is not None:
+            return RequestedBudget(recipe.sparsity, order)
         return EffectiveBudget(1.0 if recipe.beta is None else recipe.beta, order, recipe.neff_dtype or "float64")
     if recipe.pattern is not None:
         return PatternBudget(*parse_pattern(recipe.pattern))

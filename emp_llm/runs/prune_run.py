@@ -173,7 +173,14 @@ class PruneRun:
         )
         begin = None if self._pending is None else partial(self._pending.begin, output.files, signature)
         self.write = WriteStage(
-            self._plan, self._pruner, record, output, self._norms, self._assemble, self._stopwatch, before_publishing=begin
+            self._plan,
+            self._pruner,
+            self._options,
+            output,
+            self._norms,
+            self._assemble,
+            self._stopwatch,
+            before_publishing=begin,
         )
 
     def _resume_evaluation(self, pending: "PendingEvaluation") -> None:

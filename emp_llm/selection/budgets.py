@@ -136,6 +136,46 @@ class EffectiveBudget:
 
 
 @dataclass(frozen=True)
+class RequestedBudget:
+    """An `EffectiveBudget` whose beta is chosen so that a given share of all target weights is removed.
+
+    It is settled before the first mask is decided, when the effective numbers of all groups are known.
+
+    Attributes:
+        sparsity: of all targets, at least 0 and below 1.
+        order: Hill order of N_eff, >= 0.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    sparsity: float
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity must be at least 0 and below 1, got {self.sparsity:g}")
+        check_order(self.order)
+
+    def kept_of(self, weights: int) -> int:
+        """How many of all target weights are kept: all but floor(sparsity * weights)."""
+        return weights - floor_count(self.sparsity * weights)
+
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> None:
+        return None
+
+    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
+        raise ValueError("the beta of a requested sparsity is not settled yet")
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.order == 2.0
+
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        raise ValueError("the beta of a requested sparsity is not settled yet")
+
+
+@dataclass(frozen=True)
 class RatioBudget(_SizeBudget):
     """The same sparsity in every group: floor(sparsity * N) scores are removed, as in Wanda.
 

@@ -30,7 +30,7 @@ def assemble_report(
         calibration: origin of the norms; None if none were needed.
     """
     matrices = matrix_records(outcomes, pruner)
-    record = recipe_record(recipe)
+    record = recipe_record(recipe, pruner.scheme)
     record.dtype, record.device_map = loading.dtype, loading.device_map
     return RunReport(
         source=source,

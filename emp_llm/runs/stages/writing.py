@@ -8,13 +8,15 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.common.timing import Stopwatch
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.curve import settle_budget
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.output.checkpoint_writer import CheckpointWriter
 from emp_llm.pruning.output.manifest import write_manifest
 from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.pruner import Pruner
+from emp_llm.pruning.recipe import recipe_record
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import RecipeRecord
 from emp_llm.runs.stages.stage import stage_records
 from emp_llm.storage.output.journal import Journal
 from emp_llm.storage.output.output_folder import OutputFolder
@@ -47,7 +49,7 @@ class WriteStage:
         self,
         plan: Plan,
         pruner: Pruner,
-        recipe: RecipeRecord,
+        recipe: Recipe,
         output: OutputFolder,
         norms: "Callable[[], Activations | None]",
         assemble: Callable[[list[Outcome], str], RunReport],
@@ -87,6 +89,7 @@ class WriteStage:
         journal = Journal(self._output.work)
         writer = CheckpointWriter(self._pruner, journal)
         with self._stopwatch(self.name):
+            settle_budget(self._pruner)
             outcomes = writer.write(files)
         report = self._assemble(outcomes, writer.source_identity)
         report.stages = stage_records(self._stopwatch)
@@ -96,7 +99,7 @@ class WriteStage:
             files,
             self._plan.checkpoint,
             writer.source_identity,
-            self._recipe,
+            recipe_record(self._recipe, self._pruner.scheme),
             self._pruner.scheme,
             digest,
             journal.hasher.finished,

@@ -13,6 +13,7 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.evaluation.evaluator import Evaluator
 from emp_llm.options.commands import SweepOptions
 from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.curve import settle_budget
 from emp_llm.pruning.loaded_model import MaskedModel
 from emp_llm.pruning.outcome import ALL_KEPT, Outcome, masks_digest
 from emp_llm.pruning.output.checkpoint_writer import CheckpointWriter
@@ -134,6 +135,7 @@ class PointStage:
         norms = shared.norms() if self._recipe.needs_activations else None
         if norms is not None:
             pruner.scores.use(norms)
+        settle_budget(pruner)
         masked = shared.masked_model()
         if shared.options.keep:
             report = self._run_and_keep(pruner, norms, masked)
@@ -160,7 +162,7 @@ class PointStage:
     def _run_and_keep(self, pruner: Pruner, norms: "Activations | None", masked: MaskedModel | None) -> RunReport:
         """Measure, and write the checkpoint."""
         checkpoint = self._shared.plan.checkpoint
-        record = recipe_record(self._recipe)
+        record = recipe_record(self._recipe, pruner.scheme)
         digest = None if norms is None else norms.digest
         output = OutputFolder(self._path, [checkpoint.folder], checkpoint.output_bytes, overwrite=True)
         with output as out:
