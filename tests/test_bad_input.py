@@ -91,7 +91,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "beta with wanda": (r"--beta .*wanda.*Use --sparsity, or --method emp-wanda", {"method": "wanda", "beta": 1.0}),
     "order with magnitude": (r"--order .*--method emp-magnitude", {"method": "magnitude", "order": 1.0}),
-    "sparsity with emp-wanda": (r"--sparsity .*emp-wanda.*Use --beta, or --method wanda", {"sparsity": 0.5}),
+    "sparsity and beta": (r"--sparsity finds the beta of emp-wanda; leave out --beta", {"sparsity": 0.5, "beta": 1.0}),
     "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
     "sparsity and pattern": (r"--sparsity and --pattern", {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"}),
     "neff-dtype": (r"^--neff-dtype must be float64 or bfloat16", {"neff_dtype": "float32"}),
@@ -413,5 +413,5 @@ def test_command_line(command: Run, model: Path, text: Path, tmp_path: Path, mat
 
 
 def test_process(run: Run, model: Path, tmp_path: Path) -> None:
-    options = {"--model": model, "--output": tmp_path / "out", "--sparsity": "0.5"}
-    check_command(run, tmp_path, options, r"^error: --sparsity does not go with method emp-wanda")
+    options = {"--model": model, "--output": tmp_path / "out", "--pattern": "2:4"}
+    check_command(run, tmp_path, options, r"^error: --pattern does not go with method emp-wanda")

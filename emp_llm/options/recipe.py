@@ -42,7 +42,8 @@ class Recipe(CriterionOptions, TargetOptions):
             effective number sets the number of kept weights; without it, the sparsity is fixed. None: "emp-" and the
             criterion given by `criterion` or `scores`, else "emp-wanda".
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
-        sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5.
+        sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5. With an emp method, `sparsity` is that
+            of all targets, and takes the place of `beta`.
         match_by: "total": remove as many weights in total as the earlier run; "matrix": as many in every matrix. None: total.
         group: the weights that compete with each other: those of a row, of a matrix, or of all targets.
     """

@@ -12,7 +12,7 @@ from emp_llm.common.progress_bars import Bar, progress_bar
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
-from emp_llm.selection.arithmetic.number_counts import Group, beta_keeping, counts_at
+from emp_llm.selection.arithmetic.number_counts import GroupNumbers, beta_keeping, counts_at
 from emp_llm.selection.budgets import EffectiveBudget, RequestedBudget
 from emp_llm.storage.file_pool import FilePool
 
@@ -59,7 +59,7 @@ def settle_budget(pruner: Pruner) -> None:
     logger.info("sparsity %g is that of beta %.6g.", budget.sparsity, beta)
 
 
-def effective_numbers(pruner: Pruner) -> list[Group]:
+def effective_numbers(pruner: Pruner) -> list[GroupNumbers]:
     """(N_eff, sum |s|, size) of all groups: arrays for the rows of each target; one value for a matrix, or for all targets.
 
     The weights are read once.
@@ -105,7 +105,7 @@ def curve_points(betas: Sequence[float], kept: Sequence[int], weights: int, para
     ]
 
 
-def _of_rows(pruner: Pruner, files: FilePool, bar: Bar) -> list[Group]:
+def _of_rows(pruner: Pruner, files: FilePool, bar: Bar) -> list[GroupNumbers]:
     """Each row is a group: the kernels compute N_eff."""
     scheme, groups = pruner.scheme, []
     pruner.scheme = replace(scheme, budget=EffectiveBudget(1.0, scheme.budget.order))
@@ -123,7 +123,7 @@ def _of_rows(pruner: Pruner, files: FilePool, bar: Bar) -> list[Group]:
     return groups
 
 
-def _of_matrices(pruner: Pruner, files: FilePool, bar: Bar) -> list[Group]:
+def _of_matrices(pruner: Pruner, files: FilePool, bar: Bar) -> list[GroupNumbers]:
     """Each matrix is a group, or all targets are."""
     from torch import Tensor
 
@@ -135,7 +135,7 @@ def _of_matrices(pruner: Pruner, files: FilePool, bar: Bar) -> list[Group]:
         parts.append(Moments.of_rows(scores, pruner.scheme.budget.order))
         bar.update(scores.numel())
 
-    def merged() -> Group:
+    def merged() -> GroupNumbers:
         moments = Moments.merge(parts)
         parts.clear()
         return moments.number().numpy(force=True), moments.mass.numpy(force=True), int(moments.size[0])

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from emp_llm.selection.arithmetic.definitions import RELATIVE_TOLERANCE
 
-Group = tuple[NDArray[Any], NDArray[Any], int]
+GroupNumbers = tuple[NDArray[Any], NDArray[Any], int]
 
 
-def beta_keeping(kept: int, groups: Sequence[Group]) -> float:
+def beta_keeping(kept: int, groups: Sequence[GroupNumbers]) -> float:
     """The smallest beta at which the groups keep at least as many scores in total as asked for.
 
     The total grows with beta in steps of one, except where groups of equal N_eff step together. Then the nearer of the totals
