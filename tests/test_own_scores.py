@@ -198,6 +198,10 @@ def test_sweep_measure_and_report_know_the_criterion(
     names = [point.name for point in swept.points]
     assert names == ["emp-ria-beta-1", "ria-total-as-emp-ria-beta-1", "ria-matrix-as-emp-ria-beta-1", "wanda-0.5"]
     first, same = swept.points[0], swept.points[1]
+    equal = sweep(**common, methods="emp-ria,ria", emp_sparsities="0.5", suite=str(suite), output=tmp_path / "equal")
+    assert [point.name for point in equal.points] == ["emp-ria-0.5", "ria-0.5"]
+    assert {point.sparsity_of_targets for point in equal.points} == {0.5}
+    report(runs=[tmp_path / "equal"], output=tmp_path / "equal-page", no_plots=True)
     assert first.sparsity_of_targets == same.sparsity_of_targets
     measured = measure(**common, output=tmp_path / "measure.json")
     assert [entry.criterion for entry in measured.measures] == ["magnitude", "wanda", "ria"]

@@ -126,6 +126,7 @@ class SweepOptions(
     betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
     orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
     sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
+    emp_sparsities: Annotated[str | None, Opt("Sparsities of the emp methods, in place of betas; their beta is found.")] = None
     patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
     matched_baselines: Annotated[
         bool, Opt("Add two uniform baselines to each emp point: the same total, and the same count in every matrix.")

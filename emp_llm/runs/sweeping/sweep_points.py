@@ -20,8 +20,8 @@ class SweepPoint:
     Attributes:
         name: of its folder.
         method: of `prune`.
-        beta, order: of an EMP point; None for others.
-        sparsity, pattern: of a point with a fixed sparsity.
+        beta, order: of an EMP point; None for others. There is no beta for a requested sparsity.
+        sparsity, pattern: of a point with a fixed or a requested sparsity.
         baseline_of: for a baseline, the name of the EMP point that keeps as many weights.
         match: for a baseline, whether the total or every matrix keeps as many; None for other points.
     """
@@ -58,6 +58,7 @@ def plan_points(
     sparsities: str | None = None,
     patterns: str | None = None,
     matched_baselines: bool = False,
+    emp_sparsities: str | None = None,
 ) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
@@ -65,6 +66,7 @@ def plan_points(
         methods, betas, orders, sparsities, patterns: lists, separated by commas. Defaults (None): betas BETAS; orders 2;
             sparsities 0.5, or none if there are patterns; patterns none.
         matched_baselines: add two uniform baselines of the same criterion for each EMP point.
+        emp_sparsities: a list of sparsities that the emp methods reach by their beta; then there are betas only if given.
 
     Raises:
         UserError: an option is not a list of its kind, or applies to none of the methods.
@@ -75,15 +77,25 @@ def plan_points(
     adaptive = [method for method in chosen if method.startswith("emp-")]
     fixed = [method for method in chosen if method not in adaptive]
     asked = {"--betas": betas, "--orders": orders, "--matched-baselines": matched_baselines or None}
+    asked["--emp-sparsities"] = emp_sparsities
+    if betas is None and emp_sparsities is None:
+        betas = BETAS
     _check_use(asked, adaptive, "emp methods")
     _check_use({"--sparsities": sparsities, "--patterns": patterns}, fixed, "methods without emp-")
     points: list[SweepPoint] = []
     for method in chosen:
         if method in adaptive:
             for order in parse_numbers("2" if orders is None else orders, "--orders"):
-                for beta in parse_numbers(BETAS if betas is None else betas, "--betas"):
-                    between = "" if order == 2 else f"-order-{_short(order)}"
-                    point = SweepPoint(f"{method}{between}-beta-{_short(beta)}", method, beta, order)
+                name = method if order == 2 else f"{method}-order-{_short(order)}"
+                own = [
+                    SweepPoint(f"{name}-beta-{_short(beta)}", method, beta, order)
+                    for beta in (parse_numbers(betas, "--betas") if betas is not None else [])
+                ]
+                own += [
+                    SweepPoint(f"{name}-{_short(sparsity)}", method, None, order, sparsity)
+                    for sparsity in (parse_numbers(emp_sparsities, "--emp-sparsities") if emp_sparsities is not None else [])
+                ]
+                for point in own:
                     points += [point, *(_baselines(point) if matched_baselines else [])]
             continue
         if sparsities is not None or patterns is None:

@@ -91,6 +91,7 @@ class SweepRun:
             options.sparsities,
             options.patterns,
             options.matched_baselines,
+            options.emp_sparsities,
         )
         self._common = common
         for point in self._planned:
