@@ -210,6 +210,11 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
     assert torch.equal(masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"])
 
 
+def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    masks_of(load(models("llama")), Recipe(method="emp-magnitude"), ["a text"])
+    assert "the calibration data has no effect: method emp-magnitude needs none" in caplog.text
+
+
 def test_own_criterion_and_scores_in_memory(models: Models) -> None:
     source = models("gpt2")
     wanted = masks_of(load(source), Recipe(method="emp-magnitude"))

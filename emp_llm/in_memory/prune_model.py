@@ -1,5 +1,6 @@
 """Pruning of a model in memory, by the recipes of the command and with the same bits."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from emp_llm.runs.stages.stage import stage_records
 if TYPE_CHECKING:
     from emp_llm.storage.buffers import Block
 
+logger = logging.getLogger(__name__)
 Data = str | Path | Tensor | Iterable[Any]
 
 
@@ -49,9 +51,17 @@ class _Calibration:
 
     data: Any
     tokenizer: Any
-    options: CalibrationOptions
+    activations: Activations | Path | str | None
+    samples: int | None
+    seqlen: int | None
+    batch_size: int
+    seed: int
     propagate: Propagate
-    activations: Activations | None
+
+    @property
+    def options(self) -> CalibrationOptions:
+        names = ("samples", "seqlen", "batch_size", "seed")
+        return CalibrationOptions(**{name: getattr(self, name) for name in names})
 
 
 def prune_model(
@@ -91,7 +101,8 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    report = _decide(model, recipe, data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
+    how = _Calibration(data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
+    report = _decide(model, recipe, how)
     report.masks.apply(report.model)
     return report
 
@@ -101,52 +112,34 @@ def masks_of(
     recipe: Recipe | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
-    **options: Any,
+    *,
+    activations: Activations | Path | str | None = None,
+    samples: int | None = None,
+    seqlen: int | None = None,
+    batch_size: int = 4,
+    seed: int = 0,
+    propagate: Propagate = "dense",
 ) -> Masks:
     """The masks that `prune_model` would apply; the model is unchanged. Arguments and errors are those of `prune_model`.
 
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    return _decide(model, recipe, data, tokenizer, **_DEFAULTS | options).masks
+    how = _Calibration(data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
+    return _decide(model, recipe, how).masks
 
 
-_DEFAULTS: dict[str, Any] = {
-    "activations": None,
-    "samples": None,
-    "seqlen": None,
-    "batch_size": 4,
-    "seed": 0,
-    "propagate": "dense",
-}
-
-
-def _decide(
-    model: nn.Module | str | Path,
-    recipe: Recipe | None,
-    data: Any,
-    tokenizer: Any,
-    activations: Activations | Path | str | None,
-    samples: int | None,
-    seqlen: int | None,
-    batch_size: int,
-    seed: int,
-    propagate: Propagate,
-) -> ModelReport:
+def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibration) -> ModelReport:
     """Decide the masks of a model, which stays unchanged."""
     recipe = recipe or Recipe()
     recipe.check_recipe()
     check_ranges(recipe)
-    options = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    options.check_calibration()
-    if isinstance(activations, str | Path):
-        activations = Activations.load(Path(activations))
+    how.options.check_calibration()
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
-        model, tokenizer = load_model(folder), folder if tokenizer is None else tokenizer
+        model, how = load_model(folder), replace(how, tokenizer=how.tokenizer or folder)
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
-    how = _Calibration(data, tokenizer, options, propagate, activations)
     weights, stopwatch = ModelWeights(model), Stopwatch()
     plan = Plan(architecture_of(model, weights, recipe.blocks), recipe)
     pruner, norms = plan.pruner_of(recipe), None
@@ -154,6 +147,8 @@ def _decide(
         with stopwatch("calibrate"):
             norms = _norms(model, plan, pruner, recipe, how)
         pruner.scores.use(norms)
+    elif how.data is not None or how.activations is not None:
+        logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
     with stopwatch("prune"):
         settle_budget(pruner)
         masks, outcomes = _masks(model, pruner)
@@ -169,7 +164,8 @@ def _decide(
 def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _Calibration) -> Activations:
     """The norms that the user gave, or those of a calibration."""
     if how.activations is not None:
-        return how.activations
+        given = how.activations
+        return Activations.load(Path(given)) if isinstance(given, str | Path) else given
     if how.data is None:
         raise UserError(
             f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, a DataLoader or the name of "
