@@ -26,6 +26,7 @@ ROOMS = (
     "architecture",
     "execution",
     "calibration",
+    "calibration/images",
     "pruning/scoring",
     "pruning",
     "pruning/output",

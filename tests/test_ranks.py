@@ -14,6 +14,7 @@ import tiny
 import torch
 import transformers
 from launch import Launched, launch
+from pictures import make_llava, make_pictures
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
@@ -122,6 +123,24 @@ def test_calibrating_with_ranks(
     assert several.about.ranks == count
     for name, norm in one.norms.items():
         assert torch.equal(norm, several.norms[name])
+
+
+def test_calibrating_on_images_with_ranks(tmp_path: Path, launched: Launch) -> None:
+    """Each rank runs every second row."""
+    model, data = make_llava(tmp_path / "model"), make_pictures(tmp_path)
+    source = f"{data}/rows.jsonl,image=picture"
+    one = calibrate(model, output=tmp_path / "one", calibration=source, samples=5, seqlen=24)
+    options = ["calibrate", "--model", model, "--calibration", source, "--samples", 5, "--seqlen", 24]
+    done = launched(2, *options, "--output", "all.safetensors")
+    assert done.codes == [0, 0], done.error
+    several = Activations.load(tmp_path / "all.safetensors")
+    assert isinstance(one, Activations)
+    assert (one.input_of, one.tokens) == (several.input_of, several.tokens)
+    assert several.about.ranks == 2
+    assert all(torch.equal(norm, several.norms[name]) for name, norm in one.norms.items())
+    done = launched(2, *options, "--samples", 1, "--output", "few.safetensors")
+    assert done.codes == [2, 2]
+    assert "1 row with images for 2 ranks" in done.error
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])

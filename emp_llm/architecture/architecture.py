@@ -121,6 +121,11 @@ class Architecture:
             dense_towers=self._dense_towers(tower),
         )
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model has a tower for images."""
+        return any(layer.tower == "vision" for layer in self.layers)
+
     def _in(self, choice: str, tower: Tower) -> bool:
         """Whether a choice of towers includes a tower. "language" means the tower of --blocks, if that names another."""
         return choice == "all" or tower == (self._structure.main if choice == "language" else choice)

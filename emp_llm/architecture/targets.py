@@ -113,11 +113,23 @@ def is_named(layer: Layer, names: str | list[str]) -> bool:
     return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
 
 
-def check_calibrated(layers: Iterable[Layer]) -> None:
-    """Raise UserError if a layer is outside the language tower: calibration runs on text, which does not reach it."""
-    beside = next((layer for layer in layers if layer.tower != "language"), None)
-    if beside is not None:
-        raise UserError(
-            f"{beside.name} is in the {beside.tower} tower. Calibration runs on text, so this tower has no input activations. "
-            "Use a magnitude method, which needs none; or in Python, give batches with images to prune_model."
+def check_calibrated(layers: Iterable[Layer], with_images: bool = False) -> None:
+    """Raise UserError if a layer is in a tower that the calibration data does not reach.
+
+    Args:
+        with_images: the data holds images besides text, and so reaches the vision tower.
+    """
+    reached = ("language", "vision") if with_images else ("language",)
+    beside = next((layer for layer in layers if layer.tower not in reached), None)
+    if beside is None:
+        return
+    remedy = "Use a magnitude method, which needs none."
+    if beside.tower == "vision":
+        remedy = (
+            "Calibrate on images too, by --calibration DATA,image=COLUMN, or use a magnitude method, which needs none; or in "
+            "Python, give batches with images to prune_model."
         )
+    raise UserError(
+        f"{beside.name} is in the {beside.tower} tower. Calibration runs on text{' and images' if with_images else ''}, "
+        f"so this tower has no input activations. {remedy}"
+    )

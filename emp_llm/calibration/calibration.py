@@ -1,10 +1,11 @@
-"""One calibration: from a text and a model to activations and the record of their origin."""
+"""One calibration: from data and a model to activations and the record of their origin."""
 
 import logging
 import shutil
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -54,38 +55,62 @@ class CalibrationText:
         tokens = torch.cat([token_ids(corpus, tokenizer, options.seed) for corpus in corpora])
         return cls(corpora, tokens, options.seed if any(corpus.shuffle for corpus in corpora) else None)
 
+    @property
+    def number(self) -> int:
+        """The number of tokens."""
+        return self.tokens.numel()
 
-class Calibration:
-    """The forward passes of a calibration.
+    @property
+    def signature(self) -> str:
+        """SHA-256 of the tokens."""
+        return tokens_signature(self.tokens)
+
+
+class CalibrationData(Protocol):
+    """What a calibration runs on.
+
+    Attributes:
+        corpora: the sources of the data, in order; each has its number of samples.
+        seed: of shuffled corpora; None for others.
+        number: of tokens.
+        signature: a hash of everything that a model is called with.
+    """
+
+    @property
+    def corpora(self) -> list[Corpus]: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def signature(self) -> str: ...
+
+
+class ForwardPasses(ABC):
+    """The forward passes of a calibration, and the record of their origin.
 
     Args:
-        text: the calibration text.
+        data: the calibration data.
         options: of the forward passes.
         propagate: whether each block sees the inputs of the dense or of the pruned model.
         quantization: of the loaded model.
-        blocks: name of the list of decoder blocks; None: detected.
     """
 
     def __init__(
-        self,
-        text: CalibrationText,
-        options: CalibrationOptions,
-        propagate: Propagate = "dense",
-        quantization: Quantization | None = None,
-        blocks: str | None = None,
+        self, data: CalibrationData, options: CalibrationOptions, propagate: Propagate, quantization: Quantization | None
     ) -> None:
-        self.text = text
         self.quantization = quantization
+        self._data = data
         self._options = options
         self._propagate = propagate
-        self._blocks = blocks
 
     @property
     def signature(self) -> dict[str, Any]:
         """Everything that the norms depend on, except the model, as JSON; known before the model is loaded."""
         record = self._record(CalibrationRecord(execution=self._options.execution, propagate=self._propagate))
-        return record.as_dict() | {"ids": tokens_signature(self.text.tokens)}
+        return record.as_dict() | {"ids": self._data.signature}
 
+    @abstractmethod
     def run(
         self,
         model: PreTrainedModel,
@@ -95,7 +120,7 @@ class Calibration:
         masker: Masker | None = None,
         resume: Path | None = None,
     ) -> Activations:
-        """Collect the input norms of these layers. Each of several ranks runs its share of the batches.
+        """Collect the input norms of these layers. Each of several ranks runs its share.
 
         Args:
             model: loaded from the checkpoint.
@@ -107,15 +132,62 @@ class Calibration:
                 stays until `delete_progress`. Not used with several ranks.
 
         Raises:
-            UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
+            UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
         """
-        record = msgspec.structs.replace(
+
+    def _record(self, about: CalibrationRecord) -> CalibrationRecord:
+        texts = [corpus.record() for corpus in self._data.corpora]
+        return msgspec.structs.replace(
+            about,
+            text=texts[0] if len(texts) == 1 else None,
+            texts=texts if len(texts) > 1 else [],
+            seed=self._data.seed,
+            quantization=quantization_record(self.quantization),
+            batch_size=self._options.batch_size,
+        )
+
+    def _record_with(self, about: CalibrationRecord, model: PreTrainedModel) -> CalibrationRecord:
+        """The origin of the norms, as far as it is known before the forward passes."""
+        return msgspec.structs.replace(
             self._record(about),
-            tokens=self.text.tokens.numel(),
+            tokens=self._data.number,
             dtype=str(model.dtype).removeprefix("torch."),
             ranks=ranks().count,
             versions=versions(),
         )
+
+
+class Calibration(ForwardPasses):
+    """The forward passes of a calibration on text.
+
+    Args:
+        text: the calibration text.
+        options, propagate, quantization: as for `ForwardPasses`.
+        blocks: name of the list of decoder blocks; None: detected.
+    """
+
+    def __init__(
+        self,
+        text: CalibrationText,
+        options: CalibrationOptions,
+        propagate: Propagate = "dense",
+        quantization: Quantization | None = None,
+        blocks: str | None = None,
+    ) -> None:
+        super().__init__(text, options, propagate, quantization)
+        self.text = text
+        self._blocks = blocks
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        layers: list[Layer],
+        about: CalibrationRecord,
+        masker: Masker | None = None,
+        resume: Path | None = None,
+    ) -> Activations:
+        record = self._record_with(about, model)
         tokens, size = self.text.tokens, self._options.batch_size
         logger.debug(
             "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
@@ -140,17 +212,6 @@ class Calibration:
         if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
             changes["pruned_by"] = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
         return replace(norms, about=msgspec.structs.replace(record, **changes))
-
-    def _record(self, about: CalibrationRecord) -> CalibrationRecord:
-        texts = [corpus.record() for corpus in self.text.corpora]
-        return msgspec.structs.replace(
-            about,
-            text=texts[0] if len(texts) == 1 else None,
-            texts=texts if len(texts) > 1 else [],
-            seed=self.text.seed,
-            quantization=quantization_record(self.quantization),
-            batch_size=self._options.batch_size,
-        )
 
     def _by_blocks(self, model: PreTrainedModel) -> bool:
         """Whether the model runs block by block."""

@@ -106,13 +106,45 @@ def text_rows(corpus: Corpus, seed: int = 0, render: Render | None = None) -> It
         UserError: the file, the data set or its column does not exist, or the column does not hold text.
     """
     if corpus.file:
-        path = Path(corpus.file)
-        if not path.is_file():
-            raise UserError(f"--calibration or --evaluate text {path}: no such file.")
+        path = _existing(corpus.file)
         if path.suffix == ".txt":
             yield path.read_text(encoding="utf-8", errors="replace")
             return
-    yield from _data_set_rows(corpus, seed, render or (lambda _: ""))
+    render = render or (lambda _: "")
+    data, column = open_data_set(corpus, seed)
+    for row in data:
+        text = text_in(row[column], f"{corpus.source}: column {column!r}")
+        yield text if isinstance(text, str) else render(text)
+
+
+def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
+    """The data set of a corpus, shuffled if the corpus says so, and the column of its text.
+
+    Raises:
+        UserError: the data set cannot be loaded, or has no such column of text or images.
+    """
+    data = _loaded(corpus)
+    columns = data.column_names or list(next(iter(data), {}))
+    column = corpus.column
+    if column == "text" and column not in columns:
+        column = next((name for name in CHAT_COLUMNS if name in columns), column)
+    for wanted, field in ((column, "column"), (corpus.image, "image")):
+        if wanted is not None and wanted not in columns:
+            what = "" if field == "column" else " of images"
+            raise UserError(f"{corpus.source}: no column{what} {wanted!r}; it has {', '.join(columns)}. Add ,{field}=NAME.")
+    if corpus.shuffle:
+        data = data.shuffle(seed=seed, buffer_size=10_000) if corpus.stream else data.shuffle(seed=seed)
+    return data, column
+
+
+def text_in(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """The text or the messages of a row; UserError, which begins with `where`, if it holds neither."""
+    if isinstance(value, str):
+        return value
+    messages = messages_in(value)
+    if messages is None:
+        raise UserError(f"{where} holds neither text nor conversations.")
+    return messages
 
 
 def _named_corpus(name: str) -> Corpus:
@@ -130,33 +162,23 @@ def _named_corpus(name: str) -> Corpus:
     )
 
 
-def _data_set_rows(corpus: Corpus, seed: int, render: Render) -> Iterator[str]:
+def _loaded(corpus: Corpus) -> Any:
     import datasets
 
-    where = corpus.source
     try:
         if corpus.file:
-            builder = "parquet" if corpus.file.endswith(".parquet") else "json"
-            data = datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
-        else:
-            data = datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
+            path = _existing(corpus.file)
+            builder = "parquet" if path.suffix == ".parquet" else "json"
+            return datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
+        return datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
+    except (UserError, MemoryError):
+        raise
     except Exception as error:  # the library has a dozen errors for a missing data set, network or config
-        if isinstance(error, MemoryError):
-            raise
-        raise UserError(f"{where}: the data set cannot be loaded ({reason(error)}).") from error
-    columns = data.column_names or list(next(iter(data), {}))
-    column = corpus.column
-    if column == "text" and column not in columns:
-        column = next((name for name in CHAT_COLUMNS if name in columns), column)
-    if column not in columns:
-        raise UserError(f"{where}: no column {corpus.column!r}; it has {', '.join(columns)}. Add ,column=NAME.")
-    if corpus.shuffle:
-        data = data.shuffle(seed=seed, buffer_size=10_000) if corpus.stream else data.shuffle(seed=seed)
-    for row in data:
-        value = row[column]
-        if isinstance(value, str):
-            yield value
-        elif (messages := messages_in(value)) is not None:
-            yield render(messages)
-        else:
-            raise UserError(f"{where}: column {column!r} holds neither text nor conversations.")
+        raise UserError(f"{corpus.source}: the data set cannot be loaded ({reason(error)}).") from error
+
+
+def _existing(file: str) -> Path:
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"--calibration or --evaluate text {path}: no such file.")
+    return path

@@ -19,6 +19,7 @@ from emp_llm.records.corpus import Corpus
 
 logger = logging.getLogger(__name__)
 _SAMPLES, _SEQLEN = 128, 512  # defaults of texts that name none
+_SEQLEN_WITH_IMAGES = 2048  # an image is hundreds of tokens
 _CHANGE = re.compile(r"\s*\w+\s*=")
 _FILE = re.compile(r"[/\\]|\.(toml|txt|jsonl?|parquet)$")  # what follows the colon of a path, such as C:\a.txt
 
@@ -53,6 +54,11 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
     samples = _numbers(parts, corpora, options.samples)
     length = _common_length(parts, corpora, options.seqlen, context)
     return [replace(corpus, samples=count, seqlen=length) for corpus, count in zip(corpora, samples, strict=True)]
+
+
+def has_images(calibration: str) -> bool:
+    """Whether a part of a calibration text has a column of images."""
+    return any(find_corpus(part.name).image is not None for part in _parts(calibration))
 
 
 def _parts(text: str) -> list[_Part]:
@@ -138,7 +144,8 @@ def _common_length(parts: list[_Part], corpora: list[Corpus], seqlen: int | None
             raise UserError(f"--seqlen {seqlen} is longer than the model's context of {context} tokens.")
         return seqlen
     named = [(part.name, corpus.seqlen) for part, corpus in zip(parts, corpora, strict=True) if corpus.seqlen is not None]
-    named = named or [(parts[0].name, _SEQLEN)]
+    default = _SEQLEN_WITH_IMAGES if any(corpus.image for corpus in corpora) else _SEQLEN
+    named = named or [(parts[0].name, default)]
     lengths: dict[int, str] = {}
     for name, length in named:
         shorter = length if context is None else min(length, context)

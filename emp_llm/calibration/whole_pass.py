@@ -61,7 +61,7 @@ def calibrate_model(
     """
     wants_head = any(layer.kind == "head" for layer in layers)
     body = model if wants_head else body_of(model)
-    with input_hooks(model, layers) as collected, _current_block(model, blocks) as where, torch.no_grad():
+    with input_hooks(model, layers) as collected, current_block(model, blocks) as where, torch.no_grad():
         batches = own_batches(tokens, batch_size)
         with progress_bar(sum(batch.numel() for batch in batches), "calibrate", "tok") as bar:
             for batch in batches:
@@ -74,7 +74,7 @@ def calibrate_model(
 
 
 @contextmanager
-def _current_block(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
+def current_block(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
     """Yields a function that returns the name of the decoder block that was entered last, and its device."""
     path, modules = find_blocks(model, blocks)
     last = f"{type(model).__name__} before its first block", input_device(model)

@@ -1,6 +1,6 @@
-"""Calibration data as a user has it in Python: a recipe's name, texts, conversations, token ids, or batches."""
+"""Calibration data as a user has it in Python: a recipe's name, texts, conversations, rows with images, ids, or batches."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,17 @@ from torch import Tensor
 
 from emp_llm.calibration.calibration import CalibrationText
 from emp_llm.calibration.conversations import COLUMNS, chat_text, messages_in
+from emp_llm.calibration.images.image_calibration import CalibrationRows
+from emp_llm.calibration.images.image_rows import ImageRow, image_cells
+from emp_llm.calibration.text_mix import has_images
 from emp_llm.common.errors import UserError
-from emp_llm.execution.loading import load_tokenizer
+from emp_llm.common.wording import count_of
+from emp_llm.execution.loading import load_processor, load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus
 
 IN_MEMORY = "data in memory"  # the name of the text in records
-Batches = Iterable[Any]
+_IMAGES = ("image", "images")  # columns of rows
 
 
 def calibration_text(data: Any, tokenizer: Any, options: CalibrationOptions, context: int | None) -> CalibrationText | None:
@@ -50,37 +54,53 @@ def calibration_text(data: Any, tokenizer: Any, options: CalibrationOptions, con
     return _text_of_ids(torch.tensor(ids[: samples * length]).reshape(samples, length), options)
 
 
-def batches_of(data: Any) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
-    """(keyword arguments for the model, the tokens that count) of each batch of a DataLoader or another iterable.
+def holds_images(data: Any, tokenizer: Any) -> bool:
+    """Whether data is the name of a text with a column of images, or rows with images and `tokenizer` a processor."""
+    if isinstance(data, str | Path):
+        return has_images(str(data))
+    if not hasattr(tokenizer, "image_processor") or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return False
+    if isinstance(data, Tensor | Mapping) or len(data) == 0:
+        return False
+    return isinstance(data[0], Mapping) and _row(data[0]) is not None and any(name in data[0] for name in _IMAGES)
 
-    A batch is a mapping with `input_ids` and optionally more, a tensor, or a list or tuple that begins with one. The tokens
-    that `attention_mask` leaves out do not count. Labels are left out.
+
+def calibration_rows(data: Any, processor: Any, options: CalibrationOptions, context: int | None) -> CalibrationRows:
+    """The rows of data that `holds_images`.
+
+    Args:
+        data: the name of a text with a column of images; or rows of a data set with a text or a conversation, and with an
+            "image" or "images".
+        processor: the model's, or its folder.
+        options, context: as for `calibration_text`.
 
     Raises:
-        UserError: a batch is none of these, or there is none.
+        UserError: the processor is missing, there are too few rows, or a row cannot be used.
     """
-    empty = True
-    for batch in data:
-        empty = False
-        if isinstance(batch, Mapping):
-            if "input_ids" not in batch and "inputs_embeds" not in batch:
-                raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
-            arguments = {name: value for name, value in batch.items() if name != "labels" and value is not None}
-            mask = arguments.get("attention_mask")
-            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
-            yield arguments, mask.bool() if isinstance(mask, Tensor) and padded else None
-            continue
-        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-        if not isinstance(first, Tensor):
-            raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
-        yield {"": first}, None
-    if empty:
-        raise UserError("data: it gives no batches.")
+    if processor is None:
+        raise UserError("data: images need a processor; give tokenizer=AutoProcessor.from_pretrained(...).")
+    processor = load_processor(Path(processor)) if isinstance(processor, str | Path) else processor
+    if not hasattr(processor, "image_processor"):
+        raise UserError(
+            f"data: images need a processor, and tokenizer= is a {type(processor).__name__}; give an AutoProcessor."
+        )
+    if isinstance(data, str | Path):
+        return CalibrationRows.prepare(_with_calibration(options, str(data)), processor, context)
+    rows = [_image_row(row, number) for number, row in zip(range(1, (options.samples or len(data)) + 1), data, strict=False)]
+    if len(rows) < (options.samples or 1):
+        raise UserError(f"data: {count_of(len(rows), 'row')}, too few for {options.samples} samples.")
+    length = options.seqlen or context or 2048
+    corpus = Corpus(file=IN_MEMORY, column="", samples=len(rows), seqlen=length)
+    return CalibrationRows.of_rows(list(rows), [corpus], processor, None)
 
 
-def size_of(data: Any) -> int | None:
-    """The number of batches, if it is known."""
-    return len(data) if isinstance(data, Sized) else None
+def _image_row(row: Any, number: int) -> ImageRow:
+    name = f"data, row {number}"
+    text = _row(row)
+    if text is None:
+        raise UserError(f"{name}: it holds neither a text nor a conversation.")
+    cells = [cell for each in _IMAGES for cell in image_cells(row.get(each), f"{name}: {each!r}")]
+    return ImageRow(name, text, tuple(cells))
 
 
 def _with_calibration(options: CalibrationOptions, name: str) -> CalibrationOptions:
@@ -90,7 +110,8 @@ def _with_calibration(options: CalibrationOptions, name: str) -> CalibrationOpti
 def _tokenizer(tokenizer: Any, what: str) -> Any:
     if tokenizer is None:
         raise UserError(f"data: {what} needs a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...).")
-    return load_tokenizer(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
+    loaded = load_tokenizer(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
+    return getattr(loaded, "tokenizer", loaded)  # of a processor
 
 
 def _text_of_ids(ids: Tensor, options: CalibrationOptions) -> CalibrationText:

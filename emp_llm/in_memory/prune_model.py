@@ -14,16 +14,17 @@ from transformers import PreTrainedModel
 
 from emp_llm.architecture.targets import Target, check_calibrated
 from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.batch_pass import in_evaluation_mode, norms_of_batches
 from emp_llm.calibration.calibration import Calibration
+from emp_llm.calibration.images.image_calibration import ImageCalibration
 from emp_llm.calibration.tokens import tokens_signature
 from emp_llm.common.errors import UserError
 from emp_llm.common.timing import Stopwatch
 from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_text
+from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, name_of
-from emp_llm.in_memory.norms_of_batches import in_evaluation_mode, norms_of_batches
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.model import LoadingOptions
 from emp_llm.options.recipe import Recipe
@@ -35,6 +36,7 @@ from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.recipe import check_ranges, recipe_record
 from emp_llm.pruning.row_pruners import PrunedBlock
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
+from emp_llm.runs.stages.calibrating import check_images
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
 
@@ -86,8 +88,9 @@ def prune_model(
             model folder or Hub id, which is loaded.
         recipe: method, targets and group; None: EMP-Wanda on the MLP layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
-            conversations, rows of a data set, token ids of shape (samples, length), or batches (a DataLoader).
-        tokenizer: the model's, or its folder; for texts.
+            conversations, rows of a data set, also with images, token ids of shape (samples, length), or batches (a
+            DataLoader).
+        tokenizer: the model's, or its folder; for texts. Rows with images need the processor.
         activations: norms to use in place of `data`, or their file.
         samples, seqlen, seed: of the calibration, as for `prune`.
         batch_size: sequences per forward pass; a DataLoader has its own.
@@ -141,7 +144,8 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
     weights, stopwatch = ModelWeights(model), Stopwatch()
-    plan = Plan(architecture_of(model, weights, recipe.blocks), recipe)
+    images = recipe.needs_activations and how.activations is None and holds_images(how.data, how.tokenizer)
+    plan = Plan(architecture_of(model, weights, recipe.blocks), recipe, with_images=images)
     pruner, norms = plan.pruner_of(recipe), None
     if recipe.needs_activations:
         with stopwatch("calibrate"):
@@ -172,6 +176,8 @@ def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _C
             "a recipe; or use a magnitude method."
         )
     context = max_context(model.config) if isinstance(model, PreTrainedModel) else None
+    if holds_images(how.data, how.tokenizer):
+        return _norms_of_images(model, plan, how, context)
     text = calibration_text(how.data, how.tokenizer, how.options, context)
     layers = plan.layers_to_calibrate()
     if text is not None:
@@ -190,6 +196,22 @@ def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _C
         norms = calibration.run(model, plan.checkpoint, layers, about, pruner if how.propagate == "pruned" else None)
     if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
         norms.about.text.sha256 = tokens_signature(text.tokens)
+    return norms
+
+
+def _norms_of_images(model: nn.Module, plan: Plan, how: _Calibration, context: int | None) -> Activations:
+    """The norms of a calibration on rows with images."""
+    if not isinstance(model, PreTrainedModel):
+        raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
+    check_images(plan.architecture, how.options, how.propagate)
+    layers = plan.layers_to_calibrate()
+    check_calibrated(layers, with_images=True)
+    rows = calibration_rows(how.data, how.tokenizer, how.options, context)
+    name = name_of(model)
+    about = CalibrationRecord(model=Path(name).name if Path(name).is_dir() else name)
+    norms = ImageCalibration(rows, how.options).run(model, plan.checkpoint, layers, about)
+    if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
+        norms.about.text.sha256 = rows.signature
     return norms
 
 

@@ -24,6 +24,7 @@ class Plan:
         architecture: of the model.
         recipe: chooses the targets. `pruner_of` accepts other recipes for the same targets.
         mask_device: the device that decides masks.
+        with_images: calibration data holds images, which reach the vision tower.
 
     Attributes:
         checkpoint, architecture: of the model.
@@ -34,10 +35,13 @@ class Plan:
         UserError: no layer matches, or most of the model cannot be pruned.
     """
 
-    def __init__(self, architecture: Architecture, recipe: Recipe, mask_device: str = "auto") -> None:
+    def __init__(
+        self, architecture: Architecture, recipe: Recipe, mask_device: str = "auto", with_images: bool = False
+    ) -> None:
         self.checkpoint = architecture.checkpoint
         self.architecture = architecture
         self._mask_device = mask_device
+        self._with_images = with_images
         self.chosen = self.architecture.select(recipe.targets, recipe.ignore, recipe.tower)
         self.coverage = self.architecture.coverage(self.chosen, recipe.tower)
         self.coverage.check(recipe.targets, recipe.allow_partial)
@@ -47,7 +51,13 @@ class Plan:
 
     @classmethod
     def of_folder(
-        cls, folder: Path, name: str, recipe: Recipe, trust_remote_code: bool = False, mask_device: str = "auto"
+        cls,
+        folder: Path,
+        name: str,
+        recipe: Recipe,
+        trust_remote_code: bool = False,
+        mask_device: str = "auto",
+        with_images: bool = False,
     ) -> "Plan":
         """The plan for a model folder; other arguments and errors as for the class.
 
@@ -61,9 +71,10 @@ class Plan:
         checkpoint = Checkpoint(folder)
         _check_unquantised(checkpoint, name)
         names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
-        plan = cls(Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice), recipe, mask_device)
+        architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice)
+        plan = cls(architecture, recipe, mask_device, with_images)
         if recipe.needs_activations:
-            check_calibrated([target.layer for target in plan.chosen])
+            check_calibrated([target.layer for target in plan.chosen], with_images)
         return plan
 
     def pruner_of(self, recipe: Recipe) -> Pruner:
@@ -82,6 +93,8 @@ class Plan:
     def layers_to_calibrate(self) -> list[Layer]:
         """All linear layers, so that the activations can be reused for other targets, and all targets."""
         everything = self.architecture.select("all-linear") + self.chosen
+        if self._with_images and self.architecture.reads_images:
+            everything += self.architecture.select("all-linear", tower="vision")
         return list(dict.fromkeys(target.layer for target in everything))
 
 

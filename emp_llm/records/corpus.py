@@ -13,6 +13,7 @@ class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     Attributes:
         dataset: Hub data set id, or a local folder with the same layout; config, split and column select in it.
+        image: the column of images, for models that read them; each row is then a sequence of its own. None: text alone.
         file: a .txt, .jsonl, .json or .parquet file in place of `dataset`; a relative path starts at the recipe's folder.
         join: separator that joins all rows before they are tokenised; None: each row is a document, tokenised alone.
         stream: read rows as they are needed, without downloading the whole split.
@@ -25,6 +26,7 @@ class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     config: str | None = None
     split: str = "train"
     column: str = "text"
+    image: str | None = None
     file: str | None = None
     join: str | None = None
     stream: bool = False
@@ -41,14 +43,29 @@ class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         return "/".join(part for part in (self.dataset, self.config, self.split) if part)
 
     def check(self, where: str) -> "Corpus":
-        """Return the corpus; UserError if it names no text, or if samples or seqlen is below 1."""
+        """Return the corpus; UserError if it names no text, images that it cannot have, or samples or seqlen below 1."""
         if self.file is None and self.dataset is None:
             raise UserError(f"{where}: a corpus needs a dataset or a file; name one.")
         for name in ("samples", "seqlen"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{where}: {name} must be at least 1, got {value}.")
+        if self.image is not None:
+            self._check_image(where)
         return self
+
+    def _check_image(self, where: str) -> None:
+        if not self.image:
+            raise UserError(f"{where}: image must name the column of images; write image=COLUMN, or leave it out.")
+        if self.file is not None and self.file.endswith(".txt"):
+            raise UserError(
+                f"{where}: image={self.image} asks for a column of images, and a .txt file has no columns. Give a .jsonl or "
+                ".parquet file, or a Hub data set."
+            )
+        if self.join is not None:
+            raise UserError(
+                f"{where}: rows with images are sequences of their own and cannot be joined; leave out join or image."
+            )
 
     def record(self) -> TextRecord:
         """The record of the corpus for a report, which names files without their folders."""

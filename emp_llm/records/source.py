@@ -39,6 +39,7 @@ class TextRecord(Part, kw_only=True):
     config: str | None = None
     split: str | None = None
     column: str | None = None
+    image: str | None = None
     file: str | None = None
     join: str | None = None
     stream: bool = False

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.targets import check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.ranks import ranks
@@ -13,7 +14,7 @@ from emp_llm.execution.device_map import parse_device_map
 from emp_llm.execution.quantization import quantization_of
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.commands import CalibrateOptions
-from emp_llm.runs.stages.calibrating import CalibrateStage, prepare_calibration
+from emp_llm.runs.stages.calibrating import CalibrateStage, check_images, may_reach_images, prepare_calibration
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.storage.output.output_file import OutputFile, check_output_file
 
@@ -40,13 +41,23 @@ class CalibrateRun:
         check_output_file(options.output, options.overwrite)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
         self._checkpoint = Checkpoint(self._source.folder)
-        architecture = Architecture.of_checkpoint(self._checkpoint, options.blocks, options.trust_remote_code)
+        self._architecture = Architecture.of_checkpoint(self._checkpoint, options.blocks, options.trust_remote_code)
+        self._layers = self._chosen_layers(options, self._architecture)
+        self._stack = ExitStack()
+
+    def _chosen_layers(self, options: CalibrateOptions, architecture: Architecture) -> list[Layer]:
+        """The layers of the options; with images, all linear layers include those of the vision tower."""
         selected = architecture.select(options.targets, options.ignore, options.tower)
         chosen = [target for target in selected if target.layer.kind != "embedding"]
         architecture.coverage(chosen, options.tower).check(options.targets, options.allow_partial)
-        self._layers = [target.layer for target in chosen]
-        check_calibrated(self._layers)
-        self._stack = ExitStack()
+        with_images = may_reach_images(options)
+        if with_images:
+            check_images(architecture, options)
+            if (options.targets, options.tower) == ("all-linear", "language"):
+                chosen += architecture.select("all-linear", options.ignore, "vision")
+        layers = [target.layer for target in chosen]
+        check_calibrated(layers, with_images)
+        return layers
 
     @property
     def norms(self) -> "Activations":
@@ -57,7 +68,7 @@ class CalibrateRun:
     def __enter__(self) -> "CalibrateRun":
         options = self._options
         models = RunModels(self._source, options, options.trust_remote_code, Stopwatch())
-        calibration = prepare_calibration(models, self._checkpoint, options, "dense", self._quantization, options.blocks)
+        calibration = prepare_calibration(models, self._architecture, options, "dense", self._quantization, options.blocks)
         self._output = self._stack.enter_context(OutputFile(options.output))
         self.calibrate = CalibrateStage(
             models, self._checkpoint, calibration, lambda: self._layers, self._output.progress, keep=self._keep

@@ -26,7 +26,13 @@ from emp_llm.pruning.recipe import check_ranges, criterion_record
 from emp_llm.pruning.summary import matrix_records, sizes_record, targets_record, warnings_of
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource, RecipeRecord
-from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
+from emp_llm.runs.stages.calibrating import (
+    CalibrateStage,
+    given_norms,
+    may_reach_images,
+    prepare_calibration,
+    warn_if_foreign,
+)
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.sweeping.sweep_points import parse_numbers, parse_words
 from emp_llm.selection.arithmetic.definitions import check_beta
@@ -63,7 +69,10 @@ class MeasureRun:
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
         self._path = options.output or Path(f"{self._source.short_name}-measure.json")
         check_output_file(self._path, options.overwrite)
-        self._plan = Plan.of_folder(self._source.folder, self._source.name, self._leading, options.trust_remote_code, "cpu")
+        images = self._leading.needs_activations and may_reach_images(options)
+        self._plan = Plan.of_folder(
+            self._source.folder, self._source.name, self._leading, options.trust_remote_code, "cpu", images
+        )
         self._pruners = [self._plan.pruner_of(recipe) for recipe in self._recipes]
         self._stack = ExitStack()
 
@@ -78,7 +87,7 @@ class MeasureRun:
         models = RunModels(self._source, options, options.trust_remote_code, Stopwatch())
         calibration = None
         if self._leading.needs_activations and self._given is None:
-            calibration = prepare_calibration(models, self._plan.checkpoint, options, blocks=options.blocks)
+            calibration = prepare_calibration(models, self._plan.architecture, options, blocks=options.blocks)
         self._output = self._stack.enter_context(OutputFile(self._path))
         self.calibrate = CalibrateStage(
             models,

@@ -21,7 +21,13 @@ from emp_llm.pruning.recipe import check_ranges, read_report, recipe_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
 from emp_llm.runs.dry_run import DryRun, planned_curve, planned_layers, resume_bytes, why_no_curve
-from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
+from emp_llm.runs.stages.calibrating import (
+    CalibrateStage,
+    given_norms,
+    may_reach_images,
+    prepare_calibration,
+    warn_if_foreign,
+)
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import Stage
@@ -29,7 +35,7 @@ from emp_llm.runs.stages.writing import WriteStage, collected_norms, keep_norms
 from emp_llm.storage.output.output_folder import OutputFolder
 
 if TYPE_CHECKING:
-    from emp_llm.calibration.calibration import Calibration
+    from emp_llm.calibration.calibration import ForwardPasses
     from emp_llm.evaluation.suites import Suite
     from emp_llm.hub.destination import Destination
     from emp_llm.runs.stages.evaluating import PendingEvaluation
@@ -71,8 +77,9 @@ class PruneRun:
                 "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.",
                 self._source.name,
             )
+        images = options.needs_activations and may_reach_images(options)
         self._plan = Plan.of_folder(
-            self._source.folder, self._source.name, options, options.trust_remote_code, options.mask_device
+            self._source.folder, self._source.name, options, options.trust_remote_code, options.mask_device, images
         )
         self._pruner = self._plan.pruner_of(options)
         if self._given is not None:
@@ -124,7 +131,7 @@ class PruneRun:
         if options.needs_activations and self._given is None:
             blocks, quantization = options.blocks, self._quantization
             calibration = prepare_calibration(
-                self._models, self._plan.checkpoint, options, options.propagate, quantization, blocks
+                self._models, self._plan.architecture, options, options.propagate, quantization, blocks
             )
         signature = self._signature(calibration)
         try:
@@ -151,7 +158,7 @@ class PruneRun:
             times = ", ".join(f"{stage} {entry.seconds:.1f} s" for stage, entry in self.report.stages.items())
             logger.info("written to %s (%s)", self._path, times)
 
-    def _begin(self, calibration: "Calibration | None", signature: dict[str, Any]) -> None:
+    def _begin(self, calibration: "ForwardPasses | None", signature: dict[str, Any]) -> None:
         """Prepare the stages that write the checkpoint."""
         output = self._output or self._new_output()
         record = recipe_record(self._options)
@@ -207,7 +214,7 @@ class PruneRun:
         about = None if norms is None else norms.about
         return assemble_report(source, self._plan, self._options, self._options, self._pruner, outcomes, about)
 
-    def _signature(self, calibration: "Calibration | None") -> dict[str, Any]:
+    def _signature(self, calibration: "ForwardPasses | None") -> dict[str, Any]:
         """Everything that the bytes of the checkpoint depend on."""
         options = self._options
         activations: dict[str, Any] | None = None if self._given is None else {"norms": self._given.digest}

@@ -6,10 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emp_llm.architecture.architecture import Architecture
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.options.calibration import CalibrationOptions, NormOptions
+from emp_llm.options.calibration import CalibrationOptions, NormOptions, Propagate
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.source import CalibrationRecord, RecipeRecord
 from emp_llm.runs.stages.run_models import RunModels
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from emp_llm.architecture.layers import Layer
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.block_pass import Masker
-    from emp_llm.calibration.calibration import Calibration
+    from emp_llm.calibration.calibration import ForwardPasses
+    from emp_llm.execution.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class CalibrateStage:
         self,
         models: RunModels,
         checkpoint: Checkpoint,
-        calibration: "Calibration | None",
+        calibration: "ForwardPasses | None",
         layers: "Callable[[], list[Layer]]",
         resume: Path,
         *,
@@ -130,20 +132,56 @@ class CalibrateStage:
         delete_progress(self._resume)
 
 
+def may_reach_images(options: CalibrationOptions) -> bool:
+    """Whether the norms may cover the vision tower: they come from a file, or from data with images."""
+    from emp_llm.calibration.text_mix import has_images
+
+    return getattr(options, "activations", None) is not None or has_images(options.calibration)
+
+
 def prepare_calibration(
     models: RunModels,
-    checkpoint: Checkpoint,
+    architecture: Architecture,
     options: CalibrationOptions,
-    propagate: str = "dense",
-    quantization: str | None = None,
+    propagate: Propagate = "dense",
+    quantization: "Quantization | None" = None,
     blocks: str | None = None,
-) -> "Calibration":
-    """Read and tokenise the calibration text, so that problems with it are reported before a model is loaded."""
+) -> "ForwardPasses":
+    """Read and tokenise the calibration data, so that problems with it are reported before a model is loaded."""
     from emp_llm.calibration.calibration import Calibration, CalibrationText
+    from emp_llm.calibration.text_mix import has_images
     from emp_llm.execution.loading import max_context
     from emp_llm.execution.text_inputs import NOT_BY_BLOCKS
 
+    checkpoint = architecture.checkpoint
     if checkpoint.config.get("is_encoder_decoder") and (options.execution == "blocks" or propagate == "pruned"):
         raise UserError(NOT_BY_BLOCKS.format(checkpoint.folder))
-    text = CalibrationText.prepare(options, models.tokenizer, max_context(checkpoint.config))
-    return Calibration(text, options, propagate, quantization, blocks)  # type: ignore[arg-type]
+    context = max_context(checkpoint.config)
+    if not has_images(options.calibration):
+        text = CalibrationText.prepare(options, models.tokenizer, context)
+        return Calibration(text, options, propagate, quantization, blocks)
+    from emp_llm.calibration.images.image_calibration import CalibrationRows, ImageCalibration
+    from emp_llm.calibration.images.image_rows import check_pillow
+
+    check_images(architecture, options, propagate)
+    check_pillow()
+    rows = CalibrationRows.prepare(options, models.processor, context)
+    return ImageCalibration(rows, options, quantization, blocks)
+
+
+def check_images(architecture: Architecture, options: CalibrationOptions, propagate: Propagate = "dense") -> None:
+    """Raise UserError if a model cannot be calibrated on images in the way that the options ask for."""
+    if not architecture.reads_images:
+        raise UserError(
+            f"{architecture.checkpoint.folder}: the model reads only text, and --calibration names a column of images. Leave "
+            "out image=."
+        )
+    flags = {"--execution blocks": options.execution == "blocks", "--propagate pruned": propagate == "pruned"}
+    for flag, given in flags.items():
+        if given:
+            raise UserError(
+                f"{flag}: a calibration on images runs the whole model, because the vision tower stands before the first "
+                "decoder block. Leave it out, or leave out image=."
+            )
+    if options.batch_size != CalibrationOptions.batch_size:
+        logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")

@@ -39,6 +39,13 @@ class RunModels:
 
         return load_tokenizer(self.source.folder, self._trust_remote_code)
 
+    @cached_property
+    def processor(self) -> Any:
+        """The dense model's processor of texts and images."""
+        from emp_llm.execution.loading import load_processor
+
+        return load_processor(self.source.folder, self._trust_remote_code)
+
     def dense(self, quantization: "Quantization | None" = None) -> "PreTrainedModel":
         """The dense model, loaded at the first call."""
         if self._dense is None:

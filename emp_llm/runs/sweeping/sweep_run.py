@@ -27,7 +27,13 @@ from emp_llm.records.results import Results
 from emp_llm.records.run_report import PointRecord
 from emp_llm.records.source import ModelSource, RecipeRecord
 from emp_llm.records.sweep import Sweep, SweepMadeBy
-from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
+from emp_llm.runs.stages.calibrating import (
+    CalibrateStage,
+    given_norms,
+    may_reach_images,
+    prepare_calibration,
+    warn_if_foreign,
+)
 from emp_llm.runs.stages.evaluating import EvaluateStage
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import stage_records
@@ -37,7 +43,7 @@ from emp_llm.runs.sweeping.sweep_points import SweepPoint, plan_points
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
-    from emp_llm.calibration.calibration import Calibration
+    from emp_llm.calibration.calibration import ForwardPasses
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,9 @@ class SweepRun:
         self._scored = bool(scored)
         self._given = given_norms(options, leading)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)
+        images = leading.needs_activations and may_reach_images(options)
         self._plan = Plan.of_folder(
-            self._source.folder, self._source.name, leading, options.trust_remote_code, options.mask_device
+            self._source.folder, self._source.name, leading, options.trust_remote_code, options.mask_device, images
         )
         if self._given is not None:
             self._plan.pruner_of(leading).scores.use(self._given, str(options.activations))
@@ -141,10 +148,10 @@ class SweepRun:
         """Resume the sweep in the folder or begin one, and prepare the stages."""
         options, folder, stopwatch = self._options, self._folder, Stopwatch()
         models = RunModels(self._source, options, options.trust_remote_code, stopwatch)
-        calibration: Calibration | None = None
+        calibration: ForwardPasses | None = None
         norms_origin: dict[str, Any] | None = None if self._given is None else {"norms": self._given.digest}
         if self._scored and self._given is None:
-            calibration = prepare_calibration(models, self._plan.checkpoint, options, blocks=options.blocks)
+            calibration = prepare_calibration(models, self._plan.architecture, options, blocks=options.blocks)
             norms_origin = calibration.signature
         dense = new_results(self._source, self._suite, BATCH_SIZE, options.dtype, options.device_map)
         identity = dense.made_by.model.identity or ""
@@ -159,7 +166,7 @@ class SweepRun:
         folder.begin(made_by, Sweep(command=command_line(), source=source, suite=self._suite.name))
         self._add_stages(models, calibration, dense, source)
 
-    def _add_stages(self, models: RunModels, calibration: "Calibration | None", dense: Results, source: ModelSource) -> None:
+    def _add_stages(self, models: RunModels, calibration: "ForwardPasses | None", dense: Results, source: ModelSource) -> None:
         folder, evaluator = self._folder, Evaluator(self._suite, models.tokenizer)
         if self._given is not None and not folder.activations.is_file():
             self._given.save(folder.activations)

@@ -1,8 +1,8 @@
-"""Input norms from batches that a user gives: the model is called with each of them."""
+"""Input norms from batches: the model is called with each of them."""
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,19 +13,25 @@ from emp_llm.architecture.blocks import body_of
 from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import input_hooks
+from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.execution.offload import execution_device
 from emp_llm.execution.text_inputs import decoder_ids, reads_twice
-from emp_llm.in_memory.calibration_data import batches_of, size_of
+
+Guard = Callable[[Any], AbstractContextManager[None]]  # a context around the call with a batch, given its first argument
 
 
-def norms_of_batches(model: nn.Module, layers: list[Layer], data: Iterable[Any]) -> tuple[Activations, int]:
+def norms_of_batches(
+    model: nn.Module, layers: list[Layer], data: Iterable[Any], *, shared: bool = False, guard: Guard = nullcontext
+) -> tuple[Activations, int]:
     """The input norms of a model's layers over batches.
 
     Args:
         model: on any devices.
         layers: linear layers, and matrices of experts.
         data: as for `batches_of`.
+        shared: the data is this rank's share; the sums of all ranks are added.
+        guard: explains errors of the model.
 
     Returns:
         The norms, without their origin, and the number of tokens (of rows, for a model without token ids).
@@ -40,12 +46,48 @@ def norms_of_batches(model: nn.Module, layers: list[Layer], data: Iterable[Any])
     with input_hooks(model, layers) as collected, in_evaluation_mode(model), torch.no_grad(), bar:
         for arguments, counted in batches_of(data):
             collected.counted = counted
-            _call(body, arguments, device)
             first = next(iter(arguments.values()))
+            with guard(first):
+                _call(body, arguments, device)
             tokens += int(counted.sum()) if counted is not None else _tokens(first)
             bar.update(1)
+    if shared:
+        collected.reduce()
     collected.complete(model, layers)
     return collected.activations(layers), tokens
+
+
+def batches_of(data: Any) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+    """(keyword arguments for the model, the tokens that count) of each batch of a DataLoader or another iterable.
+
+    A batch is a mapping with `input_ids` and optionally more, a tensor, or a list or tuple that begins with one. The tokens
+    that `attention_mask` leaves out do not count. Labels are left out.
+
+    Raises:
+        UserError: a batch is none of these, or there is none.
+    """
+    empty = True
+    for batch in data:
+        empty = False
+        if isinstance(batch, Mapping):
+            if "input_ids" not in batch and "inputs_embeds" not in batch:
+                raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
+            arguments = {name: value for name, value in batch.items() if name != "labels" and value is not None}
+            mask = arguments.get("attention_mask")
+            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            yield arguments, mask.bool() if isinstance(mask, Tensor) and padded else None
+            continue
+        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        if not isinstance(first, Tensor):
+            raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
+        yield {"": first}, None
+    if empty:
+        raise UserError("data: it gives no batches.")
+
+
+def size_of(data: Any) -> int | None:
+    """The number of batches, if it is known."""
+    return len(data) if isinstance(data, Sized) else None
 
 
 @contextmanager
