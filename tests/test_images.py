@@ -12,9 +12,11 @@ import mixtures
 import numpy as np
 import oracle
 import pytest
+import tiny
 import torch
 import transformers
 from conftest import Run
+from multimodal import load_own, make_multimodal
 from pictures import CHATS, TEMPLATE, TEXTS, make_images, make_llava, make_pictures, make_processor, write_lines
 
 from emp_llm import Recipe, prune_model
@@ -55,15 +57,18 @@ def chat_inputs(number: int) -> Any:
     return make_processor()(text=[text], images=[make_images()[number]], return_tensors="pt")
 
 
-def norms_of_hooks(folder: Path, inputs: list[Any], seqlen: int = SEQLEN) -> dict[str, torch.Tensor]:
+def norms_of_hooks(source: Path | torch.nn.Module, inputs: list[Any], seqlen: int = SEQLEN) -> dict[str, torch.Tensor]:
     """The norms of all linear layers of both towers, by plain hooks."""
-    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
+    load = transformers.LlavaForConditionalGeneration.from_pretrained
+    model = load(source).eval() if isinstance(source, Path) else source
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
     sums: dict[str, torch.Tensor] = {}
     mixtures.watch(model, names, sums)
     with torch.no_grad():
         for each in inputs:
-            model(**{name: value if name == "pixel_values" else value[:, :seqlen] for name, value in each.items()})
+            model(
+                **{name: value.to(model.dtype) if name == "pixel_values" else value[:, :seqlen] for name, value in each.items()}
+            )
     return {name: total.sqrt().float() for name, total in sums.items()}
 
 
@@ -144,6 +149,8 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
     norms = norms_of_hooks(llava, [plain_inputs(number) for number in range(SAMPLES)])
     kept = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
     assert set(kept.input_of) == set(norms)
+    assert command("report", tmp_path / "out", "--output", tmp_path / "page", "--no-plots").returncode == 0
+    assert "rows.jsonl, 5 rows with images, of up to 24 tokens" in (tmp_path / "page" / "report.html").read_text()
     report = json.loads((tmp_path / "out" / "emp_report.json").read_text())
     assert report["calibration"]["text"]["image"] == "picture"
     before, after = oracle.tensors(llava), oracle.tensors(tmp_path / "out")
@@ -196,18 +203,46 @@ def test_a_perplexity_is_of_text_alone(llava: Path, data: Path, tmp_path: Path, 
     assert "a perplexity is of text alone; leave image=picture out" in done.stderr
 
 
-@pytest.mark.parametrize("form", ["name", "rows"])
+@pytest.mark.parametrize("form", ["name", "rows", "folder"])
 def test_a_model_in_memory(llava: Path, data: Path, form: str) -> None:
     """The processor takes the place of the tokenizer; the masks are those of the batches that it makes."""
     batches = [plain_inputs(number) for number in range(SAMPLES)]
     rows: Any = [{"text": line, "image": image} for line, image in zip(TEXTS, make_images(), strict=True)]
     rows = f"{data}/rows.jsonl,image=picture" if form == "name" else rows
     load, recipe = transformers.LlavaForConditionalGeneration.from_pretrained, Recipe(method="wanda", tower="all")
-    found = prune_model(load(llava), recipe, data=rows, tokenizer=make_processor(), samples=SAMPLES, seqlen=100)
+    processor = llava if form == "folder" else make_processor()
+    found = prune_model(load(llava), recipe, data=rows, tokenizer=processor, samples=SAMPLES, seqlen=100)
     wanted = prune_model(load(llava), recipe, data=batches)
     assert found.masks.keys() == wanted.masks.keys()
     assert all(torch.equal(found.masks[name], wanted.masks[name]) for name in wanted.masks)
     assert any("vision_tower" in name for name in wanted.masks)
+
+
+def test_the_images_of_gemma(tmp_path: Path, data: Path, command: Run) -> None:
+    """Its placeholder in a text is another token than those of the image, among which a cut must not fall."""
+    names = {"image_token": "<soft>", "boi_token": "<begin>", "eoi_token": "<end>"}
+    backend = tiny.make_tokenizer().backend_tokenizer
+    backend.add_special_tokens([f"<{number}>" for number in range(4)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=names)
+    pixels = transformers.Gemma3ImageProcessor(size={"height": 16, "width": 16})
+    template = TEMPLATE.replace("<image>", "<begin>")
+    processor = transformers.Gemma3Processor(pixels, tokenizer, chat_template=template, image_seq_length=4)
+    folder = make_multimodal(tmp_path / "gemma", "gemma3")
+    processor.save_pretrained(folder)
+    source = f"{data}/chats.jsonl,image=pictures"
+    done = command("calibrate", *arguments(folder, source, seqlen=30), "--output", tmp_path / "norms")
+    assert done.returncode == 0, done.stderr
+    chats = [
+        [{**CHATS[i][0], "content": [{"type": "image", "image": each}, CHATS[i][0]["content"][1]]}, CHATS[i][1]]
+        for i, each in enumerate(make_images()[:SAMPLES])
+    ]
+    inputs = [processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt") for chat in chats]
+    model = load_own(folder, "gemma3")
+    assert all(each["input_ids"].shape[1] > 30 for each in inputs)
+    assert_norms(tmp_path / "norms", norms_of_hooks(model, inputs, 30))
+    done = command("calibrate", *arguments(folder, source, seqlen=12), "--output", tmp_path / "short")
+    assert done.returncode == 2
+    assert "row 1: the tokens of its images end after 13 tokens" in done.stderr
 
 
 def test_an_offloaded_model_runs_whole(llava: Path, data: Path, tmp_path: Path, command: Run) -> None:

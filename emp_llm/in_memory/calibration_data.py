@@ -58,11 +58,18 @@ def holds_images(data: Any, tokenizer: Any) -> bool:
     """Whether data is the name of a text with a column of images, or rows with images and `tokenizer` a processor."""
     if isinstance(data, str | Path):
         return has_images(str(data))
-    if not hasattr(tokenizer, "image_processor") or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+    if not _is_processor(tokenizer) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return False
     if isinstance(data, Tensor | Mapping) or len(data) == 0:
         return False
     return isinstance(data[0], Mapping) and _row(data[0]) is not None and any(name in data[0] for name in _IMAGES)
+
+
+def _is_processor(tokenizer: Any) -> bool:
+    """Whether a tokenizer, or a folder in its place, is a processor of images too."""
+    if isinstance(tokenizer, str | Path):
+        return any((Path(tokenizer) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+    return hasattr(tokenizer, "image_processor")
 
 
 def calibration_rows(data: Any, processor: Any, options: CalibrationOptions, context: int | None) -> CalibrationRows:
@@ -89,7 +96,7 @@ def calibration_rows(data: Any, processor: Any, options: CalibrationOptions, con
     rows = [_image_row(row, number) for number, row in zip(range(1, (options.samples or len(data)) + 1), data, strict=False)]
     if len(rows) < (options.samples or 1):
         raise UserError(f"data: {count_of(len(rows), 'row')}, too few for {options.samples} samples.")
-    length = options.seqlen or context or 2048
+    length = min(options.seqlen or 2048, context or 2048)
     corpus = Corpus(file=IN_MEMORY, column="", samples=len(rows), seqlen=length)
     return CalibrationRows.of_rows(list(rows), [corpus], processor, None)
 

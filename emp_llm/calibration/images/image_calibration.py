@@ -137,7 +137,7 @@ class ImageCalibration(ForwardPasses):
 
             @contextmanager
             def guard(ids: Tensor) -> Iterator[None]:
-                with _explained(model), enough_memory(where, ids):
+                with _explained(model), enough_memory(where, ids, ", or use smaller images"):
                     yield
 
             norms, _ = norms_of_batches(model, layers, batches, shared=True, guard=guard)

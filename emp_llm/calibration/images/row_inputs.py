@@ -26,6 +26,7 @@ class RowProcessor:
     def __init__(self, processor: Any, seqlen: int) -> None:
         self._processor = processor
         self._seqlen = seqlen
+        self._template = getattr(processor, "chat_template", None)
         self._placeholder = getattr(processor, "image_token", None) or getattr(processor.tokenizer, "image_token", None)
 
     def inputs(self, row: ImageRow) -> dict[str, Any]:
@@ -38,7 +39,7 @@ class RowProcessor:
 
         images = row.images()
         try:
-            made = self._by_template(row, images) if self._processor.chat_template else self._by_placeholder(row, images)
+            made = self._by_template(row, images) if self._template else self._by_placeholder(row, images)
         except UserError:
             raise
         except (TemplateError, TypeError, KeyError, ValueError, IndexError, AttributeError) as error:

@@ -145,7 +145,8 @@ def facts_of(
         of_all = f", {100 * share:.1f} % of all parameters" if share is not None else ""
         facts["targets"] = f"{_scope(recipe)}: {targets.weights:,} weights{of_all}"
     texts = [
-        f"{text.dataset or PurePath(text.file or '').name}, {text.samples} x {text.seqlen} tokens"
+        f"{text.dataset or PurePath(text.file or '').name}, {text.samples} "
+        + (f"x {text.seqlen} tokens" if text.image is None else f"rows with images, of up to {text.seqlen} tokens")
         for text in (calibration.all_texts if calibration is not None else [])
     ]
     if texts:
