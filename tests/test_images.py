@@ -288,7 +288,7 @@ def test_numbers_of_images(chatty: Path, data: Path, tmp_path: Path, command: Ru
     shutil.copytree(data / "pictures", tmp_path / "pictures")
     done = command("calibrate", *arguments(chatty, "two.jsonl,image=pictures", samples=1))
     assert done.returncode == 2
-    assert re.search(r"row 1: its conversation has places for 1 images, and its column of images 2", done.stderr), done.stderr
+    assert re.search(r"row 1: its conversation has 1 place for images, and its column 2 images", done.stderr), done.stderr
 
 
 def test_models_that_cannot_be_used(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from emp_llm.calibration.images.image_rows import ImageRow
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.wording import count_of
 from emp_llm.storage.buffers import tensor_bytes
 
 _MARK = "<image>"  # the place of an image in a conversation written as text
@@ -134,7 +135,8 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any], name: str) -
         first["content"] = places + first["content"]
     if len(places) != len(images):
         raise UserError(
-            f"{name}: its conversation has places for {len(places)} images, and its column of images {len(images)}."
+            f"{name}: its conversation has {count_of(len(places), 'place')} for images, and its column "
+            f"{count_of(len(images), 'image')}; the numbers must be equal. Mend the row, or leave it out."
         )
     for place, image in zip(places, images, strict=True):
         place.clear()
