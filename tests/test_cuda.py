@@ -13,7 +13,7 @@ from kernel_cases import DTYPES, weights
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
 
-from emp_llm import effective_mask
+from emp_llm import Recipe, effective_mask, prune_model
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.block_pass import calibrate_blocks
 from emp_llm.calibration.whole_pass import calibrate_model
@@ -74,6 +74,19 @@ def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
     prune(model=source, output=tmp_path / "two", activations=activations, mask_device="cpu")
     for shard in (tmp_path / "one").glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "two" / shard.name).read_bytes()
+
+
+@pytest.mark.parametrize("group", ["row", "matrix"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
+    models: Models, norms: Callable[[str], Path], family: str, group: Any
+) -> None:
+    here, there = (load_model(models(family), device) for device in ("cpu", "cuda:0"))
+    for model in (here, there):
+        prune_model(model, Recipe(group=group, min_expert_tokens=0), activations=norms(family))
+    for (name, a), (_, b) in zip(here.named_parameters(), there.named_parameters(), strict=True):
+        assert b.device.type == "cuda"
+        assert torch.equal(a, b.cpu()), name
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
