@@ -234,7 +234,7 @@ def test_links_of_the_hub_cache(model: Path, tmp_path: Path) -> None:
         assert len(Checkpoint(folder).shards) == 2
 
 
-@settings(max_examples=250, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_readers_accept_or_refuse(tmp_path: Path, rng: Any, whole_folder: bool) -> None:
     """A short run of scripts/fuzz_checkpoint.py."""
@@ -256,7 +256,7 @@ _ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.text(max_size=3), _ENTRY | _JSON, max_size=4) | _JSON, st.integers(0, 40), st.integers(-2, 2))
 def test_any_json_as_a_header(tmp_path: Path, header: Any, data: int, off: int) -> None:
     text = json.dumps(header).encode()

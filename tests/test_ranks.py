@@ -81,7 +81,7 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
     whole = launched(1, *options, "--output", "1.json", prepare=count_sequences)
     one = json.loads((tmp_path / "1.json").read_text())
     (total,) = counts(whole)
-    for count in (3,):
+    for count in (2, 3):
         shared = launched(count, *options, "--output", f"{count}.json", prepare=count_sequences)
         assert shared.codes == [0] * count, shared.error
         several = json.loads((tmp_path / f"{count}.json").read_text())

@@ -81,9 +81,10 @@ def parameters_of(module: nn.Module) -> int:
 
 def _embedding_of(model: Any) -> str:
     """Name of the embedding of the token ids; empty if unknown."""
+    getter = getattr(model, "get_input_embeddings", None)  # modules of other libraries have none
     try:
-        embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
+        embedding = None if getter is None else getter()
+    except NotImplementedError:  # transformers raises it for a class that does not name its embedding: found below by its size
         embedding = None
     named = dict(model.named_modules())
     found = next((name for name, module in named.items() if module is embedding), "")

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -47,18 +47,29 @@ logger = logging.getLogger(__name__)
 Data = str | Path | Tensor | Iterable[Any]
 
 
-@dataclass(frozen=True)
-class _Calibration:
-    """The source of the input norms, as `prune_model` takes it."""
+class CalibrationArguments(TypedDict, total=False):
+    """The keyword arguments of `prune_model` and `masks_of`, which `prune_model` describes."""
 
-    data: Any
-    tokenizer: Any
     activations: Activations | Path | str | None
     samples: int | None
     seqlen: int | None
     batch_size: int
     seed: int
     propagate: Propagate
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """The source of the input norms, as `prune_model` takes it."""
+
+    data: Any
+    tokenizer: Any
+    activations: Activations | Path | str | None = None
+    samples: int | None = None
+    seqlen: int | None = None
+    batch_size: int = 4
+    seed: int = 0
+    propagate: Propagate = "dense"
 
     @property
     def options(self) -> CalibrationOptions:
@@ -71,13 +82,7 @@ def prune_model(
     recipe: Recipe | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
-    *,
-    activations: Activations | Path | str | None = None,
-    samples: int | None = None,
-    seqlen: int | None = None,
-    batch_size: int = 4,
-    seed: int = 0,
-    propagate: Propagate = "dense",
+    **how: Unpack[CalibrationArguments],
 ) -> ModelReport:
     """Prune a model in memory, in place. The masks are those of the command for the same weights, recipe and calibration.
 
@@ -104,8 +109,7 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    how = _Calibration(data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
-    report = _decide(model, recipe, how)
+    report = _decide(model, recipe, _Calibration(data, tokenizer, **how))
     report.masks.apply(report.model)
     return report
 
@@ -115,21 +119,14 @@ def masks_of(
     recipe: Recipe | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
-    *,
-    activations: Activations | Path | str | None = None,
-    samples: int | None = None,
-    seqlen: int | None = None,
-    batch_size: int = 4,
-    seed: int = 0,
-    propagate: Propagate = "dense",
+    **how: Unpack[CalibrationArguments],
 ) -> Masks:
     """The masks that `prune_model` would apply; the model is unchanged. Arguments and errors are those of `prune_model`.
 
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    how = _Calibration(data, tokenizer, activations, samples, seqlen, batch_size, seed, propagate)
-    return _decide(model, recipe, how).masks
+    return _decide(model, recipe, _Calibration(data, tokenizer, **how)).masks
 
 
 def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibration) -> ModelReport:
