@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, get_args
@@ -139,10 +140,19 @@ def _module(where: str, criterion: str) -> ModuleType:
 def _module_of_file(path: Path, criterion: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"--criterion {criterion}: no file {path}.")
+    if path.suffix != ".py":
+        raise UserError(f"--criterion {criterion}: {path} is no Python file; its name must end in .py.")
+    status = path.stat()
+    return _loaded_file(path.resolve(), status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _loaded_file(path: Path, modified: int, size: int) -> ModuleType:
+    """The module of a file in this state, run once."""
     name = f"{_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"--criterion {criterion}: {path} is no Python file; its name must end in .py.")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

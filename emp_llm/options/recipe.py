@@ -130,11 +130,11 @@ class Recipe(CriterionOptions, TargetOptions):
                 other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
                 flag = name.replace("_", "-")
                 if self.adaptive:
-                    rule, remedy = "the effective number sets its sparsity, and --beta scales it", "--beta"
+                    rule = "the effective number sets its sparsity, and --beta scales it"
                 else:
-                    rule, remedy = "its sparsity is fixed, and --sparsity sets it", "--sparsity"
-                instead = f"Use {remedy}, or --method {other}" if name in ("sparsity", "beta") else f"Use --method {other}"
-                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. {instead}.")
+                    rule = "its sparsity is fixed, and --sparsity sets it"
+                instead = "Use --sparsity, or" if name == "beta" else "Use"
+                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. {instead} --method {other}.")
 
 
 def check_method(method: str, flag: str = "--method") -> None:

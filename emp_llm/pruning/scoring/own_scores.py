@@ -1,6 +1,7 @@
 """Scores of the user's own: computed by a registered criterion, or read from files."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,7 +170,8 @@ class GivenScores:
         """A hash of the scores: of the files, or of names and tensors."""
         digest = blake3()
         for file in self._files:
-            digest.update(file_hash(file).encode())
+            status = file.stat()
+            digest.update(_hash_of(file, status.st_mtime_ns, status.st_size).encode())
         for name in sorted(self._tensors):
             tensor = self._tensors[name]
             if isinstance(tensor, Tensor):
@@ -208,6 +210,12 @@ class GivenScores:
             )
         if isinstance(tensor, StoredTensor) and tensor.dtype not in PRUNABLE_DTYPES:
             raise UserError(f"{self.name}: {name} is stored as {tensor.dtype}; give {', '.join(PRUNABLE_DTYPES)}.")
+
+
+@cache
+def _hash_of(file: Path, modified: int, size: int) -> str:
+    """The hash of a file in this state, computed once."""
+    return file_hash(file)
 
 
 def _score_files(path: Path) -> list[Path]:
