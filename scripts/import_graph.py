@@ -17,6 +17,7 @@ ROOMS = (
     "selection/arithmetic",
     "selection/kernels",
     "selection",
+    "reconstruction",
     "common",
     "options",
     "storage",

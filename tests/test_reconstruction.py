@@ -1,0 +1,355 @@
+"""Refit and SparseGPT on bare tensors, against float64 solutions row by row and an implementation column by column."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows, workspace_bytes
+from emp_llm.reconstruction.sparsegpt import sparsegpt
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
+
+KINDS = ("plain", "massive", "correlated", "few tokens")
+
+
+def inputs_of(kind: str, inputs: int = 96, seed: int = 0) -> Tensor:
+    """Inputs like those of real layers: float64, shape (tokens, inputs)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = inputs // 3 if kind == "few tokens" else 12 * inputs
+    hidden = torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
+    spectrum = torch.logspace(0, {"plain": -0.5, "correlated": -3}.get(kind, -1), inputs, dtype=torch.float64)
+    mixed = hidden * spectrum @ torch.randn(inputs, inputs, generator=generator, dtype=torch.float64)
+    if kind == "massive":
+        mixed[:, torch.randperm(inputs, generator=generator)[:3]] *= 1000
+    return mixed
+
+
+def layer(outputs: int, inputs: int, kept: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random weights and a mask with a different count in every row."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    return weight, torch.rand(outputs, inputs, generator=generator) < kept
+
+
+def objective(fitted: Tensor, weight: Tensor, mask: Tensor, xhat: Tensor, x: Tensor, damping: float) -> Tensor:
+    """F of each row, from the tokens themselves."""
+    shift = damping * xhat.square().sum(0).mean()
+    error = (xhat @ fitted.double().T - x @ weight.double().T).square().sum(0)
+    return error + shift * ((fitted - weight).double() * mask).square().sum(1)
+
+
+def moments(xhat: Tensor, x: Tensor | None = None) -> Tensor:
+    return (xhat.T @ (xhat if x is None else x)).float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("two_streams", [False, True])
+def test_agrees_with_exact_rows(kind: str, two_streams: bool) -> None:
+    x = inputs_of(kind)
+    xhat = x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) if two_streams else x
+    weight, mask = layer(40, 96)
+    damping = 1e-8 if kind == "massive" else 0.01  # else the damping of the large inputs holds all others in place
+    energy = (x @ weight.double().T).square().sum(0)
+    cross = moments(xhat, x) if two_streams else None
+    found = refit_rows(weight, mask, moments(xhat), cross, damping=damping, energy=energy)
+    exact = exact_rows(weight, mask, xhat.T @ xhat, xhat.T @ x if two_streams else None, damping)
+    best, reached, unmoved = (objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight, weight * mask))
+    assert float(((reached - best) / best).max()) < 1e-3
+    assert float(unmoved.sum()) > 1.1 * float(best.sum())  # there was something to gain
+    assert found.damping == damping
+    assert found.residual <= 1e-3
+    torch.testing.assert_close(found.error_before, objective(weight * mask, weight, mask, xhat, x, 0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.error_after, objective(found.weight, weight, mask, xhat, x, 0), rtol=1e-3, atol=1e-6)
+
+
+def test_exact_rows_are_the_optimum() -> None:
+    """The gradient of F vanishes at the kept positions."""
+    x = inputs_of("plain", 24)
+    weight, mask = layer(5, 24)
+    gram = x.T @ x
+    fitted = exact_rows(weight, mask, gram, damping=0.1)
+    gradient = (fitted - weight.double()) @ gram + 0.1 * gram.diagonal().mean() * (fitted - weight)
+    assert float((gradient * mask).abs().max()) < 1e-9 * float(gram.diagonal().max())
+
+
+def test_without_energy_the_fit_is_as_good() -> None:
+    x = inputs_of("correlated")
+    xhat = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    weight, mask = layer(30, 96)
+    energy = (x @ weight.double().T).square().sum(0)
+    found = refit_rows(weight, mask, moments(xhat), moments(xhat, x))
+    exact = exact_rows(weight, mask, moments(xhat), moments(xhat, x), 0.01)
+    best, reached, unmoved = (objective(v, weight, mask, xhat, x, 0.01) for v in (exact, found.weight, weight * mask))
+    assert float(((reached - best) / (unmoved - best)).max()) < 1e-3
+    torch.testing.assert_close(found.error_after + energy, objective(found.weight, weight, mask, xhat, x, 0), rtol=1e-3, atol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    outputs=st.integers(1, 9),
+    inputs=st.integers(1, 40),
+    tokens=st.integers(1, 60),
+    kept=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+    damping=st.sampled_from([0.0, 1e-4, 0.01, 1.0]),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
+    streams=st.integers(1, 2),
+    seed=st.integers(0, 10**6),
+)
+def test_properties(
+    outputs: int, inputs: int, tokens: int, kept: float, damping: float, scale: float, streams: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    xhat = scale * torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
+    x = xhat if streams == 1 else xhat + 0.3 * scale * torch.randn(tokens, inputs, generator=generator, dtype=torch.float64)
+    weight, mask = layer(outputs, inputs, kept, seed)
+    cross = None if streams == 1 else moments(xhat, x)
+    found = refit_rows(weight, mask, moments(xhat), cross, damping=damping)
+    assert bool(found.weight.isfinite().all())
+    assert not bool(found.weight[~mask].any())
+    error = [objective(v, weight, mask, xhat, x, 0) for v in (weight * mask, found.weight)]
+    assert bool((error[1] <= error[0] * (1 + 1e-5) + 1e-6 * (x @ weight.double().T).square().sum(0)).all())
+    assert bool((found.error_after <= found.error_before).all())
+    again = refit_rows(weight, mask, moments(xhat), cross, damping=damping)
+    assert torch.equal(found.weight, again.weight)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    weight, mask = layer(32, 96)
+    gram = moments(inputs_of("correlated"))
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+    all_rows, other_order = refit_rows(weight, mask, gram), refit_rows(weight[order], mask[order], gram)
+    torch.testing.assert_close(all_rows.weight[order], other_order.weight, rtol=0, atol=0.02)
+    torch.testing.assert_close(all_rows.error_after[order], other_order.error_after, rtol=1e-3, atol=0)
+
+
+def test_cross_moments_equal_to_the_gram_change_nothing() -> None:
+    x = inputs_of("plain")
+    weight, mask = layer(16, 96)
+    energy = (x @ weight.double().T).square().sum(0)
+    one, two = (refit_rows(weight, mask, moments(x), cross, energy=energy) for cross in (None, moments(x)))
+    torch.testing.assert_close(one.weight, two.weight, rtol=0, atol=5e-3)
+    torch.testing.assert_close(one.error_after, two.error_after, rtol=1e-3, atol=0)
+
+
+def test_all_kept_gives_the_dense_weights() -> None:
+    weight, mask = layer(8, 96, kept=1.0)
+    found = refit_rows(weight.bfloat16(), mask, moments(inputs_of("correlated")))
+    assert torch.equal(found.weight, weight.bfloat16().float())
+    assert not found.error_after.any()
+
+
+def test_none_kept_and_one_kept() -> None:
+    x = inputs_of("plain", 24)
+    weight = torch.randn(2, 24, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(2, 24, dtype=torch.bool)
+    mask[1, 7] = True
+    found = refit_rows(weight, mask, moments(x), damping=0.0)
+    assert not found.weight[0].any()
+    target = x @ weight[1].double()
+    assert float(found.weight[1, 7]) == pytest.approx(float(target @ x[:, 7] / (x[:, 7] @ x[:, 7])), rel=1e-5)
+
+
+def test_a_gram_of_zeros_moves_nothing() -> None:
+    weight, mask = layer(6, 24)
+    found = refit_rows(weight, mask, torch.zeros(24, 24))
+    assert torch.equal(found.weight, weight * mask)
+    assert found.iterations == 0
+
+
+def test_inputs_that_are_always_zero_keep_their_weights() -> None:
+    x = inputs_of("plain", 24)
+    x[:, 5] = 0
+    weight, mask = layer(6, 24, kept=0.7)
+    for damping in (0.0, 0.01):
+        found = refit_rows(weight, mask, moments(x), damping=damping)
+        assert torch.equal(found.weight[:, 5], (weight * mask)[:, 5])
+
+
+def test_an_indefinite_gram_raises_the_damping() -> None:
+    weight, mask = layer(6, 24, kept=0.7)
+    gram = moments(inputs_of("plain", 24))
+    gram -= 0.2 * gram.diagonal().mean() * torch.eye(24)  # as rounding does, but more of it
+    assert float(torch.linalg.eigvalsh(gram)[0]) < 0
+    found = refit_rows(weight, mask, gram, damping=0.01)
+    assert found.damping > 0.01
+    assert bool(found.weight.isfinite().all())
+    assert bool((found.error_after <= found.error_before).all())
+
+
+def test_no_matrix_of_moments_leaves_the_weights() -> None:
+    """Never NaN, even if the matrix is indefinite at any damping."""
+    weight, mask = layer(6, 24)
+    gram = torch.full((24, 24), -1e30).fill_diagonal_(1.0)
+    found = refit_rows(weight, mask, gram)
+    assert torch.equal(found.weight, weight * mask)
+
+
+def test_limit_of_the_iterations() -> None:
+    weight, mask = layer(6, 96)
+    gram = moments(inputs_of("few tokens"))
+    short, long = (refit_rows(weight, mask, gram, limit=limit) for limit in (3, 300))
+    assert short.iterations == 3
+    assert short.residual > 1e-3 >= long.residual
+    assert bool((short.error_after <= short.error_before).all())
+
+
+def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, mask = layer(300, 24)
+    gram = moments(inputs_of("plain", 24))
+    whole = refit_rows(weight, mask, gram)
+    less = workspace_bytes(300, 24)
+    monkeypatch.setattr("emp_llm.reconstruction.least_squares._BLOCK", 1)  # 256 rows a block
+    blocks = refit_rows(weight, mask, gram)
+    assert workspace_bytes(300, 24) < less
+    torch.testing.assert_close(whole.error_after, blocks.error_after, rtol=1e-3, atol=0)
+    torch.testing.assert_close(output_error(whole.weight, weight, gram), whole.error_after, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["weight", "gram", "cross"])
+def test_values_that_are_not_finite(name: str) -> None:
+    weight, mask = layer(6, 24)
+    tensors = {"weight": weight, "gram": torch.eye(24), "cross": torch.eye(24)}
+    tensors[name][3, 3] = math.nan
+    with pytest.raises(NonFiniteError, match=f"{name} holds NaN"):
+        refit_rows(tensors["weight"], mask, tensors["gram"], tensors["cross"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mask": torch.ones(6, 24)}, "mask must be bool"),
+        ({"gram": torch.eye(23)}, "gram must be float32 of shape"),
+        ({"cross": torch.eye(24).double()}, "cross must be float32"),
+        ({"damping": -1.0}, "damping must be at least 0"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, object], message: str) -> None:
+    weight, mask = layer(6, 24)
+    with pytest.raises(ValueError, match=message):
+        refit_rows(**{"weight": weight, "mask": mask, "gram": torch.eye(24)} | wrong)  # type: ignore[arg-type]
+
+
+def slow_sparsegpt(
+    weight: Tensor, gram: Tensor, sparsity: float | None, pattern: tuple[int, int] | None, block: int, damping: float
+) -> tuple[Tensor, Tensor]:
+    """SparseGPT from the paper's section 3, row by row: after column j, H^-1 loses its row and column j by elimination."""
+    weight, hessian = weight.double().clone(), gram.double().clone()
+    outputs, inputs = weight.shape
+    dead = hessian.diagonal() == 0
+    shift = damping * hessian.diagonal().mean()
+    hessian[dead, dead] = 1
+    weight[:, dead] = 0
+    hessian += shift * torch.eye(inputs, dtype=torch.float64)
+    inverse = torch.linalg.inv(hessian)
+    mask = torch.ones(outputs, inputs, dtype=torch.bool)
+    costs = torch.empty(inputs, dtype=torch.float64)  # the diagonal of the inverse when its column is reached
+    left = inverse.clone()
+    for column in range(inputs):
+        costs[column] = left[column, column]
+        left = left - torch.outer(left[:, column], left[column]) / left[column, column]
+    removed = 0
+    for column in range(inputs):
+        width = pattern[1] if pattern else block
+        if column % width == 0:
+            end = min(column + width, inputs)
+            scores = weight[:, column:end] ** 2 / costs[column:end]
+            if pattern:
+                for row in range(outputs):
+                    order = sorted(range(width), key=lambda place: (-float(scores[row, place]), place))
+                    mask[row, [column + place for place in order[pattern[0] :]]] = False
+            else:
+                assert sparsity is not None
+                now = math.floor(round(sparsity * outputs * end, 6)) - removed
+                removed += now
+                flat = scores.reshape(-1).tolist()
+                order = sorted(range(len(flat)), key=lambda place: (flat[place], -place))
+                for place in order[:now]:
+                    mask[place // (end - column), column + place % (end - column)] = False
+        for row in range(outputs):
+            if not mask[row, column]:
+                weight[row] -= weight[row, column] / inverse[column, column] * inverse[column]
+        weight[:, column] *= mask[:, column]
+        inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+        inverse[column] = inverse[:, column] = 0
+    return weight, mask
+
+
+@pytest.mark.parametrize("kind", ["plain", "correlated", "few tokens"])
+@pytest.mark.parametrize(
+    ("sparsity", "pattern", "block"),
+    [(0.5, None, 16), (0.37, None, 128), (0.0, None, 16), (None, (2, 4), 16), (None, (1, 3), 48), (None, (5, 8), 128)],
+)
+def test_sparsegpt_agrees_with_a_slow_one(
+    kind: str, sparsity: float | None, pattern: tuple[int, int] | None, block: int
+) -> None:
+    x = inputs_of(kind, 48)
+    x[:, 11] = 0
+    weight = layer(12, 48)[0]
+    found = sparsegpt(weight, moments(x), sparsity=sparsity, pattern=pattern, block=block)
+    expected, mask = slow_sparsegpt(weight, moments(x), sparsity, pattern, block, 0.01)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight.double(), expected, rtol=1e-3, atol=1e-3)
+    assert not bool(found.weight[~found.mask].any())
+    assert found.damping == 0.01
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    outputs=st.integers(1, 9),
+    inputs=st.integers(1, 40),
+    tokens=st.integers(1, 60),
+    sparsity=st.floats(0, 0.99),
+    block=st.sampled_from([1, 7, 16, 128]),
+)
+def test_sparsegpt_removes_the_exact_number(outputs: int, inputs: int, tokens: int, sparsity: float, block: int) -> None:
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(outputs))
+    found = sparsegpt(layer(outputs, inputs)[0], x.T @ x, sparsity=sparsity, block=block, damping=0.0 if tokens > 2 else 0.01)
+    assert int((~found.mask).sum()) == math.floor(sparsity * outputs * inputs * (1 + 2.0**-44))
+    assert bool(found.weight.isfinite().all())
+    assert not bool(found.weight[~found.mask].any())
+
+
+def test_sparsegpt_beats_the_same_mask_without_updates() -> None:
+    x = inputs_of("correlated")
+    weight, gram = layer(30, 96)[0], moments(x)
+    found = sparsegpt(weight, gram, sparsity=0.5)
+    assert float(output_error(found.weight, weight, gram).sum()) < 0.7 * float(
+        output_error(weight * found.mask, weight, gram).sum()
+    )
+    refitted = refit_rows(weight, found.mask, gram, damping=1e-5)
+    assert bool((refitted.error_after <= output_error(found.weight, weight, gram) * 1.01).all())
+
+
+def test_sparsegpt_with_a_gram_of_zeros_and_equal_scores() -> None:
+    found = sparsegpt(torch.ones(2, 8), torch.eye(8), sparsity=0.5, block=4)
+    assert found.mask.tolist() == [[True] * 4 + [True] * 4, [False] * 8]  # the lowest index of each block of columns
+    nothing = sparsegpt(torch.ones(2, 8), torch.zeros(8, 8), pattern=(2, 4))
+    assert not nothing.weight.any()
+    assert nothing.mask.sum(1).tolist() == [4, 4]
+
+
+def test_sparsegpt_raises_the_damping_of_a_singular_gram() -> None:
+    found = sparsegpt(layer(4, 16)[0], torch.ones(16, 16), sparsity=0.5, damping=0.0)
+    assert found.damping > 0
+    assert bool(found.weight.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "give a sparsity or a pattern"),
+        ({"sparsity": 1.0}, "below 1"),
+        ({"pattern": (4, 4)}, "keeps N of every M"),
+        ({"pattern": (2, 5)}, "multiples of 5"),
+        ({"pattern": (2, 4), "block": 6}, "multiples of 4"),
+        ({"sparsity": 0.5, "damping": -1.0}, "damping at least 0"),
+    ],
+)
+def test_sparsegpt_wrong_arguments(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sparsegpt(torch.ones(2, 24), torch.eye(24), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(NonFiniteError, match="weight holds NaN"):
+        sparsegpt(torch.full((2, 24), math.nan), torch.eye(24), sparsity=0.5)
