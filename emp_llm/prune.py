@@ -28,7 +28,7 @@ def prune(options: PruneOptions) -> "RunReport | DryRun":
     if options.dry_run:
         return job.dry_run()
     with job:
-        run_stages([job.calibrate, job.write, *job.evaluate, *job.publish])
+        run_stages(job.stages)
     return job.report
 
 

@@ -28,6 +28,7 @@ ROOMS = (
     "execution",
     "calibration",
     "calibration/images",
+    "refit",
     "pruning/scoring",
     "pruning",
     "pruning/output",

@@ -43,6 +43,12 @@ def weight_of(model: nn.Module, layer: Layer) -> Tensor:
     return (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
 
 
+def bias_of(model: nn.Module, layer: Layer) -> Tensor | None:
+    """A layer's bias in a model, shape (outputs,); None for a layer without one, and for experts."""
+    bias = None if layer.expert is not None else getattr(model.get_submodule(layer.name), "bias", None)
+    return bias.data if isinstance(bias, Tensor) else None
+
+
 def set_to_zero(weight: Tensor, removed: Tensor) -> None:
     """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill FP8, so its bits are filled."""
     (weight.view(torch.int8) if weight.element_size() == 1 else weight).masked_fill_(removed, 0)

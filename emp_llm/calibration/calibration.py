@@ -135,6 +135,16 @@ class ForwardPasses(ABC):
             UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
         """
 
+    def origin(self, about: CalibrationRecord) -> CalibrationRecord:
+        """The origin of a fit to this data, as far as it does not depend on the model.
+
+        Args:
+            about: as far as the caller knows it.
+        """
+        return msgspec.structs.replace(
+            self._record(about), tokens=self._data.number, execution="blocks", ranks=ranks().count, versions=versions()
+        )
+
     def _record(self, about: CalibrationRecord) -> CalibrationRecord:
         texts = [corpus.record() for corpus in self._data.corpora]
         return msgspec.structs.replace(

@@ -43,7 +43,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         UserError: a part is no text; the numbers of sequences are wrong, or given twice; a part is named twice; --seqlen
             exceeds the model's context, or the parts differ in their seqlen.
     """
-    parts = _parts(options.calibration)
+    parts = _parts(options.text_name)
     corpora = [find_corpus(part.name) for part in parts]
     if len(parts) > 1:
         _refuse_repetition(parts, corpora)

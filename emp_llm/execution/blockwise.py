@@ -230,18 +230,32 @@ class Step:
         Raises:
             UserError: memory runs out, or the block returns no hidden states.
         """
+        walk = self._walk
+        for number, batch in enumerate(walk.batches):
+            output = self.output(number, walk.hidden, isolated=not advance)
+            if advance:
+                walk.hidden.put(number, output)
+                walk.bar.update(batch.numel())
+
+    def output(self, number: int, states: HiddenStates, isolated: bool = True) -> Tensor:
+        """The block's output for one batch.
+
+        Args:
+            number: of the batch.
+            states: hold the hidden states that enter the block.
+            isolated: leave these and the other arguments as they are; a block may write into them.
+
+        Raises:
+            UserError: as for `run`.
+        """
         walk, device = self._walk, execution_device(self.block)
         or_else = ", or use --hidden-states cpu" if walk.place == "device" and device.type != "cpu" else ""
-        for number, batch in enumerate(walk.batches):
-            with torch.no_grad(), enough_memory(lambda: (self.name, device), batch, or_else):
-                hidden = walk.hidden.get(number, device)
-                call = walk._calls[number][self.index]
-                if not advance:  # a block may write into its input and its arguments, which are used again
-                    hidden, call = hidden.clone(), call.isolated()
-                output = self._hidden(call.on(self.block, hidden), hidden)
-                if advance:
-                    walk.hidden.put(number, output)
-                    walk.bar.update(batch.numel())
+        with torch.no_grad(), enough_memory(lambda: (self.name, device), walk.batches[number], or_else):
+            hidden = states.get(number, device)
+            call = walk._calls[number][self.index]
+            if isolated:
+                hidden, call = hidden.clone(), call.isolated()
+            return self._hidden(call.on(self.block, hidden), hidden)
 
     def _hidden(self, output: Any, hidden: Tensor) -> Tensor:
         """The hidden states in what the block returned for `hidden`."""

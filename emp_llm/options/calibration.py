@@ -10,6 +10,7 @@ from emp_llm.options.base import Opt, Options
 Execution = Literal["auto", "model", "blocks"]
 Propagate = Literal["dense", "pruned"]
 Place = Literal["auto", "device", "cpu", "disk"]
+TEXT = "wikitext2"  # the default calibration text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,9 @@ class CalibrationOptions(Options):
     """
 
     calibration: Annotated[
-        str, Opt("Calibration text: recipe, text file or Hub data set id, plus ,field=value; a mix: a:64,b:64.")
-    ] = "wikitext2"
+        str | None,
+        Opt(f"Calibration text: recipe, text file or Hub data set id, plus ,field=value; a mix: a:64,b:64; default: {TEXT}."),
+    ] = None
     samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.")] = None
     seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.")] = None
     batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4
@@ -38,6 +40,11 @@ class CalibrationOptions(Options):
         ),
     ] = True
     seed: Annotated[int, Opt("Random seed of recipes that shuffle.")] = 0
+
+    @property
+    def text_name(self) -> str:
+        """The name of the calibration text."""
+        return TEXT if self.calibration is None else self.calibration
 
     def check_calibration(self) -> None:
         """Raise UserError for an invalid value."""

@@ -13,6 +13,7 @@ from emp_llm.options.loudness import LoudnessOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
+from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
 BETAS = "0.5,0.75,1,1.25,1.5,2"
@@ -53,6 +54,26 @@ class PruneOptions(
         self.check_push()
         if self.propagate == "pruned":
             self._check_pruned_propagation()
+        if self.fits:
+            self._check_fits()
+
+    def _check_fits(self) -> None:
+        """Raise UserError if weights cannot be fitted, because there is no text to fit them to or they are quantised."""
+        flag = "--refit" if self.refit else f"--method {self.method}"
+        if self.load_in_8bit or self.load_in_4bit:
+            raise UserError(f"{flag} cannot change quantised weights; leave out --load-in-8bit and --load-in-4bit.")
+        if self.calibration is not None or (self.activations is None and CRITERIA[self.criterion_name].fits):
+            return
+        if self.activations is not None:
+            raise UserError(
+                f"{flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
+                f"--activations{', or --refit' if self.refit else ''}; or name the text with --calibration."
+            )
+        if not self.needs_activations:
+            raise UserError(
+                f"--refit fits weights to a calibration text, and method {self.method} needs none. Leave out --refit, or name "
+                "the text with --calibration."
+            )
 
     def _check_pruned_propagation(self) -> None:
         if self.activations is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 from emp_llm.options.criterion import GIVEN, CriterionOptions
+from emp_llm.options.refit import RefitOptions
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
@@ -34,8 +35,8 @@ class TargetOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(CriterionOptions, TargetOptions):
-    """All options that define the masks of a run.
+class Recipe(RefitOptions, CriterionOptions, TargetOptions):
+    """All options that define the weights of a run: its masks, and whether the kept weights are refitted.
 
     Attributes:
         method: a criterion: "wanda", "magnitude", the name of a registered one, or "scores". With the prefix "emp-", the
@@ -81,6 +82,11 @@ class Recipe(CriterionOptions, TargetOptions):
     def needs_activations(self) -> bool:
         return CRITERIA[self.criterion_name].needs_norms
 
+    @property
+    def fits(self) -> bool:
+        """Whether weights are fitted to the calibration text: by a refit, or by a method that changes the kept weights."""
+        return self.refit or CRITERIA[self.criterion_name].fits
+
     def with_method(self, method: str) -> "Recipe":
         """The recipe with another method. Scores of the user's own stay only if the method uses them."""
         criterion = method.removeprefix("emp-")
@@ -96,6 +102,7 @@ class Recipe(CriterionOptions, TargetOptions):
         check_method(self.method)
         self._check_own()
         self._check_method()
+        self._check_fit()
         given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
@@ -107,6 +114,16 @@ class Recipe(CriterionOptions, TargetOptions):
             raise UserError(f"--match-by {self.match_by} needs an earlier run; name it with --match.")
         if self.match_by is not None and self.match_by not in get_args(MatchBy):
             raise UserError(f"--match-by {self.match_by!r} is not one of {', '.join(get_args(MatchBy))}.")
+
+    def _check_fit(self) -> None:
+        """Raise UserError for options that do not go with a refit or SparseGPT."""
+        self.check_refit()
+        if not CRITERIA[self.criterion_name].fits:
+            return
+        if self.adaptive:
+            raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-wanda.")
+        if self.group != "row":
+            raise UserError(f"--group {self.group} does not go with method sparsegpt, which decides each matrix. Leave it out.")
 
     def _check_own(self) -> None:
         """Raise UserError if the method and the user's own scores do not belong together."""

@@ -50,6 +50,7 @@ class Pruner:
 
     Attributes:
         scores: the scores of the targets.
+        offsets: name of a target -> number of target weights before it.
         first_rows: name of a target -> index of its first row among the rows of all targets.
         whole: N_eff and s_eff of all targets as one group, known after pruning; None for other groups.
 
@@ -75,12 +76,12 @@ class Pruner:
         self.rows = rows or CpuRowPruner()
         self.buffers = self.rows.buffers
         self.whole: tuple[float, float] | None = None
-        self._offsets: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
         self.first_rows: dict[str, int] = {}
         offset = rows_before = 0
         for target in targets:
             self._check_pattern(target)
-            self._offsets[target.name], self.first_rows[target.name] = offset, rows_before
+            self.offsets[target.name], self.first_rows[target.name] = offset, rows_before
             offset, rows_before = offset + target.matrix.numel, rows_before + target.matrix.rows
         self._weights = offset
         if scheme.group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
@@ -89,7 +90,7 @@ class Pruner:
     def rule_of(self, target: Target) -> RowRule:
         """The rule for the rows of a target, each row being one group."""
         criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
-        offset, compiled = self._offsets[target.name], self._weights > _SMALL
+        offset, compiled = self.offsets[target.name], self._weights > _SMALL
         own, dtype = self.scores.own_of(target), target.matrix.stored.dtype
         return RowRule(dtype, criterion, norms, self.scheme.budget, offset, compiled, own, target.matrix.scales)
 
@@ -120,7 +121,7 @@ class Pruner:
             selector = self.search([target], files) if self.scheme.group == "matrix" else None
             for first, words in self.blocks(target, files):
                 scores = self._scored(target, first, words)
-                offset = self._offsets[target.name] + first * target.matrix.columns
+                offset = self.offsets[target.name] + first * target.matrix.columns
                 with naming_block(first, words):
                     part = select_rows(scores, self.scheme.budget, offset) if selector is None else selector.select(scores)
                 mask[first : first + part.mask.shape[0]] = part.mask
@@ -223,7 +224,7 @@ class Pruner:
         """Find the cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut."""
         from emp_llm.selection.group_selection import GroupSelector
 
-        selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])
+        selector = GroupSelector(self.scheme.budget, self.offsets[targets[0].name])
         self.feed(selector.add, targets, files)
         while selector.searching():
             self.feed(selector.search, targets, files)

@@ -10,7 +10,7 @@ from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import CriterionRecord, RecipeRecord
+from emp_llm.records.source import CriterionRecord, RecipeRecord, RefitRecord
 from emp_llm.selection.budgets import (
     Budget,
     EffectiveBudget,
@@ -66,6 +66,8 @@ def recipe_record(recipe: Recipe, scheme: Scheme | None = None) -> RecipeRecord:
         criterion=criterion_record(recipe),
         blocks=recipe.blocks,
     )
+    if recipe.refit:
+        record.refit = RefitRecord(weighting=recipe.weighting, damping=recipe.damping)
     record.tower = None if recipe.tower == "language" else recipe.tower
     if recipe.needs_activations:
         record.min_expert_tokens = recipe.min_expert_tokens

@@ -57,6 +57,25 @@ class MatrixRecord(Part, kw_only=True, omit_defaults=False):
     least_margin_over_bound: float | None = None
 
 
+class FitRecord(Part, kw_only=True):
+    """The fit of one matrix's kept weights to the calibration text.
+
+    Attributes:
+        tokens: number of tokens of the fit; 0 if it was not fitted.
+        damping: pull towards the dense weights, as a share of the mean second moment.
+        error_before, error_after: sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2 on the calibration tokens, of the masked
+            and of the fitted weights; xhat and x are the inputs in the pruned and in the dense model.
+        held_out_before, held_out_after: the same on calibration sequences that were held out of the fit.
+    """
+
+    tokens: Count
+    damping: float | None = None
+    error_before: float | None = None
+    error_after: float | None = None
+    held_out_before: float | None = None
+    held_out_after: float | None = None
+
+
 class TargetsRecord(Part, kw_only=True, omit_defaults=False):
     """Counts over all targets, and their share of the model.
 
@@ -122,6 +141,7 @@ class RunReport(FileRecord, kw_only=True):
         source, command, recipe, calibration, versions: everything that the run depends on.
         stages: time and memory of each stage.
         targets, sizes, matrices, warnings: the effect of the run.
+        fits: of refitted matrices and of SparseGPT, by layer name.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
         push: the result of --push-to-hub (`hub.pushed.Pushed`); in memory only.
@@ -140,6 +160,7 @@ class RunReport(FileRecord, kw_only=True):
     sizes: SizesRecord | None
     matrices: dict[str, MatrixRecord]
     warnings: list[str]
+    fits: dict[str, FitRecord] = {}
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
     masks: str | None = None

@@ -73,6 +73,18 @@ class CriterionRecord(Part, kw_only=True):
     score_map: str | None = None
 
 
+class RefitRecord(Part, kw_only=True):
+    """The refit of the kept weights.
+
+    Attributes:
+        weighting: of the tokens, "equal" or "relative" to each target's output.
+        damping: pull towards the dense weights, as a share of the mean second moment.
+    """
+
+    weighting: str = "equal"
+    damping: float
+
+
 class RecipeRecord(Part, kw_only=True):
     """The options that decide the masks, defaults filled in. Fields that a method does not use are missing.
 
@@ -81,6 +93,7 @@ class RecipeRecord(Part, kw_only=True):
         beta, order, neff_dtype: of emp methods only.
         sparsity, pattern, match, match_by: of the other methods only.
         criterion: of a score of the user's own.
+        refit: of the kept weights, if asked for.
         blocks: name of the list of decoder blocks, if the user gave it.
         tower: the part of a multimodal model, if it is not the language tower.
         dtype, device_map: of the forward passes.
@@ -100,6 +113,7 @@ class RecipeRecord(Part, kw_only=True):
     match: str | None = None
     match_by: str | None = None
     criterion: CriterionRecord | None = None
+    refit: RefitRecord | None = None
     blocks: str | None = None
     tower: str | None = None
     dtype: str | None = None

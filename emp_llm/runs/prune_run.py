@@ -28,6 +28,7 @@ from emp_llm.runs.stages.calibrating import (
     prepare_calibration,
     warn_if_foreign,
 )
+from emp_llm.runs.stages.refitting import RefitStage, fit_records, refit_stage
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import Stage
@@ -44,13 +45,14 @@ logger = logging.getLogger(__name__)
 
 
 class PruneRun:
-    """One prune, as a context: `with run: run_stages([run.calibrate, run.write, *run.evaluate, *run.publish])`.
+    """One prune, as a context: `with run: run_stages(run.stages)`.
 
     Args:
         options: of the command.
 
     Attributes:
-        calibrate, write, evaluate, publish: the stages, available inside the context; the last two may be empty.
+        calibrate, refit, write, evaluate, publish: the stages, available inside the context; all but calibrate and write may be
+            empty.
 
     Raises:
         UserError: the options conflict, or do not fit the model, the output or the Hub.
@@ -89,6 +91,7 @@ class PruneRun:
         self._output = None if self._pending is not None and self._pending.exists else self._new_output()
         self._stopwatch = Stopwatch()
         self._stack = ExitStack()
+        self.refit: list[RefitStage] = []
         self.evaluate: list[Stage] = []
         self.publish: list[Stage] = []
 
@@ -114,6 +117,11 @@ class PruneRun:
         )
 
     @property
+    def stages(self) -> list[Stage]:
+        """The stages in order, inside the context."""
+        return [self.calibrate, *self.refit, self.write, *self.evaluate, *self.publish]
+
+    @property
     def report(self) -> RunReport:
         """The report of the run, when its stages are finished."""
         assert self.write.report is not None
@@ -128,7 +136,7 @@ class PruneRun:
         ranks().share(None)  # a barrier: all ranks check the output before the first rank creates it
         self._models = RunModels(self._source, options, options.trust_remote_code, self._stopwatch)
         calibration = None
-        if options.needs_activations and self._given is None:
+        if options.fits or (options.needs_activations and self._given is None):
             blocks, quantization = options.blocks, self._quantization
             calibration = prepare_calibration(
                 self._models, self._plan.architecture, options, options.propagate, quantization, blocks
@@ -160,8 +168,8 @@ class PruneRun:
 
     def _begin(self, calibration: "ForwardPasses | None", signature: dict[str, Any]) -> None:
         """Prepare the stages that write the checkpoint."""
-        output = self._output or self._new_output()
-        record = recipe_record(self._options)
+        output, options = self._output or self._new_output(), self._options
+        record = recipe_record(options)
         if ranks().main:
             self._stack.enter_context(output)
             output.begin(signature)
@@ -169,7 +177,7 @@ class PruneRun:
         self.calibrate = CalibrateStage(
             self._models,
             self._plan.checkpoint,
-            calibration,
+            calibration if options.needs_activations else None,
             self._plan.layers_to_calibrate,
             output.calibration,
             given=self._given,
@@ -178,6 +186,10 @@ class PruneRun:
             masker=self._pruner if pruned else None,
             pruned_by=record if pruned else None,
         )
+        if options.fits and calibration is not None:
+            self.refit = [
+                refit_stage(self._models, self._pruner, options, calibration, output.work, lambda: self.calibrate.norms)
+            ]
         begin = None if self._pending is None else partial(self._pending.begin, output.files, signature)
         self.write = WriteStage(
             self._plan,
@@ -188,6 +200,7 @@ class PruneRun:
             self._assemble,
             self._stopwatch,
             before_publishing=begin,
+            fitted=self.refit[0].files if self.refit else None,
         )
 
     def _resume_evaluation(self, pending: "PendingEvaluation") -> None:
@@ -212,14 +225,21 @@ class PruneRun:
         if self._given is not None:
             warn_if_foreign(self._given, identity, self._source.folder)
         about = None if norms is None else norms.about
-        return assemble_report(source, self._plan, self._options, self._options, self._pruner, outcomes, about)
+        if about is None and self.refit:
+            about = self.refit[0].origin()
+        report = assemble_report(source, self._plan, self._options, self._options, self._pruner, outcomes, about)
+        if self.refit:
+            report.fits = fit_records(self.refit[0].files.figures())
+        return report
 
     def _signature(self, calibration: "ForwardPasses | None") -> dict[str, Any]:
         """Everything that the bytes of the checkpoint depend on."""
         options = self._options
         activations: dict[str, Any] | None = None if self._given is None else {"norms": self._given.digest}
         if calibration is not None:
-            activations = calibration.signature | {"dtype": options.dtype, "device_map": options.device_map}
+            activations = (
+                (activations or {}) | calibration.signature | {"dtype": options.dtype, "device_map": options.device_map}
+            )
         return run_signature(self._plan.checkpoint, recipe_record(options), self._pruner.scheme, activations)
 
     def _new_output(self) -> OutputFolder:

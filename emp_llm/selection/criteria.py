@@ -38,11 +38,13 @@ class Criterion:
         score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the scores.
         needs_norms: whether it needs a calibration.
         own: registered by the user. It is given whole matrices, so that it may compare rows; the others get blocks of rows.
+        fits: it changes the kept weights, and chooses the masks with them; its scores serve experts with too few tokens only.
     """
 
     score: Score
     needs_norms: bool
     own: bool = False
+    fits: bool = False
 
 
 def magnitude(weight: "Tensor") -> "Tensor":
@@ -87,6 +89,7 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
 CRITERIA = {
     "wanda": Criterion(wanda, needs_norms=True),
     "magnitude": Criterion(magnitude, needs_norms=False),
+    "sparsegpt": Criterion(magnitude, needs_norms=False, fits=True),
     "scores": Criterion(scores_given, needs_norms=False, own=True),
 }
 _BUILT_IN = tuple(CRITERIA)

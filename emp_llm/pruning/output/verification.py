@@ -21,6 +21,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import count_of
+from emp_llm.pruning.kept_masks import removed_of
 from emp_llm.pruning.output.manifest import scheme_of_manifest
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.row_pruners import naming_block
@@ -147,6 +148,9 @@ def check_masks(
 ) -> None:
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
 
+    After a refit, a kept weight may have any finite value. The masks of SparseGPT are not decided again; only their number of
+    zeros is checked.
+
     Raises:
         UserError: the manifest does not record the scheme, or the norms lack a target.
     """
@@ -157,6 +161,10 @@ def check_masks(
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: it does not record how the masks were decided ({error}).") from error
     decided = Pruner(source, targets, scheme, least_tokens=least_tokens, given=given)
+    if scheme.criterion.fits:
+        _check_zeros(pruned, decided, findings)
+        return
+    fitted = manifest.recipe.refit is not None
     if activations is not None:
         decided.scores.use(activations)
     elif scheme.criterion.needs_norms:
@@ -168,7 +176,7 @@ def check_masks(
             selector = everything
             if scheme.group == "matrix":
                 selector = _selector(decided, [target], offset)
-            wrong = _wrong_weights(pruned, decided, target, selector, offset)
+            wrong = _wrong_weights(pruned, decided, target, selector, offset, fitted)
             findings.count("targets")
             if wrong:
                 findings.differences.append(f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides.")
@@ -182,8 +190,13 @@ def _wrong_weights(
     target: Target,
     selector: GroupSelector | None,
     offset: int,
+    fitted: bool,
 ) -> int:
-    """The number of weights of a target whose bits differ from those of the reference."""
+    """The number of weights of a target whose bits differ from those of the reference.
+
+    Args:
+        fitted: kept weights were refitted, so that only their being finite is checked.
+    """
     wrong, scheme = 0, decided.scores.scheme_of(target)
     path = pruned.folder / target.matrix.stored.shard.name
     with FileReader(path) as file, naming_target(target):
@@ -196,8 +209,29 @@ def _wrong_weights(
                     else select_rows(scores, scheme.budget, offset + first * target.matrix.columns)
                 )
             written = target.matrix.read(file, first, first + words.shape[0])
-            wrong += int(np.count_nonzero(np.where(part.mask.numpy(), words, 0) != written))
+            kept = part.mask.numpy()
+            if fitted:
+                finite = as_tensor(written, target.matrix.stored.dtype).isfinite().numpy()
+                wrong += int(np.count_nonzero(np.where(kept, ~finite, written != 0)))
+            else:
+                wrong += int(np.count_nonzero(np.where(kept, words, 0) != written))
     return wrong
+
+
+def _check_zeros(pruned: Checkpoint, decided: Pruner, findings: Findings) -> None:
+    """Check that each target has at least as many zeros as its budget removes, and that its other weights are finite."""
+    for target in decided.targets:
+        removed, zeros, finite = removed_of(decided, target), 0, True
+        with FileReader(pruned.folder / target.matrix.stored.shard.name) as file:
+            for first, last in target.matrix.row_blocks(_BLOCK_WEIGHTS):
+                written = target.matrix.read(file, first, last)
+                zeros += int(np.count_nonzero(written == 0))
+                finite = finite and bool(as_tensor(written, target.matrix.stored.dtype).isfinite().all())
+        findings.count("targets")
+        if zeros < removed:
+            findings.differences.append(f"{target.name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
+        if not finite:
+            findings.differences.append(f"{target.name}: it holds NaN or infinity.")
 
 
 def _selector(decided: Pruner, targets: list[Target], offset: int) -> GroupSelector:

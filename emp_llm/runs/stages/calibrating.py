@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
     """The activations of --activations, if given and needed. Options without effect are logged."""
     if not recipe.needs_activations:
-        unused = _changed(options)
+        unused = _changed(options) if not recipe.fits else ["--activations"] if options.activations is not None else []
         if unused:
             verb = "has" if len(unused) == 1 else "have"
             logger.warning("warning: %s %s no effect: method %s needs no activations.", ", ".join(unused), verb, recipe.method)
         return None
     if options.activations is None:
         return None
-    if (options.samples, options.seqlen) != (None, None):
+    if (options.samples, options.seqlen) != (None, None) and not recipe.fits:
         logger.info("--samples and --seqlen have no effect: the norms of --activations are used.")
     from emp_llm.calibration.activations import Activations
 
@@ -136,7 +136,7 @@ def may_reach_images(options: CalibrationOptions) -> bool:
     """Whether the norms may cover the vision tower: they come from a file, or from data with images."""
     from emp_llm.calibration.text_mix import has_images
 
-    return getattr(options, "activations", None) is not None or has_images(options.calibration)
+    return getattr(options, "activations", None) is not None or has_images(options.text_name)
 
 
 def prepare_calibration(
@@ -157,7 +157,7 @@ def prepare_calibration(
     if checkpoint.config.get("is_encoder_decoder") and (options.execution == "blocks" or propagate == "pruned"):
         raise UserError(NOT_BY_BLOCKS.format(checkpoint.folder))
     context = max_context(checkpoint.config)
-    if not has_images(options.calibration):
+    if not has_images(options.text_name):
         text = CalibrationText.prepare(options, models.tokenizer, context)
         return Calibration(text, options, propagate, quantization, blocks)
     from emp_llm.calibration.images.image_calibration import CalibrationRows, ImageCalibration

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.errors import UserError
@@ -23,6 +24,7 @@ from emp_llm.storage.output.output_folder import OutputFolder
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
+    from emp_llm.refit.fitted_weights import FittedFiles
 
 logger = logging.getLogger(__name__)
 _WARNINGS = 6  # that are logged; the report has all
@@ -38,6 +40,7 @@ class WriteStage:
         assemble: creates the report from the outcomes and the source's identity.
         stopwatch: its record is added to the report.
         before_publishing: called when all other files are complete.
+        fitted: the weights of a refit, or of SparseGPT.
 
     Attributes:
         report: available when the stage is finished, on all ranks.
@@ -55,6 +58,7 @@ class WriteStage:
         assemble: Callable[[list[Outcome], str], RunReport],
         stopwatch: Stopwatch,
         before_publishing: Callable[[], None] | None = None,
+        fitted: "FittedFiles | None" = None,
     ) -> None:
         self.report: RunReport | None = None
         self._plan = plan
@@ -65,6 +69,7 @@ class WriteStage:
         self._assemble = assemble
         self._stopwatch = stopwatch
         self._before_publishing = before_publishing
+        self._fitted = fitted
 
     @classmethod
     def finished_before(cls, report: RunReport) -> "WriteStage":
@@ -87,8 +92,9 @@ class WriteStage:
         if norms is not None:
             self._pruner.scores.use(norms)
         journal = Journal(self._output.work)
-        writer = CheckpointWriter(self._pruner, journal)
-        with self._stopwatch(self.name):
+        fits = self._pruner.scheme.criterion.fits
+        with self._stopwatch(self.name), self._fitted.rows(fits) if self._fitted is not None else nullcontext() as fitted:
+            writer = CheckpointWriter(self._pruner, journal, fitted)
             settle_budget(self._pruner)
             outcomes = writer.write(files)
         report = self._assemble(outcomes, writer.source_identity)

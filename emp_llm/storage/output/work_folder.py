@@ -3,6 +3,7 @@
     .NAME.partial/lock            held by the running process
     .NAME.partial/manifest.json   the signature of the run, and its finished work
     .NAME.partial/rows            statistics of the finished rows (`journal`)
+    .NAME.partial/fitted/         weights of finished blocks of a refit
     .NAME.partial/files/          renamed to NAME when everything is finished
 
 The manifest is replaced atomically, and only after the work that it lists is on disk.
@@ -35,6 +36,7 @@ class WorkFolder:
     def __init__(self, path: Path, subject: str) -> None:
         self.path = path
         self.files = path / "files"
+        self.fitted = path / "fitted"
         self._subject = subject
         self._manifest = path / "manifest.json"
         self._state: dict[str, Any] = {}
@@ -104,6 +106,7 @@ class WorkFolder:
         self._state = {}
         self._manifest.unlink(missing_ok=True)
         shutil.rmtree(self.files, ignore_errors=True)
+        shutil.rmtree(self.fitted, ignore_errors=True)
         (self.path / "rows").unlink(missing_ok=True)
         self.files.mkdir()
         self._state = {"signature": signature}

@@ -1,0 +1,41 @@
+"""Options of the refit: kept weights moved to the least-squares optimum."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from emp_llm.common.errors import UserError
+from emp_llm.options.base import Opt, Options
+
+Weighting = Literal["equal", "relative"]
+DAMPING = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitOptions(Options):
+    """The refit of the kept weights, block by block."""
+
+    refit: Annotated[bool, Opt("Move the kept weights so that each layer's outputs stay close to the dense model's.")] = False
+    refit_weighting: Annotated[
+        Weighting | None, Opt("Weight of each token: equal, or relative to its output; default: equal.")
+    ] = None
+    refit_damping: Annotated[
+        float | None, Opt(f"Pull towards the dense weights, as a share of the mean second moment; default: {DAMPING:g}.")
+    ] = None
+
+    @property
+    def weighting(self) -> Weighting:
+        return self.refit_weighting or "equal"
+
+    @property
+    def damping(self) -> float:
+        return DAMPING if self.refit_damping is None else self.refit_damping
+
+    def check_refit(self) -> None:
+        """Raise UserError for an invalid value, or one without --refit."""
+        if self.refit_weighting is not None and self.refit_weighting not in get_args(Weighting):
+            raise UserError(f"--refit-weighting {self.refit_weighting!r} is not one of {', '.join(get_args(Weighting))}.")
+        if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
+            raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
+        for name in ("refit_weighting", "refit_damping"):
+            if not self.refit and getattr(self, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} has no effect without --refit. Add --refit, or leave it out.")

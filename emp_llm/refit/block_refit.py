@@ -1,0 +1,157 @@
+"""The refit of one block: level by level, on the inputs that the fitted levels before it give."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emp_llm.architecture.model_layers import bias_of
+from emp_llm.architecture.targets import Target
+from emp_llm.common.ranks import ranks
+from emp_llm.execution.blockwise import Step, Walk
+from emp_llm.execution.hidden_states import HiddenStates
+from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.options.refit import Weighting
+from emp_llm.refit.block_weights import BlockWeights
+from emp_llm.refit.fitters import Fitted, Fitter
+from emp_llm.refit.level_moments import LevelMoments, token_weights
+from emp_llm.refit.levels import Level, MomentSize, levels_of
+
+MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
+
+
+class _AllSeen(Exception):
+    """All inputs of a level are seen; the rest of the block's pass is not needed."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The batches on their way through the dense and through the pruned model.
+
+    Attributes:
+        walk: the pass of the dense model; it holds the batches and the dense hidden states.
+        pruned: the hidden states of the pruned model.
+        fitted_on: numbers of the batches on which weights are fitted.
+        held_out: numbers of the others, which only measure the error.
+    """
+
+    walk: Walk
+    pruned: HiddenStates
+    fitted_on: Sequence[int]
+    held_out: Sequence[int]
+
+
+class BlockRefit:
+    """The refit of one block's targets.
+
+    Args:
+        step: the block, with its weights loaded.
+        targets: of the block.
+        weights: their two versions; the fitted weights are put into the pruned one.
+        streams: the batches.
+        fitter: computes the weights.
+        weighting: of the tokens.
+    """
+
+    def __init__(
+        self, step: Step, targets: list[Target], weights: BlockWeights, streams: Streams, fitter: Fitter, weighting: Weighting
+    ) -> None:
+        self._step = step
+        self._targets = targets
+        self._weights = weights
+        self._streams = streams
+        self._fitter = fitter
+        self._weighting = weighting
+        self._model = streams.walk.runner.model
+        self._masks: dict[str, Tensor] = {}  # if they are known before the fit
+        self._biases = {target.name: bias_of(self._model, target.layer) for target in targets}
+
+    def run(self) -> dict[str, Fitted]:
+        """Fit all targets; returns the outcomes by name."""
+        if not self._fitter.chooses:
+            self._masks = {target.name: self._fitter.mask(target) for target in self._targets}
+            for target in self._targets:
+                self._weights.mask(target, self._masks[target.name])
+        fitted: dict[str, Fitted] = {}
+        first = self._streams.fitted_on[0]
+        for level in levels_of(self._model, self._step, self._targets, first, self._streams.walk.hidden):
+            for part in level.parts(MOMENT_BYTES, MomentSize(self._weighting != "equal")):
+                fitted |= self._fit(part)
+        return fitted
+
+    def _fit(self, level: Level) -> dict[str, Fitted]:
+        moments = LevelMoments(self._weighting, self._biases)
+        dense = {target.name: self._weights.dense(target).float() for target in level.targets}
+        for leader, pruned, inputs in self._inputs(level, self._streams.fitted_on):
+            targets = level.inputs[leader]
+            moments.add(targets, [dense[target.name] for target in targets], pruned, inputs)
+        moments.reduce()
+        own: dict[str, tuple[Fitted, Tensor]] = {}
+        pairs = [(targets, target) for targets in level.inputs.values() for target in targets]
+        for targets, target in ranks().part(pairs):
+            outcome, mask = self._fitter.fit(
+                target, dense[target.name], moments.of(targets, target), self._masks.get(target.name)
+            )
+            own[target.name] = outcome, mask.cpu()
+        fitted = {name: entry for share in ranks().gather(own) for name, entry in share.items()}
+        for target in level.targets:
+            outcome, mask = fitted[target.name]
+            self._weights.mask(target, mask)
+            if outcome.weight is not None:
+                self._weights.put(target, outcome.weight)
+        outcomes = {name: outcome for name, (outcome, _) in fitted.items()}
+        self._measure(level, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
+        return {target.name: outcomes[target.name] for target in level.targets}
+
+    def _measure(self, level: Level, dense: dict[str, Tensor], fitted: dict[str, Fitted], masks: dict[str, Tensor]) -> None:
+        """Set the errors on the sequences held out."""
+        sums = {target.name: torch.zeros(3, dtype=torch.float64) for target in level.targets}
+        for leader, pruned, inputs in self._inputs(level, self._streams.held_out):
+            for target in level.inputs[leader]:
+                weight, outcome = dense[target.name], fitted[target.name]
+                wanted = (pruned if inputs is None else inputs) @ weight.T
+                share = token_weights(self._weighting, wanted, self._biases[target.name])
+                masked = weight * masks[target.name].to(weight.device)
+                new = masked if outcome.weight is None else outcome.weight.to(weight.device).float()
+                errors = [pruned @ masked.T - wanted, pruned @ new.T - wanted, wanted]
+                squares = [error.double().square().sum(1) for error in errors]
+                sums[target.name] += torch.stack([(s if share is None else s * share).sum() for s in squares]).cpu()
+        shares = ranks().gather(sums)
+        for target in level.targets:
+            before, after, energy = torch.stack([share[target.name] for share in shares]).sum(0).tolist()
+            if energy > 0:
+                fitted[target.name].held_out_before = before / energy
+                fitted[target.name].held_out_after = after / energy
+
+    def _inputs(self, level: Level, numbers: Sequence[int]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """(name of the first target, inputs in the pruned model, inputs in the dense model) of each input and batch.
+
+        The inputs are float32, shape (tokens, inputs). Experts have no inputs in the dense model, because other tokens may be
+        routed to them there.
+        """
+        leaders = [targets[0].layer for targets in level.inputs.values()]
+        member = {target.name: leader for leader, targets in level.inputs.items() for target in targets}
+        seen: dict[str, list[Tensor]] = {}
+
+        def observe(names: list[str], inputs: Tensor) -> None:
+            flat = inputs.detach().reshape(-1, inputs.shape[-1])
+            seen.setdefault(member[names[0]], []).append(flat.to(torch.float32, copy=True))
+            if not level.routed and len(seen) == len(leaders):
+                raise _AllSeen
+
+        with layer_hooks(self._model, leaders, observe):
+            for number in numbers:
+                dense: dict[str, list[Tensor]] = {}
+                if not level.routed:
+                    self._run(number, self._streams.walk.hidden, pruned=False)
+                    dense, seen = seen, {}
+                self._run(number, self._streams.pruned, pruned=True)
+                pruned, seen = seen, {}
+                for leader, parts in pruned.items():
+                    yield leader, torch.cat(parts), torch.cat(dense[leader]) if dense else None
+
+    def _run(self, number: int, states: HiddenStates, pruned: bool) -> None:
+        with self._weights.pruned() if pruned else nullcontext(), suppress(_AllSeen):
+            self._step.output(number, states)

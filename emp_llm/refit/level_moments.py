@@ -1,0 +1,119 @@
+"""The second moments of a level's inputs, in the pruned and in the dense model, token by token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emp_llm.architecture.targets import Target
+from emp_llm.common.errors import UserError
+from emp_llm.common.ranks import ranks
+from emp_llm.options.refit import Weighting
+
+
+@dataclass
+class LayerMoments:
+    """The moments of one input, weighted for one target or for all that share it.
+
+    Attributes:
+        gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape (inputs, inputs).
+        cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32; None: equal to `gram`.
+        energy: sum_t w_t (W x_t)_r^2 of each output r by target, float64, shape (outputs,).
+        tokens: number of tokens.
+    """
+
+    gram: Tensor
+    cross: Tensor | None
+    energy: dict[str, Tensor]
+    tokens: int = 0
+
+
+class LevelMoments:
+    """Collects the moments of the targets of a level.
+
+    Args:
+        weighting: of the tokens: equal, or relative to the norm of each target's dense output.
+        biases: of the targets' layers, by name.
+    """
+
+    def __init__(self, weighting: Weighting, biases: dict[str, Tensor | None]) -> None:
+        self._weighting = weighting
+        self._biases = biases
+        self._moments: dict[str, LayerMoments] = {}
+
+    def add(self, targets: list[Target], weights: list[Tensor], pruned: Tensor, dense: Tensor | None) -> None:
+        """Add the inputs of one batch.
+
+        Args:
+            targets: share the input.
+            weights: their dense weights, float32, shape (outputs, inputs).
+            pruned: inputs in the pruned model, float32, shape (tokens, inputs).
+            dense: of the same tokens in the dense model; None: the target's outputs on the pruned model's inputs are to be
+                kept, because experts see other tokens there.
+        """
+        for target, weight in zip(targets, weights, strict=True):
+            outputs = (pruned if dense is None else dense) @ weight.T
+            share = self._share_of(target, outputs)
+            key = targets[0].name if share is None else target.name
+            squares = outputs.square()
+            energy = (squares if share is None else squares * share[:, None]).sum(0).double()
+            moments = self._moments.get(key)
+            if moments is None:
+                width = pruned.shape[1]
+                gram = pruned.new_zeros(width, width)
+                moments = self._moments[key] = LayerMoments(gram, None if dense is None else gram.clone(), {})
+            moments.energy[target.name] = moments.energy.get(target.name, 0) + energy
+            if share is None and target is not targets[0]:
+                continue
+            moments.tokens += pruned.shape[0]
+            left = pruned.T if share is None else (pruned * share[:, None]).T
+            moments.gram.addmm_(left, pruned)
+            if dense is not None and moments.cross is not None:
+                moments.cross.addmm_(left, dense)
+
+    def of(self, targets: list[Target], target: Target) -> LayerMoments | None:
+        """The moments of a target among those that share its input; None if it saw no token."""
+        return self._moments.get(targets[0].name if self._weighting == "equal" else target.name)
+
+    def reduce(self) -> None:
+        """Add up the moments of all ranks. A collective call.
+
+        Raises:
+            UserError: a moment is not finite.
+        """
+        if ranks().count > 1:
+            own = {
+                k: (m.gram.cpu(), None if m.cross is None else m.cross.cpu(), m.energy, m.tokens)
+                for k, m in self._moments.items()
+            }
+            shares = ranks().gather(own)
+            for key in dict.fromkeys(key for share in shares for key in share):
+                held = [share[key] for share in shares if key in share]
+                device = self._moments[key].gram.device if key in self._moments else held[0][0].device
+                gram = torch.stack([gram for gram, _, _, _ in held]).sum(0).to(device)
+                cross = None if held[0][1] is None else torch.stack([cross for _, cross, _, _ in held]).sum(0).to(device)
+                energy = {name: sum(each[name].cpu() for _, _, each, _ in held) for name in held[0][2]}
+                self._moments[key] = LayerMoments(gram, cross, energy, sum(tokens for *_, tokens in held))
+        for name, moments in self._moments.items():
+            if not bool(torch.isfinite(moments.gram).all() and (moments.cross is None or torch.isfinite(moments.cross).all())):
+                raise UserError(
+                    f"{name}: the second moments of its inputs hold NaN or infinity, so it cannot be refitted. Try --dtype "
+                    "float32, or leave out --refit."
+                )
+
+    def _share_of(self, target: Target, outputs: Tensor) -> Tensor | None:
+        """The weight of each token: 1 / ||y_t||^2, shape (tokens,); 0 for outputs of zero. None if all are equal."""
+        return token_weights(self._weighting, outputs, self._biases.get(target.name))
+
+
+def token_weights(weighting: Weighting, outputs: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The weight of each token: 1 / ||y_t||^2 for the dense outputs y_t, or None for equal weights.
+
+    Args:
+        outputs: without the bias, float32, shape (tokens, outputs).
+        bias: shape (outputs,).
+    """
+    if weighting == "equal":
+        return None
+    squares = (outputs if bias is None else outputs + bias.to(outputs.dtype)).square().sum(1)
+    return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))

@@ -1,0 +1,108 @@
+"""The refit of a model: the calibration text passes through the dense and the pruned model side by side, block by block.
+
+Each target is fitted so that, on the inputs which its pruned and fitted predecessors give it, it returns what the dense layer
+returns on its dense inputs: min over What with the mask of sum_t w_t ||What xhat_t - W x_t||^2.
+"""
+
+import logging
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.targets import Target
+from emp_llm.calibration.whole_pass import own_batches
+from emp_llm.common.ranks import ranks
+from emp_llm.execution.blockwise import BlockwiseModel
+from emp_llm.execution.hidden_states import HiddenStates
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.refit import Weighting
+from emp_llm.refit.block_refit import BlockRefit, Streams
+from emp_llm.refit.block_weights import BlockWeights
+from emp_llm.refit.fitted_weights import FittedWeights
+from emp_llm.refit.fitters import Fitted, Fitter
+
+logger = logging.getLogger(__name__)
+_HELD_OUT = 16  # one sequence of this many
+
+
+@dataclass(frozen=True)
+class RefitPass:
+    """The refit of a model's targets.
+
+    Attributes:
+        targets: in decoder blocks.
+        tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is held out: no weight is fitted
+            on it, and it measures the error.
+        options: of the forward passes.
+        fitter: computes the weights.
+        weighting: of the tokens.
+        blocks: name of the list of decoder blocks; None: detected.
+    """
+
+    targets: list[Target]
+    tokens: Tensor
+    options: CalibrationOptions
+    fitter: Fitter
+    weighting: Weighting = "equal"
+    blocks: str | None = None
+
+    def run(self, model: PreTrainedModel, store: FittedWeights) -> None:
+        """Fit all blocks that the store does not hold yet, and put them there. The model is unchanged afterwards.
+
+        Args:
+            model: dense, on any devices, offloaded or not.
+            store: of the first rank; the other ranks' stores stay empty.
+
+        Raises:
+            UserError: the model cannot run block by block, memory runs out, or a moment is not finite.
+        """
+        runner = BlockwiseModel(model, self.blocks, self.options.hidden_states)
+        kept = self.tokens.shape[0] - held_out(self.tokens.shape[0])
+        fit = own_batches(self.tokens[:kept], self.options.batch_size)
+        rest = list(ranks().part(torch.split(self.tokens[kept:], self.options.batch_size))) if kept < len(self.tokens) else []
+        runner.prepare(fit[0])
+        with runner.walk([*fit, *rest], "refit") as walk, closing(HiddenStates(walk.place)) as pruned:
+            numbers = range(len(walk.batches))
+            for number in numbers:
+                pruned.put(number, walk.hidden.get(number, walk.device))
+            streams = Streams(walk, pruned, numbers[: len(fit)], numbers[len(fit) :])
+            for step in walk.steps():
+                own = [target for target in self.targets if target.name.startswith(f"{step.name}.")]
+                weights = BlockWeights(model, own)
+                if ranks().share(store.has(step.index)):
+                    fitted = ranks().share(store.block(step.index) if ranks().main else None)
+                    self._install(own, weights, fitted)
+                elif own:
+                    fitted = BlockRefit(step, own, weights, streams, self.fitter, self.weighting).run()
+                    if ranks().main:
+                        store.put(step.index, fitted)
+                for number in numbers:
+                    with weights.pruned():
+                        pruned.put(number, step.output(number, pruned))
+                step.run()
+
+    def _install(self, own: list[Target], weights: BlockWeights, fitted: dict[str, Fitted]) -> None:
+        """Put the fitted weights of an earlier run into the pruned version of a block."""
+        for target in own:
+            weight = fitted[target.name].weight
+            if weight is not None:
+                weights.put(target, weight)
+                continue
+            weights.mask(target, self.fitter.mask(target))
+
+
+def held_out(samples: int) -> int:
+    """How many of the calibration sequences only measure the error of a refit."""
+    return 0 if samples < 2 else max(1, samples // _HELD_OUT)
+
+
+def in_blocks(targets: list[Target]) -> list[Target]:
+    """The targets that can be refitted: those in decoder blocks of the language model."""
+    inside = [target for target in targets if target.layer.block is not None and target.layer.tower == "language"]
+    if len(inside) < len(targets):
+        name = next(target.name for target in targets if target not in inside)
+        logger.warning("warning: %s is outside the decoder blocks; it is pruned and not refitted.", name)
+    return inside

@@ -1,0 +1,171 @@
+"""The stage that fits the kept weights to the calibration text: a refit of the masks, or SparseGPT."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from emp_llm.common.errors import UserError
+from emp_llm.common.ranks import ranks
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.commands import PruneOptions
+from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.curve import settle_budget
+from emp_llm.pruning.kept_masks import KeptMasks, removed_of
+from emp_llm.pruning.pruner import Pruner
+from emp_llm.records.run_report import FitRecord
+from emp_llm.records.source import CalibrationRecord
+from emp_llm.runs.stages.run_models import RunModels
+from emp_llm.storage.output.work_folder import WorkFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.calibration import Calibration, ForwardPasses
+    from emp_llm.refit.fitters import Fitted, Fitter
+    from emp_llm.refit.refit_pass import RefitPass
+
+logger = logging.getLogger(__name__)
+
+
+class RefitStage:
+    """Fits the kept weights.
+
+    Args:
+        models: loads the dense model.
+        pruner: decides the masks.
+        recipe: of the run.
+        calibration: the text.
+        options: of the forward passes.
+        work: the unfinished output; finished blocks are kept there.
+        norms: returns the norms for the pruner, or None.
+
+    Attributes:
+        files: the fitted weights.
+    """
+
+    name = "refit"
+
+    def __init__(
+        self,
+        models: RunModels,
+        pruner: Pruner,
+        recipe: Recipe,
+        calibration: "Calibration",
+        options: CalibrationOptions,
+        work: WorkFolder,
+        norms: "Callable[[], Activations | None]",
+    ) -> None:
+        from emp_llm.refit.fitted_weights import FittedFiles
+
+        self.files: FittedFiles = FittedFiles(work.fitted, lambda block: work.note(fitted=block))
+        self._models = models
+        self._pruner = pruner
+        self._recipe = recipe
+        self._calibration = calibration
+        self._options = options
+        self._work = work
+        self._norms = norms
+
+    def finished(self) -> bool:
+        done = ranks().share(self._work.get("refitted") if ranks().main else None)
+        if done is not None:
+            self._models.stopwatch.record |= done
+        return done is not None
+
+    def run(self) -> None:
+        norms = self._norms()
+        if norms is not None:
+            self._pruner.scores.use(norms)
+        settle_budget(self._pruner)
+        model = self._models.dense()
+        with self._models.stopwatch(self.name):
+            refit_pass(self._pruner, self._recipe, self._calibration.text.tokens, self._options).run(model, self.files)
+        if ranks().main:
+            log_fits(self.files.figures())
+            self._work.note(refitted=dict(self._models.stopwatch.record))
+
+    def origin(self) -> CalibrationRecord:
+        """The origin of the fit, for methods without norms."""
+        source = self._models.source
+        name = source.name if source.revision is not None else source.folder.name
+        return self._calibration.origin(CalibrationRecord(model=name, revision=source.revision))
+
+
+def refit_stage(
+    models: RunModels,
+    pruner: Pruner,
+    options: PruneOptions,
+    calibration: "ForwardPasses",
+    work: WorkFolder,
+    norms: "Callable[[], Activations | None]",
+) -> RefitStage:
+    """The stage of a run; raises UserError if its data or its model cannot be used for a fit."""
+    from emp_llm.calibration.calibration import Calibration
+
+    check_refittable(pruner)
+    if not isinstance(calibration, Calibration):
+        raise UserError("--refit runs block by block, on text alone. Leave out --refit, or image= in --calibration.")
+    if pruner.checkpoint.config.get("is_encoder_decoder"):
+        raise UserError("--refit runs block by block, which an encoder-decoder model cannot. Leave out --refit.")
+    return RefitStage(models, pruner, options, calibration, options, work, norms)
+
+
+def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: CalibrationOptions) -> "RefitPass":
+    """The fit that a recipe asks for.
+
+    Args:
+        pruner: of the recipe, with its norms and a settled budget.
+        tokens: the calibration text, int64, shape (samples, length).
+        options: of the forward passes.
+    """
+    from emp_llm.refit.fitters import MaskedFitter, SparseGptFitter
+    from emp_llm.refit.refit_pass import RefitPass, in_blocks
+    from emp_llm.selection.budgets import PatternBudget
+
+    least, masks = recipe.min_expert_tokens, KeptMasks(pruner)
+    fitter: Fitter
+    if not pruner.scheme.criterion.fits:
+        fitter = MaskedFitter(masks.of, recipe.damping, least)
+    else:
+        budget = pruner.scheme.budget
+        pattern = (budget.n, budget.m) if isinstance(budget, PatternBudget) else None
+        fitter = SparseGptFitter(
+            partial(removed_of, pruner), pattern, recipe.damping if recipe.refit else None, masks.of, least
+        )
+    return RefitPass(in_blocks(pruner.targets), tokens, options, fitter, recipe.weighting, recipe.blocks)
+
+
+def check_refittable(pruner: Pruner) -> None:
+    """Raise UserError if the targets are stored in a form whose values cannot be fitted."""
+    scaled = next((target for target in pruner.targets if target.matrix.scales is not None), None)
+    if scaled is not None:
+        raise UserError(f"{scaled.name} is stored in FP8, whose scales a refit would change. Refit the unquantised model.")
+
+
+def fit_records(figures: "dict[str, Fitted]") -> dict[str, FitRecord]:
+    """The outcomes of a fit as a report records them."""
+    return {
+        name: FitRecord(
+            tokens=each.tokens,
+            damping=each.damping,
+            error_before=each.before,
+            error_after=each.after,
+            held_out_before=each.held_out_before,
+            held_out_after=each.held_out_after,
+        )
+        for name, each in figures.items()
+    }
+
+
+def log_fits(figures: "dict[str, Fitted]") -> None:
+    """Warn about targets whose fit is weak."""
+    left = [name for name, each in figures.items() if each.weight is None and each.damping is None]
+    if left:
+        logger.warning(
+            "warning: %d of %d matrices saw too few tokens for a refit and keep their weights, such as %s.",
+            len(left),
+            len(figures),
+            left[0],
+        )
