@@ -69,10 +69,10 @@ def weight(folder: Path, name: str, transposed: bool = False) -> Array:
     return matrix.T if transposed else matrix
 
 
-def load_norms(path: Path) -> dict[str, Array]:
-    """The norms in an activations file, float32, by the name of the layer."""
+def load_norms(path: Path, relative: bool = False) -> dict[str, Array]:
+    """The norms in an activations file, float32, by the name of the layer; or those relative to the outputs."""
     stored = tensors_of_file(path)
-    input_of = json.loads(json.loads(header(path)[8:])["__metadata__"]["emp_llm"])["inputs"]
+    input_of = json.loads(json.loads(header(path)[8:])["__metadata__"]["emp_llm"])["relative" if relative else "inputs"]
     return {layer: stored[key] for layer, key in input_of.items()}
 
 

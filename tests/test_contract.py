@@ -157,15 +157,17 @@ def test_norms_are_those_of_plain_hooks(pruned: Pruning, text: Path, family: str
     run = pruned(family, "emp-wanda")
     model = mixtures.load(run.source)
     sums: dict[str, torch.Tensor] = {}
-    mixtures.watch(model, list(run.matrices()), sums)
+    relative: dict[str, torch.Tensor] = {}
+    mixtures.watch(model, list(run.matrices()), sums, relative)
     with torch.no_grad():
         for sequence in calibration_tokens(run.source, text).split(1):  # one by one: the sums may not depend on the batch
             model(sequence)
-    norms = norms_of(run.out / "emp_llm" / "activations.safetensors")
-    for layer, total in sums.items():
-        # The batch size moves single bfloat16 activations by their last bit, 2^-8, and their sum over 256 tokens by less.
-        np.testing.assert_allclose(norms[layer], total.sqrt().numpy(), rtol=1e-3, err_msg=layer)
-    assert sums.keys() == run.matrices().keys()
+    file = run.out / "emp_llm" / "activations.safetensors"
+    for norms, wanted in ((norms_of(file), sums), (oracle.load_norms(file, relative=True), relative)):
+        for layer, total in wanted.items():
+            # The batch size moves single bfloat16 activations by their last bit, 2^-8, and their sum over 256 tokens by less.
+            np.testing.assert_allclose(norms[layer], total.sqrt().numpy(), rtol=1e-3, err_msg=layer)
+        assert wanted.keys() == run.matrices().keys()
 
 
 @every_pair

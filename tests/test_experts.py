@@ -111,7 +111,12 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
     folder = make(family)
     model = mixtures.load(folder)
     layers = [target.layer for target in Architecture.of_model(Checkpoint(folder), model).select("all-linear")]
-    sums: dict[tuple[str, int, bool], Tensor] = {}
+    sums: dict[str, Tensor] = {}
+    relative: dict[str, Tensor] = {}
+    own = {(x.expert.parameter.rpartition(".")[0], x.expert.expert): [] for x in layers if x.expert is not None}
+    for layer in layers:
+        if layer.expert is not None:
+            own[layer.expert.parameter.rpartition(".")[0], layer.expert.expert].append((layer, layer.expert))
 
     def watch(module: Any, given: tuple[Tensor, ...]) -> None:
         hidden, chosen = given[0], given[1] if len(given) > 1 else None
@@ -126,14 +131,21 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
             middle = mine @ (first if turned else first.T)
             if getattr(module, "has_bias", False):
                 middle = middle + module.gate_up_proj_bias[expert]
+            first_outputs = middle
             if chosen is None:
                 gate, up = middle.chunk(2, -1)
                 middle = up * module.act_fn(gate)
             else:
                 middle = module._apply_gate(middle) if module.has_gate else module.act_fn(middle)
-            for inputs, down in ((mine, False), (middle, True)):
-                key = (names[module], expert, down)
-                sums[key] = sums.get(key, 0) + inputs.double().square().sum(0)
+            last_outputs = middle @ (module.down_proj[expert] if turned else module.down_proj[expert].T)
+            if getattr(module, "has_bias", False):
+                last_outputs = last_outputs + module.down_proj_bias[expert]
+            for layer, place in own[names[module], expert]:
+                last = layer.leaf in ("down_proj", "w2")
+                inputs, outputs = (middle, last_outputs) if last else (mine, first_outputs)
+                outputs = outputs[..., place.first : place.last]
+                routed = inputs.any(-1)  # not the zeros of Llama 4
+                mixtures.add_squares((sums, relative), layer.name, inputs[routed], outputs[routed])
 
     names = {module: name for name, module in model.named_modules() if name.endswith(".experts")}
     handles = [module.register_forward_pre_hook(watch) for module in names]
@@ -147,11 +159,9 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
     assert {norms.input_of[layer.name] for layer in experts} <= norms.tokens.keys()
     for layer in experts:
         assert layer.expert is not None
-        module = layer.expert.parameter.rpartition(".")[0]
-        wanted = sums[module, layer.expert.expert, layer.leaf in ("down_proj", "w2")].sqrt()
-        norm = norms.norm(layer.name)
-        assert norm is not None
-        np.testing.assert_allclose(norm.numpy(), wanted.numpy(), rtol=1e-5, err_msg=layer.name)
+        for norm, wanted in ((norms.norm(layer.name), sums), (norms.norm(layer.name, relative=True), relative)):
+            assert norm is not None
+            np.testing.assert_allclose(norm.numpy(), wanted[layer.name].sqrt().numpy(), rtol=1e-5, err_msg=layer.name)
     for module in names.values():
         tokens_of = {
             x.expert.expert: norms.tokens_of(x.name) or 0 for x in experts if x.expert and x.name.startswith(f"{module}.")

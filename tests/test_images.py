@@ -63,21 +63,23 @@ def norms_of_hooks(source: Path | torch.nn.Module, inputs: list[Any], seqlen: in
     model = load(source).eval() if isinstance(source, Path) else source
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
     sums: dict[str, torch.Tensor] = {}
-    mixtures.watch(model, names, sums)
+    relative: dict[str, torch.Tensor] = {}
+    mixtures.watch(model, names, sums, relative)
     with torch.no_grad():
         for each in inputs:
             model(
                 **{name: value.to(model.dtype) if name == "pixel_values" else value[:, :seqlen] for name, value in each.items()}
             )
-    return {name: total.sqrt().float() for name, total in sums.items()}
+    both = sums | {f"{name}.relative": total for name, total in relative.items()}
+    return {name: total.sqrt().float() for name, total in both.items()}
 
 
 def assert_norms(file: Path, wanted: dict[str, torch.Tensor]) -> Activations:
     norms = Activations.load(file)
-    assert set(norms.input_of) == set(wanted)
+    assert {*norms.input_of, *(f"{name}.relative" for name in norms.relative)} == set(wanted)
     assert any("vision_tower" in name for name in wanted)
     for name, norm in wanted.items():
-        found = norms.norm(name)
+        found = norms.norm(name.removesuffix(".relative"), name.endswith(".relative"))
         assert found is not None
         np.testing.assert_allclose(found.numpy(), norm.numpy(), rtol=1e-5, err_msg=name)
     return norms

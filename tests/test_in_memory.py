@@ -214,6 +214,9 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
     for other in norms[1:]:
         for name in norms[0].norms:
             torch.testing.assert_close(other.norms[name], norms[0].norms[name], rtol=1e-5, atol=0)
+        for name, norm in norms[0].relative.items():
+            torch.testing.assert_close(other.relative[name], norm, rtol=1e-5, atol=0)
+        assert norms[0].relative.keys() == other.relative.keys() == norms[0].input_of.keys()
     masks = masks_of(model, Recipe(), activations=norms[0])
     assert torch.equal(masks["model.layers.0.mlp.up_proj.weight"], found.masks["model.layers.0.mlp.up_proj.weight"])
 

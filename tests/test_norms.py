@@ -12,6 +12,7 @@ import torch
 
 from emp_llm.calibrate import calibrate, show
 from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.input_norms import InputSums
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.corpus import Corpus
@@ -38,7 +39,40 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 layers: 0.2 at most" in printed
     assert "dtype: bfloat16 | float32" in printed
     same = calibrate(compare=(one, one))
-    assert (same.largest, same.mean, same.only, same.about) == (0, 0, [], [])
+    assert (same.largest, same.mean, same.relative, same.only, same.about) == (0, 0, {}, [], [])
+
+
+def test_relative_norms_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ones, input_of = torch.ones(4), {"q": "q", "k": "q"}
+    one = Activations({"q": ones}, input_of, relative={"q": ones.clone(), "k": ones * 2})
+    two = Activations({"q": ones}, input_of, relative={"q": ones * 1.25, "k": ones * 2})
+    one.save(tmp_path / "one")
+    two.save(tmp_path / "two")
+    Activations({"q": ones}, input_of).save(tmp_path / "old")
+    found = calibrate(compare=(tmp_path / "one", tmp_path / "two"))
+    assert found.relative == {"q": pytest.approx((0.2, 0.2)), "k": (0, 0)}
+    assert (found.largest, found.only) == (0, [])
+    show(found)
+    assert "of the norms relative to the outputs of 2 layers: 0.2 at most, 0.1 on average" in capsys.readouterr().out
+    assert calibrate(compare=(tmp_path / "one", tmp_path / "old")).relative == {}
+    assert Activations.load(tmp_path / "one").digest == one.digest != two.digest, "the digest covers them"
+
+
+def test_tokens_without_output_do_not_count() -> None:
+    """Neither do they make a norm infinite; small outputs are used."""
+    sums = InputSums()
+    inputs = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    sums.observe("layer", inputs, torch.tensor([[0.0, 0.0], [3e-15, 4e-15], [0.0, 5e-15]]))
+    plain, relative = sums.norm("layer"), sums.norm("layer", relative=True)
+    assert plain is not None
+    assert relative is not None
+    torch.testing.assert_close(plain, inputs.square().sum(0).sqrt())
+    torch.testing.assert_close(relative, torch.tensor([34.0, 52.0]).sqrt() / 5e-15)
+    sums.observe("zero", inputs, torch.zeros(3, 2))
+    assert torch.equal(sums.norms()["zero.relative"], torch.zeros(2))
+    sums.observe("broken", inputs, torch.tensor([[1.0], [torch.inf], [1.0]]))
+    with pytest.raises(UserError, match=r"^broken: its output activations hold NaN or infinity, first in batch 1"):
+        sums.norms()
 
 
 def test_wrong_input(tmp_path: Path) -> None:

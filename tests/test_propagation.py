@@ -54,6 +54,9 @@ def assert_same(one: Activations, other: Activations) -> None:
     assert one.norms.keys() == other.norms.keys()
     for name, norm in one.norms.items():
         assert torch.equal(norm, other.norms[name]), name
+    assert one.relative.keys() == other.relative.keys()
+    for name, norm in one.relative.items():
+        assert torch.equal(norm, other.relative[name]), name
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

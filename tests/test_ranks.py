@@ -123,6 +123,8 @@ def test_calibrating_with_ranks(
     assert several.about.ranks == count
     for name, norm in one.norms.items():
         assert torch.equal(norm, several.norms[name])
+    assert one.relative.keys() == several.relative.keys() == one.input_of.keys()
+    assert all(torch.equal(norm, several.relative[name]) for name, norm in one.relative.items())
 
 
 def test_calibrating_on_images_with_ranks(tmp_path: Path, launched: Launch) -> None:

@@ -1,6 +1,8 @@
-"""Activations: the 2-norm of every input feature of every linear layer over the calibration tokens, and their file.
+"""Activations: the norms of every input feature of every linear layer over the calibration tokens, and their file.
 
-Layers with the same input (q, k and v; gate and up) share one norm.
+The plain norm is sqrt(sum_t x_tj^2); layers with the same input (q, k and v; gate and up) share it. The relative norm is
+sqrt(sum_t x_tj^2 / ||y_t||^2), with the layer's own output y_t for token t, so that every token counts by its share of that
+output; each layer has its own.
 """
 
 import hashlib
@@ -26,6 +28,11 @@ METADATA_KEY = "emp_llm"
 _REMEDY = "Create one with: emp-llm calibrate --model MODEL --output FILE"
 
 
+def relative_name(layer: str) -> str:
+    """The name of a layer's relative norms among all norms."""
+    return f"{layer}.relative"
+
+
 @dataclass(frozen=True)
 class Activations:
     """Input norms of a model's linear layers.
@@ -36,15 +43,23 @@ class Activations:
         about: the origin of the norms: model, text, tokens, dtype, versions.
         tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's experts. Empty for old files,
             which do not record it.
+        relative: the relative norms, float32, shape (inputs,), by layer; empty for old files, which have none.
     """
 
     norms: dict[str, Tensor]
     input_of: dict[str, str]
     about: CalibrationRecord = field(default_factory=CalibrationRecord)
     tokens: dict[str, int] = field(default_factory=dict)
+    relative: dict[str, Tensor] = field(default_factory=dict)
 
-    def norm(self, layer: str) -> Tensor | None:
-        """||X_j||_2 of each input j of a layer, float32, shape (inputs,); None for a layer that was not calibrated."""
+    def norm(self, layer: str, relative: bool = False) -> Tensor | None:
+        """||X_j||_2 of each input j of a layer, float32, shape (inputs,); None for a layer that was not calibrated.
+
+        Args:
+            relative: the norms relative to the layer's outputs.
+        """
+        if relative:
+            return self.relative.get(layer)
         key = self.input_of.get(layer)
         return None if key is None else self.norms[key]
 
@@ -60,14 +75,20 @@ class Activations:
             norm = self.norms[self.input_of[layer]]
             digest.update(f"{layer} {norm.dtype} {tuple(norm.shape)} {self.tokens_of(layer)}\n".encode())
             digest.update(tensor_bytes(norm.contiguous()))
+        for layer in sorted(self.relative):
+            norm = self.relative[layer]
+            digest.update(f"{relative_name(layer)} {norm.dtype} {tuple(norm.shape)}\n".encode())
+            digest.update(tensor_bytes(norm.contiguous()))
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""
-        info = ActivationsInfo(inputs=self.input_of, about=self.about, tokens=self.tokens)
+        relative = {layer: relative_name(layer) for layer in self.relative}
+        info = ActivationsInfo(inputs=self.input_of, about=self.about, tokens=self.tokens, relative=relative)
+        norms = self.norms | {relative[layer]: norm for layer, norm in self.relative.items()}
         # One metadata key: safetensors writes several in no fixed order, and the same norms must give the same file.
         metadata = {METADATA_KEY: msgspec.json.encode(info).decode()}
-        write_bytes(path, save({name: norm.contiguous() for name, norm in self.norms.items()}, metadata))
+        write_bytes(path, save({name: norm.contiguous() for name, norm in norms.items()}, metadata))
 
     @classmethod
     def load(cls, path: Path) -> "Activations":
@@ -93,6 +114,8 @@ class Activations:
         for name, norm in norms.items():
             if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
                 raise UserError(f"{path}: the norms of {name} are negative, NaN or infinite. {_REMEDY}")
-        if not norms.keys() >= set(info.inputs.values()):
+        if not norms.keys() >= {*info.inputs.values(), *info.relative.values()}:
             raise UserError(f"{path}: it lacks norms of layers that it names. {_REMEDY}")
-        return cls(norms, info.inputs, info.about, info.tokens)
+        relative = {layer: norms[name] for layer, name in info.relative.items()}
+        plain = {name: norm for name, norm in norms.items() if name not in info.relative.values()}
+        return cls(plain, info.inputs, info.about, info.tokens, relative)

@@ -32,6 +32,10 @@ class Masker(Protocol):
     def targets(self) -> Sequence[Target]:
         """The targets of all blocks."""
 
+    @property
+    def relative(self) -> bool:
+        """Whether it takes the norms relative to the outputs."""
+
     def mask(self, target: Target, norm: Tensor | None, tokens: int | None = None) -> Tensor:
         """The mask of a target: bool, shape (outputs, inputs), true where kept.
 
@@ -98,7 +102,8 @@ def propagated(
             collected.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
             if masker is not None and targets:
                 collected.paused = True
-                masks = {t: masker.mask(t, collected.norm(t.name), collected.tokens_of(t.name)) for t in targets}
+                norms = {t: collected.norm(t.name, masker.relative) for t in targets}
+                masks = {t: masker.mask(t, norm, collected.tokens_of(t.name)) for t, norm in norms.items()}
                 with _masked(model, masks):
                     step.run()
                 collected.paused = False

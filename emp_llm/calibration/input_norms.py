@@ -2,11 +2,15 @@
 
 Each linear layer has a hook, and `execution.expert_hooks` observes the experts of a mixture. Squares are summed in float32
 within a batch and in float64 over batches, on the device of the input; nothing is copied to the CPU before the end.
+
+Two sums are collected: sum_t x_tj^2, one for each distinct input, and relative to the layer's output y_t for each token,
+sum_t x_tj^2 / ||y_t||^2, one for each layer. A token whose output is zero does not count in the second.
 """
 
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +18,34 @@ from torch import Tensor, nn
 
 from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.model_layers import inputs_of
-from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.activations import Activations, relative_name
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.expert_hooks import expert_hooks
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The input that was observed last.
+
+    Attributes:
+        inputs, version: the tensor, and the number of changes made to it in place.
+        leader: the first layer that it feeds.
+        squares: x_tj^2 of the tokens that count, float32, shape (tokens, inputs), in a list that is emptied with the input.
+    """
+
+    inputs: weakref.ref[Tensor]
+    version: int
+    leader: str
+    squares: list[Tensor]
 
 
 class InputSums:
     """The sums that hooks collect, and which layers share an input.
 
     Attributes:
-        sums: sums of squares so far, float64, shape (inputs,), by the name of the first layer of each distinct input.
+        sums: sums of squares so far, float64, shape (inputs,), by the name of the first layer of each distinct input; those
+            relative to the outputs by the `relative_name` of each layer.
         input_of: layer -> key in `sums`.
         tokens: number of tokens of each sum.
         paused: while true, nothing is added.
@@ -38,7 +59,7 @@ class InputSums:
         self.paused = False
         self.counted: Tensor | None = None
         self._finite: dict[str, Tensor] = {}
-        self._last: tuple[weakref.ref[Tensor], int, str] | None = None
+        self._last: _Seen | None = None
 
     def norms(self, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The norms so far by name, float32, shape (inputs,), on the CPU.
@@ -53,16 +74,21 @@ class InputSums:
         for name in self.sums if layers is None else layers:
             norms[name] = self.sums[name].sqrt().float().cpu()
             if not bool(torch.isfinite(norms[name]).all()):
+                layer = name.removesuffix(relative_name(""))
                 raise UserError(
-                    f"{name}: its input activations hold NaN or infinity, first in batch {int(self._finite[name]) + 1}. Try "
-                    "--dtype float32; if it does not help, the weights are damaged."
+                    f"{layer}: its {'input' if layer == name else 'output'} activations hold NaN or infinity, first in batch "
+                    f"{int(self._finite[name]) + 1}. Try --dtype float32; if it does not help, the weights are damaged."
                 )
         return norms
 
-    def norm(self, layer: str) -> Tensor | None:
-        """The norms of a layer's inputs so far, float32, shape (inputs,); None for a layer that was not called."""
-        leader = self.input_of.get(layer)
-        return None if leader is None else self.norms([leader])[leader]
+    def norm(self, layer: str, relative: bool = False) -> Tensor | None:
+        """The norms of a layer's inputs so far, float32, shape (inputs,); None for a layer that was not called.
+
+        Args:
+            relative: to the outputs.
+        """
+        name = relative_name(layer) if relative else self.input_of.get(layer)
+        return None if name not in self.sums else self.norms([name])[name]
 
     def tokens_of(self, layer: str) -> int | None:
         """The number of tokens that a layer saw so far; None for a layer that was not called."""
@@ -115,39 +141,54 @@ class InputSums:
     ) -> None:
         """Restore an earlier state."""
         # In the order of the layers, as in an uninterrupted run.
-        self.sums = {name: sums[name] for name in dict.fromkeys(input_of.values())}
+        names = [name for layer, leader in input_of.items() for name in (leader, relative_name(layer)) if name in sums]
+        self.sums = {name: sums[name] for name in dict.fromkeys(names)}
         self.input_of = dict(input_of)
         self.tokens = dict(tokens)
         self._finite = {name: torch.tensor(good, dtype=torch.int32) for name, good in finite.items()}
 
-    def observe(self, layer: str, inputs: Tensor) -> None:
-        """Add the inputs of one call of a layer: shape (..., inputs)."""
+    def observe(self, layer: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Add one call of a layer: inputs of shape (..., inputs), outputs of shape (..., outputs)."""
         if self.paused:
             return
+        last = self._last if self._last is not None and self._last.inputs() is inputs else None
+        last = last if last is not None and last.version == inputs._version else None
         leader = self.input_of.get(layer)
         if leader is None:
-            leader = self.input_of[layer] = self._same_as_last(inputs) or layer
-        if leader != layer:
-            return
-        self._last = (weakref.ref(inputs), inputs._version, layer)
-        if self.counted is not None and self.counted.shape == inputs.shape[:-1]:
-            features = inputs.detach()[self.counted.to(inputs.device)]
-        else:
-            features = inputs.detach().reshape(-1, inputs.shape[-1])
-        squares = features.float().square().sum(0).double()
-        self.tokens[layer] = self.tokens.get(layer, 0) + features.shape[0]
-        if layer in self.sums:
-            self.sums[layer] += squares.to(self.sums[layer].device)
-        else:
-            self.sums[layer] = squares
-        # The number of batches for which the sum stayed finite, counted on its device, so that no batch waits for a transfer.
-        good = torch.isfinite(self.sums[layer]).all().int()
-        self._finite[layer] = self._finite[layer] + good if layer in self._finite else good
+            leader = self.input_of[layer] = layer if last is None else last.leader
+        if last is None:
+            squares = [_squares(self._that_count(inputs))]
+            # The list is emptied when the input is no longer used, so that a model's memory does not grow with it.
+            gone = weakref.ref(inputs, lambda _, held=squares: held.clear())  # type: ignore[misc]
+            last = self._last = _Seen(gone, inputs._version, leader, squares)
+        if leader == layer:
+            self._add(layer, last.squares[0].sum(0).double(), last.squares[0].shape[0])
+        if isinstance(outputs, Tensor) and outputs.shape[:-1] == inputs.shape[:-1]:
+            relative = _relative_sum(last.squares[0], self._that_count(outputs))
+            self._add(relative_name(layer), relative, last.squares[0].shape[0])
 
-    def observe_expert(self, layers: list[str], inputs: Tensor) -> None:
+    def observe_expert(self, layers: list[Layer], inputs: Tensor, outputs: Tensor) -> None:
         """As `observe`, for layers whose weights are one matrix in the model: they share their inputs."""
-        self.observe(layers[0], inputs)
-        self.input_of |= dict.fromkeys(layers, self.input_of[layers[0]])
+        for layer in layers:
+            assert layer.expert is not None
+            self.observe(layer.name, inputs, outputs[:, layer.expert.first : layer.expert.last])
+
+    def _that_count(self, features: Tensor) -> Tensor:
+        """The features of the tokens that count, shape (tokens, features)."""
+        if self.counted is not None and self.counted.shape == features.shape[:-1]:
+            return features.detach()[self.counted.to(features.device)]
+        return features.detach().reshape(-1, features.shape[-1])
+
+    def _add(self, name: str, squares: Tensor, tokens: int) -> None:
+        """Add the float64 sums of one batch."""
+        self.tokens[name] = self.tokens.get(name, 0) + tokens
+        if name in self.sums:
+            self.sums[name] += squares.to(self.sums[name].device)
+        else:
+            self.sums[name] = squares
+        # The number of batches for which the sum stayed finite, counted on its device, so that no batch waits for a transfer.
+        good = torch.isfinite(self.sums[name]).all().int()
+        self._finite[name] = self._finite[name] + good if name in self._finite else good
 
     def complete(self, model: nn.Module, layers: Iterable[Layer]) -> None:
         """Record sums of zero, over no tokens, for experts to which no token was routed.
@@ -168,9 +209,9 @@ class InputSums:
                 )
             place = layer.name if layer.expert is None else (layer.expert.parameter, layer.expert.expert)
             leader = self.input_of[layer.name] = leaders.setdefault(place, layer.name)
-            if leader == layer.name:
-                self.sums[leader] = torch.zeros(inputs_of(model, layer), dtype=torch.float64)
-                self.tokens[leader], self._finite[leader] = 0, torch.tensor(0)
+            for name in [relative_name(layer.name)] + ([leader] if leader == layer.name else []):
+                self.sums[name] = torch.zeros(inputs_of(model, layer), dtype=torch.float64)
+                self.tokens[name], self._finite[name] = 0, torch.tensor(0)
 
     def activations(self, layers: Iterable[Layer]) -> Activations:
         """The norms of these layers, in their order.
@@ -180,36 +221,54 @@ class InputSums:
         """
         input_of = {layer.name: self.input_of[layer.name] for layer in layers if layer.name in self.input_of}
         leaders = list(dict.fromkeys(input_of.values()))
-        return Activations(self.norms(leaders), input_of, tokens={name: self.tokens[name] for name in leaders})
+        relative = {layer: self.norms([name])[name] for layer in input_of if (name := relative_name(layer)) in self.sums}
+        tokens = {name: self.tokens[name] for name in leaders}
+        return Activations(self.norms(leaders), input_of, tokens=tokens, relative=relative)
 
-    def _same_as_last(self, inputs: Tensor) -> str | None:
-        if self._last is None:
-            return None
-        tensor, version, layer = self._last
-        return layer if tensor() is inputs and inputs._version == version else None
+
+def _squares(features: Tensor) -> Tensor:
+    """x^2 in float32."""
+    values = features.float()
+    return values.square() if values is features else values.square_()
+
+
+def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
+    """sum_t x_tj^2 / ||y_t||^2 over the tokens whose output is not zero: float64, shape (inputs,).
+
+    Args:
+        squares: x_tj^2, float32, shape (tokens, inputs).
+        outputs: y_t, shape (tokens, outputs).
+    """
+    norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32).double()
+    weights = torch.where(norms == 0, 0.0, norms.square().reciprocal())
+    weights = torch.where(torch.isfinite(norms), weights, torch.nan).to(squares.device)
+    # Scaled so that no weight overflows float32; by a power of two, so that the sum is a float32 but for its exponent, and
+    # sums of batches are exact, as the plain ones are.
+    scale = torch.exp2(torch.frexp(weights.sum()).exponent.double())
+    return ((weights / scale).float() @ squares).double() * scale
 
 
 @contextmanager
 def input_hooks(model: nn.Module, layers: Iterable[Layer]) -> Iterator[InputSums]:
-    """Hooks before the given layers, inside this context; yields the `InputSums` that they fill."""
+    """Hooks after the given layers, inside this context; yields the `InputSums` that they fill."""
     collected = InputSums()
     handles = []
-    experts: dict[tuple[str, int], list[str]] = {}
+    experts: dict[tuple[str, int], list[Layer]] = {}
     stacks: dict[str, bool] = {}
     for layer in layers:
         if layer.expert is not None:
-            experts.setdefault((layer.expert.parameter, layer.expert.expert), []).append(layer.name)
+            experts.setdefault((layer.expert.parameter, layer.expert.expert), []).append(layer)
             stacks[layer.expert.parameter] = layer.expert.transposed
             continue
 
-        def hook(module: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
-            collected.observe(name, args[0])
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = layer.name) -> None:
+            collected.observe(name, args[0], output)
 
-        handles.append(model.get_submodule(layer.name).register_forward_pre_hook(hook))
+        handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
 
-    def observe(parameter: str, expert: int, inputs: Tensor) -> None:
+    def observe(parameter: str, expert: int, inputs: Tensor, outputs: Tensor) -> None:
         if (parameter, expert) in experts:
-            collected.observe_expert(experts[parameter, expert], inputs)
+            collected.observe_expert(experts[parameter, expert], inputs, outputs)
 
     try:
         with expert_hooks(model, stacks, observe, lambda: collected.paused):

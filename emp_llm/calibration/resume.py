@@ -26,7 +26,7 @@ from emp_llm.storage.buffers import tensor_bytes
 from emp_llm.storage.direct_io import read_exactly, write_exactly
 
 logger = logging.getLogger(__name__)
-_FORMAT = "emp-llm calibration state 2"
+_FORMAT = "emp-llm calibration state 3"
 _MANIFEST = "manifest.json"
 # A large model's state takes gigabytes. It is saved when losing the work since the last save would hurt, and saving is a small
 # part of that work.

@@ -1,11 +1,13 @@
-"""The inputs of each expert of a mixture, observed while a model runs.
+"""The inputs and outputs of each expert of a mixture, observed while a model runs.
 
 While the module of the experts runs, every matrix product is inspected. If one factor lies in the memory of an expert's matrix,
-the other factor is the inputs of that expert. So no code depends on a family's routing, gating or scaling.
+the other factor is the inputs of that expert, and the product its outputs. So no code depends on a family's routing, gating or
+scaling.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,22 +20,24 @@ _aten = torch.ops.aten
 # Every product of two dense matrices (linear, matmul, einsum, ...) ends in one of these. The value is the position of the first
 # factor among the arguments.
 _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
-ExpertObserver = Callable[[str, int, Tensor], None]
+ExpertObserver = Callable[[str, int, Tensor, Tensor], None]
 
 
 @contextmanager
 def expert_hooks(
     model: nn.Module, stacks: Mapping[str, bool], observe: ExpertObserver, paused: Callable[[], bool]
 ) -> Iterator[None]:
-    """Call `observe(parameter, expert, inputs)` for the inputs of every expert of these parameters, inside this context.
+    """Call `observe(parameter, expert, inputs, outputs)` for every expert of these parameters, inside this context.
 
     The experts run one by one in this context, because kernels for all experts at once do not show the tokens of each.
 
     Args:
         model: on any devices, offloaded or not.
         stacks: name of a parameter -> whether its matrices are stored as (inputs, outputs).
-        observe: receives inputs of shape (tokens, inputs), without the rows of zeros in place of other experts' tokens.
+        observe: receives inputs of shape (tokens, inputs) and outputs of shape (tokens, outputs), without the rows of zeros in
+            place of other experts' tokens. A bias that is added to a product is part of the outputs.
         paused: returns true while nothing is to be observed.
 
     Raises:
@@ -54,7 +58,9 @@ def expert_hooks(
 
         def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
             if running:
-                running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                watch = running.pop()
+                watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                watch.finish()
 
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
@@ -84,6 +90,23 @@ def _has_choice(config: Any) -> bool:
     return hasattr(config, "_experts_implementation")
 
 
+@dataclass(frozen=True)
+class _Product:
+    """A product of inputs and an expert's matrix; it may wait for its bias.
+
+    Attributes:
+        parameter, expert: the matrix; the first of them, for a product of several experts.
+        inputs, outputs: shape (tokens, features), or (experts, tokens, features).
+        result: the product as the model has it.
+    """
+
+    parameter: str
+    expert: int
+    inputs: Tensor
+    outputs: Tensor
+    result: Tensor
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inspects the matrix products of one forward pass of a module of experts."""
 
@@ -92,17 +115,42 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module = module
         self._stacks = stacks
         self._observe = observe
+        self._product: _Product | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         first = _PRODUCTS.get(func)
         if first is not None:
+            self.finish()
             left, right = args[first], args[first + 1]
-            if not self._note(left, right):
-                self._note(right.transpose(-1, -2), left.transpose(-1, -2))
-        return func(*args, **(kwargs or {}))
+            self._product = self._found(left, right, result, result)
+            if self._product is None:
+                turned = [factor.transpose(-1, -2) for factor in (right, left, result)]
+                self._product = self._found(turned[0], turned[1], turned[2], result)
+            if self._product is not None and not (func is _aten.mm.default and self._has_bias(self._product.parameter)):
+                self.finish()  # at once, because the model may change the product in place
+        elif func in _SUMS and self._product is not None and _is_bias(self._product, *args[:2]):
+            self._product = replace(self._product, outputs=result, result=result)
+            self.finish()
+        return result
 
-    def _note(self, inputs: Tensor, matrix: Tensor) -> bool:
-        """Observe the inputs if `matrix`, of shape (inputs, outputs), is an expert's; returns whether it is."""
+    def finish(self) -> None:
+        """Observe the last product."""
+        if self._product is None:
+            return
+        product, self._product = self._product, None
+        if product.inputs.dim() == 2:
+            self._observe(product.parameter, product.expert, product.inputs, product.outputs)
+            return
+        for expert, (inputs, outputs) in enumerate(zip(product.inputs, product.outputs, strict=True), product.expert):
+            routed = inputs.any(1)
+            self._observe(product.parameter, expert, inputs[routed], outputs[routed])
+
+    def _has_bias(self, parameter: str) -> bool:
+        return hasattr(self._module, f"{parameter.rpartition('.')[2]}_bias")
+
+    def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor, result: Tensor) -> _Product | None:
+        """The product, if `matrix`, of shape (inputs, outputs), is an expert's."""
         for name, as_stored in self._stacks.items():
             stack = self._module.get_parameter(name.rpartition(".")[2])  # an offloaded parameter is loaded by now
             place = _place(stack, matrix)
@@ -114,13 +162,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{name}: its experts are used in another orientation than its shape suggests. Leave them out with "
                     "--ignore."
                 )
-            if inputs.dim() == 2:
-                self._observe(name, first, inputs)
-            else:
-                for expert, tokens in enumerate(inputs, first):
-                    self._observe(name, expert, tokens[tokens.any(1)])
-            return True
-        return False
+            return _Product(name, first, inputs, outputs, result)
+        return None
+
+
+def _is_bias(product: _Product, left: Any, right: Any) -> bool:
+    """Whether a sum adds a bias, a vector, to a product of one expert."""
+    return left is product.result and isinstance(right, Tensor) and right.dim() == 1 and product.outputs is left
 
 
 def _place(stack: Tensor, matrix: Tensor) -> tuple[int, bool] | None:

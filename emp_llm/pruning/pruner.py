@@ -87,6 +87,11 @@ class Pruner:
         if scheme.group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
             raise UserError("--group all: the targets are stored in different dtypes; use --group row or matrix.")
 
+    @property
+    def relative(self) -> bool:
+        """Whether the norms are those relative to the outputs."""
+        return self.scheme.relative
+
     def rule_of(self, target: Target) -> RowRule:
         """The rule for the rows of a target, each row being one group."""
         criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
@@ -99,7 +104,7 @@ class Pruner:
 
         Args:
             target: one of the targets.
-            norm: float32, shape (columns,); None for a criterion without norms.
+            norm: float32, shape (columns,), relative to the outputs if the scheme says so; None for a criterion without norms.
             tokens: number of tokens that the norms cover, if known.
 
         Returns:

@@ -15,6 +15,7 @@ class ActivationsInfo(FileRecord, kw_only=True):
         inputs: layer name -> name of its norm.
         about: the origin of the norms.
         tokens: name of a norm -> number of tokens in its sum.
+        relative: layer name -> name of its norm relative to the layer's outputs.
     """
 
     KIND: ClassVar[str] = "activations"
@@ -22,3 +23,4 @@ class ActivationsInfo(FileRecord, kw_only=True):
     inputs: dict[str, str]
     about: CalibrationRecord = msgspec.field(default_factory=CalibrationRecord)
     tokens: dict[str, int] = {}
+    relative: dict[str, str] = {}

@@ -19,6 +19,7 @@ class Scheme:
         budget: how many scores of each group to keep.
         group: the weights that compete with each other: a row, a matrix, or all targets.
         score_map: how signed scores of the user's own become non-negative; None: they must not be negative.
+        relative: the criterion is given the norms relative to the layer's outputs.
 
     Raises:
         ValueError: the budget does not support groups of this kind.
@@ -28,6 +29,7 @@ class Scheme:
     budget: Budget
     group: Group = "row"
     score_map: ScoreMap | None = None
+    relative: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, PatternBudget) and self.group != "row":
