@@ -21,7 +21,7 @@ from emp_llm.architecture.model_layers import inputs_of
 from emp_llm.calibration.activations import Activations, relative_name
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.expert_hooks import expert_hooks
+from emp_llm.execution.layer_hooks import layer_hooks
 
 
 @dataclass(frozen=True)
@@ -252,27 +252,12 @@ def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
 def input_hooks(model: nn.Module, layers: Iterable[Layer]) -> Iterator[InputSums]:
     """Hooks after the given layers, inside this context; yields the `InputSums` that they fill."""
     collected = InputSums()
-    handles = []
-    experts: dict[tuple[str, int], list[Layer]] = {}
-    stacks: dict[str, bool] = {}
-    for layer in layers:
-        if layer.expert is not None:
-            experts.setdefault((layer.expert.parameter, layer.expert.expert), []).append(layer)
-            stacks[layer.expert.parameter] = layer.expert.transposed
-            continue
 
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = layer.name) -> None:
-            collected.observe(name, args[0], output)
+    def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+        if layers[0].expert is None:
+            collected.observe(layers[0].name, inputs, outputs)
+        else:
+            collected.observe_expert(layers, inputs, outputs)
 
-        handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
-
-    def observe(parameter: str, expert: int, inputs: Tensor, outputs: Tensor) -> None:
-        if (parameter, expert) in experts:
-            collected.observe_expert(experts[parameter, expert], inputs, outputs)
-
-    try:
-        with expert_hooks(model, stacks, observe, lambda: collected.paused):
-            yield collected
-    finally:
-        for handle in handles:
-            handle.remove()
+    with layer_hooks(model, layers, observe, lambda: collected.paused):
+        yield collected

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.model_layers import bias_of
 from emp_llm.architecture.targets import Target
 from emp_llm.common.ranks import ranks
@@ -135,9 +137,9 @@ class BlockRefit:
         member = {target.name: leader for leader, targets in level.inputs.items() for target in targets}
         seen: dict[str, list[Tensor]] = {}
 
-        def observe(names: list[str], inputs: Tensor) -> None:
+        def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
             flat = inputs.detach().reshape(-1, inputs.shape[-1])
-            seen.setdefault(member[names[0]], []).append(flat.to(torch.float32, copy=True))
+            seen.setdefault(member[layers[0].name], []).append(flat.to(torch.float32, copy=True))
             if not level.routed and len(seen) == len(leaders):
                 raise _AllSeen
 

@@ -1,9 +1,11 @@
 """The levels of a block: its targets in the order in which they are called, so that each is fitted after those before it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
+from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.targets import Target
 from emp_llm.execution.blockwise import Step
 from emp_llm.execution.hidden_states import HiddenStates
@@ -68,8 +70,8 @@ def levels_of(model: nn.Module, step: Step, targets: list[Target], number: int, 
     order: dict[str, Level] = {}
     last: list[tuple[Tensor, Level, str]] = []
 
-    def observe(names: list[str], inputs: Tensor) -> None:
-        own = [by_name[name] for name in names]
+    def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+        own = [by_name[layer.name] for layer in layers]
         if any(own[0] in level.targets for level in order.values()):
             return
         if own[0].layer.routed:
