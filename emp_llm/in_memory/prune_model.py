@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
+from emp_llm.in_memory.fit_in_memory import check_fit, fit_model, put_weights
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, name_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
@@ -36,7 +37,9 @@ from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.recipe import check_ranges, recipe_record
 from emp_llm.pruning.row_pruners import PrunedBlock
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
+from emp_llm.refit.fitted_rows import FittedRows
 from emp_llm.runs.stages.calibrating import check_images
+from emp_llm.runs.stages.refitting import fit_records
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
 
@@ -86,7 +89,7 @@ def prune_model(
 ) -> ModelReport:
     """Prune a model in memory, in place. The masks are those of the command for the same weights, recipe and calibration.
 
-    All masks are decided before the first weight changes.
+    Everything is decided before the first weight changes.
 
     Args:
         model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers; or a
@@ -109,8 +112,9 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    report = _decide(model, recipe, _Calibration(data, tokenizer, **how))
+    report, weights = _decide(model, recipe, _Calibration(data, tokenizer, **how))
     report.masks.apply(report.model)
+    put_weights(report.model, weights.targets, weights.fitted)
     return report
 
 
@@ -126,11 +130,20 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    return _decide(model, recipe, _Calibration(data, tokenizer, **how)).masks
+    if recipe is not None and recipe.refit:
+        recipe = replace(recipe, refit=False, refit_weighting=None, refit_damping=None)  # the masks do not depend on it
+    return _decide(model, recipe, _Calibration(data, tokenizer, **how))[0].masks
 
 
-def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibration) -> ModelReport:
-    """Decide the masks of a model, which stays unchanged."""
+class _Weights(NamedTuple):
+    """The fitted weights by target, and the targets."""
+
+    targets: list[Target]
+    fitted: dict[str, Tensor]
+
+
+def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibration) -> tuple[ModelReport, _Weights]:
+    """Decide the masks and the fitted weights of a model, which stays unchanged."""
     recipe = recipe or Recipe()
     recipe.check_recipe()
     check_ranges(recipe)
@@ -144,22 +157,30 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     images = recipe.needs_activations and how.activations is None and holds_images(how.data, how.tokenizer)
     plan = Plan(architecture_of(model, weights, recipe.blocks), recipe, with_images=images)
     pruner, norms = plan.pruner_of(recipe), None
+    if recipe.fits:
+        check_fit(model, recipe, pruner, how.data, how.tokenizer)
     if recipe.needs_activations:
         with stopwatch("calibrate"):
             norms = _norms(model, plan, pruner, recipe, how)
         pruner.scores.use(norms)
-    elif how.data is not None or how.activations is not None:
+    elif not recipe.fits and (how.data is not None or how.activations is not None):
         logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
+    settle_budget(pruner)
+    store = None
+    if recipe.fits and isinstance(model, PreTrainedModel):
+        with stopwatch("refit"):
+            store = fit_model(model, pruner, recipe, how.data, how.tokenizer, how.options)
     with stopwatch("prune"):
-        settle_budget(pruner)
-        masks, outcomes = _masks(model, pruner)
+        masks, outcomes = _masks(model, pruner, None if store is None else store.rows(pruner.scheme.criterion.fits))
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
     source = ModelSource(model=name_of(model), revision=revision)
     about = None if norms is None else norms.about
     record = assemble_report(source, plan, recipe, LoadingOptions(), pruner, outcomes, about)
     record.recipe.dtype = record.recipe.device_map = None
     record.stages = stage_records(stopwatch)
-    return ModelReport(record, masks, norms, pruner.scheme, model)
+    record.fits = {} if store is None else fit_records(store.figures())
+    report = ModelReport(record, masks, norms, pruner.scheme, model)
+    return report, _Weights(pruner.targets, {} if store is None else store.weights())
 
 
 def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _Calibration) -> Activations:
@@ -212,8 +233,8 @@ def _norms_of_images(model: nn.Module, plan: Plan, how: _Calibration, context: i
     return norms
 
 
-def _masks(model: nn.Module, pruner: Pruner) -> tuple[Masks, list[Outcome]]:
-    """The masks that a pruner decides, by parameter, and the outcome of each target."""
+def _masks(model: nn.Module, pruner: Pruner, fitted: FittedRows | None) -> tuple[Masks, list[Outcome]]:
+    """The masks that a pruner or a fit decides, by parameter, and the outcome of each target."""
     parameters: dict[str, Block] = {}
     masks, shapes = Masks(), {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -225,7 +246,7 @@ def _masks(model: nn.Module, pruner: Pruner) -> tuple[Masks, list[Outcome]]:
             parameters[name] = np.ones(shapes[name], dtype=np.bool_)
         rows_in(parameters[name], target.layer)[block.first : block.first + block.words.shape[0]] = block.words != 0
 
-    outcomes = pruner.decide(put)
+    outcomes = pruner.decide(put, fitted=fitted)
     for name, mask in parameters.items():
         masks.put(name, mask)
     return masks, outcomes

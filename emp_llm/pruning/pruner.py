@@ -29,6 +29,7 @@ from emp_llm.storage.file_pool import FilePool
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from emp_llm.refit.fitted_rows import FittedRows
     from emp_llm.selection.group_selection import GroupSelector
 
 BLOCK_WEIGHTS = 1 << 21
@@ -132,12 +133,15 @@ class Pruner:
                 mask[first : first + part.mask.shape[0]] = part.mask
         return mask
 
-    def decide(self, on_block: Callable[[Target, PrunedBlock], None], back: bool = True) -> list[Outcome]:
+    def decide(
+        self, on_block: Callable[[Target, PrunedBlock], None], back: bool = True, fitted: "FittedRows | None" = None
+    ) -> list[Outcome]:
         """Prune all targets in memory; nothing is written.
 
         Args:
             on_block: called with a target and each of its pruned blocks, in order. The memory of a block is reused afterwards.
             back: copy rows that a GPU pruned back to the blocks' `words`; if false, only `weights` holds them.
+            fitted: the rows of fitted targets, which take the place of the pruned ones in `words`.
 
         Returns:
             One outcome per target, in their order.
@@ -153,7 +157,10 @@ class Pruner:
                 selector = self.search([target], files) if self.scheme.group == "matrix" else global_selector
                 rows = RowStatistics(target.matrix.rows)
                 for block in self.pruned(target, files, selector, back=back):
-                    rows.put(block.first, block.figures)
+                    figures = block.figures
+                    if fitted is not None:
+                        figures = fitted.replace(target.name, block.first, block.words, figures)
+                    rows.put(block.first, figures)
                     on_block(target, block)
                     bar.update(block.words.size)
                     self.buffers.give(block.words)

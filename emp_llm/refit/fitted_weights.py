@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.refit.fitted_rows import FittedRows
+from emp_llm.refit.fitted_rows import FittedFileRows, FittedRows
 from emp_llm.refit.fitters import Fitted
 from emp_llm.storage.atomic import write_bytes
 
@@ -52,10 +52,14 @@ class FittedInMemory:
     def figures(self) -> dict[str, Fitted]:
         return {name: Fitted(None, **_figures(each)) for block in self._blocks.values() for name, each in block.items()}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, weight) of each fitted target."""
-        for block in self._blocks.values():
-            yield from ((name, fitted.weight) for name, fitted in block.items() if fitted.weight is not None)
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of all fitted targets."""
+        fitted = [(name, each.weight) for block in self._blocks.values() for name, each in block.items()]
+        return {name: weight for name, weight in fitted if weight is not None}
+
+    def rows(self, chosen: bool) -> FittedRows:
+        """The fitted weights, for reading by rows; `chosen` as for `FittedRows`."""
+        return FittedRows(self.weights(), chosen)
 
 
 class FittedFiles:
@@ -93,9 +97,9 @@ class FittedFiles:
                 found |= {name: Fitted(None, **figures) for name, figures in _metadata(file).items()}
         return found
 
-    def rows(self, chosen: bool) -> FittedRows:
+    def rows(self, chosen: bool) -> FittedFileRows:
         """The fitted weights, for reading by rows; `chosen` as for `FittedRows`."""
-        return FittedRows(self._paths(), chosen)
+        return FittedFileRows(self._paths(), chosen)
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("block-*.safetensors"))
