@@ -144,6 +144,8 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     images = recipe.needs_activations and how.activations is None and holds_images(how.data, how.tokenizer)
     plan = Plan(architecture_of(model, weights, recipe.blocks), recipe, with_images=images)
     pruner, norms = plan.pruner_of(recipe), None
+    if how.propagate == "pruned":
+        settle_budget(pruner)
     if recipe.needs_activations:
         with stopwatch("calibrate"):
             norms = _norms(model, plan, pruner, recipe, how)

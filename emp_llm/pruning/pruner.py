@@ -18,7 +18,8 @@ from emp_llm.common.progress_bars import progress_bar
 from emp_llm.pruning.outcome import Outcome, RowStatistics
 from emp_llm.pruning.row_pruners import CpuRowPruner, PrunedBlock, RowPruner, RowRule, naming_block, prune_block
 from emp_llm.pruning.scoring.target_scores import TargetScores, naming_target
-from emp_llm.selection.budgets import PatternBudget
+from emp_llm.selection.budgets import Budget, PatternBudget
+from emp_llm.selection.given_counts import GivenCounts
 from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.background_work import prefetch
@@ -52,6 +53,7 @@ class Pruner:
         scores: the scores of the targets.
         first_rows: name of a target -> index of its first row among the rows of all targets.
         whole: N_eff and s_eff of all targets as one group, known after pruning; None for other groups.
+        settled: the counts of all groups, if they are settled before the masks (`curve.settle_budget`).
 
     Raises:
         UserError: M of an N:M pattern does not divide a target's inputs; one group has targets of several dtypes.
@@ -75,6 +77,7 @@ class Pruner:
         self.rows = rows or CpuRowPruner()
         self.buffers = self.rows.buffers
         self.whole: tuple[float, float] | None = None
+        self.settled: GivenCounts | None = None
         self._offsets: dict[str, int] = {}
         self.first_rows: dict[str, int] = {}
         offset = rows_before = 0
@@ -91,12 +94,20 @@ class Pruner:
         """Whether the norms are those relative to the outputs."""
         return self.scheme.relative
 
+    @property
+    def budget(self) -> Budget:
+        """The budget that decides the masks: the scheme's, or the settled counts."""
+        if self.settled is None and self.scheme.count_by == "magnitude":
+            raise ValueError("the counts are not settled yet")
+        return self.scheme.budget if self.settled is None else self.settled
+
     def rule_of(self, target: Target) -> RowRule:
         """The rule for the rows of a target, each row being one group."""
-        criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
+        scheme = self.scores.scheme_of(target)
+        criterion, norms = scheme.criterion_name, self.scores.norms_of(target) if scheme.criterion.needs_norms else None
         offset, compiled = self._offsets[target.name], self._weights > _SMALL
         own, dtype = self.scores.own_of(target), target.matrix.stored.dtype
-        return RowRule(dtype, criterion, norms, self.scheme.budget, offset, compiled, own, target.matrix.scales)
+        return RowRule(dtype, criterion, norms, self.budget, offset, compiled, own, target.matrix.scales)
 
     def mask(self, target: Target, norm: "Tensor | None", tokens: int | None = None) -> "Tensor":
         """The mask of a target, given the norms of its inputs; the same as in a run.
@@ -127,7 +138,7 @@ class Pruner:
                 scores = self._scored(target, first, words)
                 offset = self._offsets[target.name] + first * target.matrix.columns
                 with naming_block(first, words):
-                    part = select_rows(scores, self.scheme.budget, offset) if selector is None else selector.select(scores)
+                    part = select_rows(scores, self.budget, offset) if selector is None else selector.select(scores)
                 mask[first : first + part.mask.shape[0]] = part.mask
         return mask
 
@@ -228,7 +239,7 @@ class Pruner:
         """Find the cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut."""
         from emp_llm.selection.group_selection import GroupSelector
 
-        selector = GroupSelector(self.scheme.budget, self._offsets[targets[0].name])
+        selector = GroupSelector(self.budget, self._offsets[targets[0].name])
         self.feed(selector.add, targets, files)
         while selector.searching():
             self.feed(selector.search, targets, files)
@@ -254,13 +265,16 @@ class Pruner:
             n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
         elif selector is not None:
             n_eff = s_eff = None
+        if self.settled is not None and n_eff is not None:
+            n_eff = self.settled.numbers(n_eff.size, self._offsets[target.name])
         return rows.outcome(target, n_eff, s_eff)
 
     def store_global_figures(self, global_selector: "GroupSelector | None") -> None:
         """Store N_eff and s_eff of all targets as one group."""
         if global_selector is not None:
             mass = global_selector.effective_mass(self.scores.dtype(self.targets[0]))
-            self.whole = (float(global_selector.moments.number()), mass)
+            number = global_selector.moments.number() if self.settled is None else self.settled.numbers(1)
+            self.whole = (float(number[0]), mass)
 
     def _scored(self, target: Target, first: int, words: Words) -> "Tensor":
         """The scores of a block of a target's rows, on the device that decides the masks."""

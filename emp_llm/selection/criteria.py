@@ -22,7 +22,8 @@ class InputStatistics:
     """The inputs of a layer over the calibration tokens.
 
     Attributes:
-        norms: ||X_j||_2 of each input feature j, float32, shape (inputs,).
+        norms: of each input feature j, float32, shape (inputs,): ||X_j||_2, or sqrt(sum_t x_tj^2 / ||y_t||^2), relative to the
+            layer's outputs y_t.
         tokens: number of tokens; None if unknown.
     """
 
@@ -38,11 +39,13 @@ class Criterion:
         score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the scores.
         needs_norms: whether it needs a calibration.
         own: registered by the user. It is given whole matrices, so that it may compare rows; the others get blocks of rows.
+        relative: the norms are always those relative to the outputs; other criteria get them if asked for.
     """
 
     score: Score
     needs_norms: bool
     own: bool = False
+    relative: bool = False
 
 
 def magnitude(weight: "Tensor") -> "Tensor":
@@ -87,6 +90,7 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
 CRITERIA = {
     "wanda": Criterion(wanda, needs_norms=True),
     "magnitude": Criterion(magnitude, needs_norms=False),
+    "relative": Criterion(wanda, needs_norms=True, relative=True),
     "scores": Criterion(scores_given, needs_norms=False, own=True),
 }
 _BUILT_IN = tuple(CRITERIA)

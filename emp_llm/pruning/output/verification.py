@@ -14,7 +14,7 @@ from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.identity import identity_of
-from emp_llm.checkpoint.matrix import Matrix, as_tensor
+from emp_llm.checkpoint.matrix import Matrix, as_tensor, dequantised_rows
 from emp_llm.checkpoint.samples import sha256_of_samples
 from emp_llm.checkpoint.words import Words
 from emp_llm.common.errors import UserError
@@ -26,6 +26,9 @@ from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.row_pruners import naming_block
 from emp_llm.pruning.scoring.target_scores import naming_target
 from emp_llm.records.manifest import FileEntry, Manifest
+from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.budgets import EffectiveBudget
+from emp_llm.selection.given_counts import GivenCounts
 from emp_llm.selection.group_selection import GroupSelector
 from emp_llm.selection.row_selection import select_rows
 from emp_llm.storage.direct_io import FileReader, read_exactly
@@ -161,6 +164,8 @@ def check_masks(
         decided.scores.use(activations)
     elif scheme.criterion.needs_norms:
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
+    if scheme.count_by == "magnitude":
+        decided.settled = _magnitude_counts(decided)
     with progress_bar(sum(_bytes(t) for t in targets), "decide", "B") as bar:
         everything = _selector(decided, targets, 0) if scheme.group == "all" else None
         offset = 0
@@ -176,6 +181,26 @@ def check_masks(
             bar.update(_bytes(target))
 
 
+def _magnitude_counts(decided: Pruner) -> GivenCounts:
+    """The counts by the effective numbers of the magnitudes, by the slow reference."""
+    budget, group = decided.scheme.budget, decided.scheme.group
+    assert isinstance(budget, EffectiveBudget)
+    found: list[Moments] = []
+    of_all: list[Moments] = []
+    for target in decided.targets:
+        parts = []
+        with naming_target(target):
+            for first, words in _blocks(target):
+                weights = dequantised_rows(target.matrix, first, as_tensor(words, target.matrix.stored.dtype))
+                with naming_block(first, words):
+                    parts.append(Moments.of_rows(weights, budget.order))
+        found += parts if group == "row" else [Moments.merge(parts)] if group == "matrix" else []
+        of_all += parts if group == "all" else []
+    found += [Moments.merge(of_all)] if of_all else []
+    groups = [(each.number().numpy(), each.mass.numpy(), int(each.size[0])) for each in found]
+    return GivenCounts(groups, budget.beta, budget.order)
+
+
 def _wrong_weights(
     pruned: Checkpoint,
     decided: Pruner,
@@ -184,7 +209,7 @@ def _wrong_weights(
     offset: int,
 ) -> int:
     """The number of weights of a target whose bits differ from those of the reference."""
-    wrong, scheme = 0, decided.scores.scheme_of(target)
+    wrong = 0
     path = pruned.folder / target.matrix.stored.shard.name
     with FileReader(path) as file, naming_target(target):
         for first, words in _blocks(target):
@@ -193,7 +218,7 @@ def _wrong_weights(
                 part = (
                     selector.select(scores)
                     if selector
-                    else select_rows(scores, scheme.budget, offset + first * target.matrix.columns)
+                    else select_rows(scores, decided.budget, offset + first * target.matrix.columns)
                 )
             written = target.matrix.read(file, first, first + words.shape[0])
             wrong += int(np.count_nonzero(np.where(part.mask.numpy(), words, 0) != written))
@@ -202,7 +227,7 @@ def _wrong_weights(
 
 def _selector(decided: Pruner, targets: list[Target], offset: int) -> GroupSelector:
     """The selector of a group of one or several matrices, after all passes over their scores."""
-    selector = GroupSelector(decided.scheme.budget, offset)
+    selector = GroupSelector(decided.budget, offset)
     feed = selector.add
     while True:
         for target in targets:
