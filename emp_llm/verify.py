@@ -73,7 +73,8 @@ def _check_against(
     from emp_llm.architecture.architecture import Architecture
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.hub.local_model import find_model
-    from emp_llm.pruning.output.verification import check_masks, check_other_bytes, check_source
+    from emp_llm.pruning.output.mask_verification import check_masks
+    from emp_llm.pruning.output.verification import check_other_bytes, check_source
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     check_source(dense, manifest)

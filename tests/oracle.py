@@ -116,10 +116,12 @@ def keep(row: Array, kept: int) -> Array:
     return mask
 
 
-def row_masks(matrix: Array, adaptive: bool, sparsity: float = 0.5) -> Array:
-    """The mask of a matrix of scores, row by row: by the effective number, or with a fixed share removed."""
+def row_masks(matrix: Array, adaptive: bool, sparsity: float = 0.5, counting: Array | None = None) -> Array:
+    """The mask of a matrix of scores, row by row: by the effective number of the row, or of the same row of other scores
+    (`counting`); or with a fixed share removed."""
     fixed = matrix.shape[1] - math.floor(sparsity * matrix.shape[1])
-    return np.stack([keep(row, count(row) if adaptive else fixed) for row in matrix])
+    rows = zip(matrix, matrix if counting is None else counting, strict=True)
+    return np.stack([keep(row, count(other) if adaptive else fixed) for row, other in rows])
 
 
 def mass(row: Array) -> float:

@@ -34,7 +34,9 @@ MLP = dict.fromkeys(tiny.FAMILIES, (GLU, 6)) | {
     "qwen3_moe": (r"model\.layers\.[01]\.mlp\.experts\.[0-3]\.(gate|up|down)_proj\.weight", 24),
     "gpt_neox": (r"gpt_neox\.layers\.[01]\.mlp\.dense_(h_to_4h|4h_to_h)\.weight", 4),
 }
+MORE = ("emp-relative", "relative")
 PAIRS = [(family, method) for family in MLP for method in METHODS]
+PAIRS += [(family, method) for family in ("llama", "phi3", "gpt2", "mixtral") for method in MORE]
 every_pair = pytest.mark.parametrize(("family", "method"), PAIRS)
 
 
@@ -56,14 +58,24 @@ class Pruned:
 
     def scores(self, layer: str, norms: Path | None = None) -> Array:
         """The oracle's scores of a layer, one output to a row; from the run's own norms unless others are given."""
-        matrix = oracle.weight(self.source, self.matrices()[layer], self.transposed)
-        if self.report["recipe"]["method"].endswith("magnitude"):
-            return oracle.scores(matrix)
-        return oracle.scores(matrix, norms_of(norms or self.out / "emp_llm" / "activations.safetensors")[layer])
+        matrix, method = self.magnitudes(layer), self.report["recipe"]["method"]
+        if method.endswith("magnitude"):
+            return matrix
+        file = norms or self.out / "emp_llm" / "activations.safetensors"
+        return oracle.scores(matrix, norms_of(file, method.endswith("relative"))[layer])
+
+    def magnitudes(self, layer: str) -> Array:
+        """|W| of a layer, one output to a row."""
+        return oracle.scores(oracle.weight(self.source, self.matrices()[layer], self.transposed))
+
+    def counting(self, layer: str) -> Array:
+        """The scores of a layer whose effective number sets the counts."""
+        return self.magnitudes(layer) if self.report["recipe"]["method"] == "emp-relative" else self.scores(layer)
 
     def mask(self, layer: str) -> Array:
         """The oracle's mask of a layer at the method's defaults."""
-        return oracle.row_masks(self.scores(layer), self.report["recipe"]["method"].startswith("emp-"))
+        adaptive = self.report["recipe"]["method"].startswith("emp-")
+        return oracle.row_masks(self.scores(layer), adaptive, counting=self.counting(layer))
 
     def kept(self, layer: str) -> Array:
         """Which weights of a layer are not zero in the output, one output to a row."""
@@ -133,7 +145,7 @@ def test_only_targets_change(pruned: Pruning, family: str, method: str) -> None:
     assert len(targets) == number
     assert set(run.matrices().values()) == targets
     ours = {"emp_report.json", "emp_manifest.json"} | (
-        {"emp_llm/activations.safetensors"} if method.endswith("wanda") else set()
+        {"emp_llm/activations.safetensors"} if not method.endswith("magnitude") else set()
     )
     assert oracle.digest(run.out).keys() == oracle.digest(run.source).keys() | ours
     for path in sorted(run.source.iterdir()):
@@ -192,10 +204,13 @@ def test_report_agrees_with_the_files(pruned: Pruning, family: str, method: str)
         mask, scores = run.mask(layer), run.scores(layer)
         assert entry["kept"] == mask.sum(), layer
         assert (entry["rows"], entry["columns"]) == mask.shape
-        assert entry["n_eff_mean"] == pytest.approx(np.mean([oracle.effective(row) for row in scores]))
+        assert entry["n_eff_mean"] == pytest.approx(np.mean([oracle.effective(row) for row in run.counting(layer)]))
         assert entry["s_eff_mean"] == pytest.approx(np.mean([oracle.mass(row) for row in scores]))
-        assert entry["s_eff_bound_mean"] == pytest.approx(np.mean([oracle.mass_bound(row) for row in scores]))
-        assert entry["least_margin_over_bound"] >= 0
+        if method == "emp-relative":  # N_eff and s_eff are of different scores
+            assert entry["s_eff_bound_mean"] is entry["least_margin_over_bound"] is None
+        else:
+            assert entry["s_eff_bound_mean"] == pytest.approx(np.mean([oracle.mass_bound(row) for row in scores]))
+            assert entry["least_margin_over_bound"] >= 0
         assert entry["kept_mass"] == pytest.approx((scores * mask).sum() / scores.sum())
         kept, weights, zeros = kept + int(mask.sum()), weights + mask.size, zeros + int((~run.kept(layer)).sum())
     targets = run.report["targets"]

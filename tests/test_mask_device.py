@@ -70,14 +70,15 @@ def files_of(folder: Path) -> dict[str, bytes]:
         {"method": "magnitude", "sparsity": 0.3},
         {"method": "magnitude", "pattern": "2:4"},
         {"method": "emp-wanda"},
+        {"method": "emp-relative"},
     ],
-    ids=["emp-magnitude", "magnitude", "2:4", "emp-wanda"],
+    ids=["emp-magnitude", "magnitude", "2:4", "emp-wanda", "emp-relative"],
 )
 def test_a_gpu_writes_the_same_checkpoint(
     model: Path, small_norms: Path, tmp_path: Path, launches: list[torch.Size], options: dict[str, Any]
 ) -> None:
     given: dict[str, Any] = {"model": model, "targets": "0.mlp.up_proj,1.self_attn.q_proj"} | options
-    if "wanda" in options["method"]:
+    if "magnitude" not in options["method"]:
         given["activations"] = small_norms
     reports = {}
     for device in ("cpu", "cuda"):
@@ -85,9 +86,22 @@ def test_a_gpu_writes_the_same_checkpoint(
         report = prune(output=tmp_path / device, mask_device=device, **given)
         assert isinstance(report, RunReport)
         reports[device] = report.matrices
-        assert len(launches) - before == (2 if device == "cuda" else 0), "one block for each matrix"
+        blocks = 4 if options["method"] == "emp-relative" else 2  # the magnitudes and the scores
+        assert len(launches) - before == (blocks if device == "cuda" else 0), "one block for each matrix"
     assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
     assert reports["cuda"] == reports["cpu"]
+
+
+def test_experts_with_few_tokens_are_scored_by_magnitude_on_a_gpu_too(tmp_path: Path, text: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "small", ("MixtralConfig", tiny.GLU | SIZES | {"num_local_experts": 4}))
+        model = tiny.make_model(tmp_path / "model", "small")
+    given: dict[str, Any] = {"targets": r"model\.layers\.0\.mlp\.experts\..\.w2", "min_expert_tokens": 1, "device_map": "cpu"}
+    given |= {"calibration": str(text), "samples": 1, "seqlen": 1}  # so that two of four experts get no token
+    for device in ("cpu", "cuda"):
+        report = prune(model, output=tmp_path / device, mask_device=device, **given)
+        assert len(report["targets"]["scored_by_magnitude"]) == 2
+    assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
 
 
 def test_float64_masks_are_computed_on_the_cpu(tmp_path: Path, launches: list[torch.Size]) -> None:

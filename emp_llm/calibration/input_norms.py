@@ -239,7 +239,7 @@ def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
         squares: x_tj^2, float32, shape (tokens, inputs).
         outputs: y_t, shape (tokens, outputs).
     """
-    norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32).double()
+    norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.promote_types(outputs.dtype, torch.float32)).double()
     weights = torch.where(norms == 0, 0.0, norms.square().reciprocal())
     weights = torch.where(torch.isfinite(norms), weights, torch.nan).to(squares.device)
     # Scaled so that no weight overflows float32; by a power of two, so that the sum is a float32 but for its exponent, and

@@ -159,6 +159,8 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     pruner, norms = plan.pruner_of(recipe), None
     if recipe.fits:
         check_fit(model, recipe, pruner, how.data, how.tokenizer)
+    if how.propagate == "pruned":
+        settle_budget(pruner)
     if recipe.needs_activations:
         with stopwatch("calibrate"):
             norms = _norms(model, plan, pruner, recipe, how)

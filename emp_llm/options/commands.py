@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt
 from emp_llm.options.calibration import CalibrationOptions, NormOptions, PropagationOptions
-from emp_llm.options.criterion import CriterionOptions
+from emp_llm.options.criterion import CriterionOptions, ScoreOptions
 from emp_llm.options.evaluation import EvaluationStageOptions, SuiteOptions
 from emp_llm.options.loudness import LoudnessOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
@@ -84,7 +84,7 @@ class PruneOptions(
             )
         if not self.needs_activations:
             raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
-        if self.adaptive and self.sparsity is not None:
+        if self.adaptive and self.sparsity is not None and self.counts_by == "own":
             raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
         if self.group == "all":
             raise UserError(
@@ -116,7 +116,7 @@ class CalibrateOptions(
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(
-    LoudnessOptions, LoadingOptions, NormOptions, CriterionOptions, TargetOptions, OutputOptions, ModelOptions
+    LoudnessOptions, LoadingOptions, NormOptions, ScoreOptions, CriterionOptions, TargetOptions, OutputOptions, ModelOptions
 ):
     """Options of `measure`."""
 
@@ -134,6 +134,7 @@ class SweepOptions(
     LoadingOptions,
     NormOptions,
     MaskDeviceOptions,
+    ScoreOptions,
     CriterionOptions,
     TargetOptions,
     OutputOptions,

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from emp_llm.common.errors import UserError, reason
 from emp_llm.options.base import Opt, Options
 from emp_llm.selection.criteria import CRITERIA, register_criterion
-from emp_llm.selection.scheme import ScoreMap
+from emp_llm.selection.scheme import CountBy, ScoreMap
 
 GIVEN = "scores"  # the name of the criterion whose scores are given
+ScoreNorms = Literal["wanda", "relative"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,30 @@ class CriterionOptions(Options):
             raise UserError(f"--map {self.score_map!r} is not one of {', '.join(get_args(ScoreMap))}.")
         if isinstance(self.scores, Path) and not self.scores.exists():
             raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(Options):
+    """The norms in a score, and the scores whose effective number sets the counts.
+
+    Attributes:
+        score: the norms that a criterion is given; None: wanda, the plain norms.
+        count_by: for emp methods; None: own, but magnitude for emp-relative.
+    """
+
+    score: Annotated[
+        ScoreNorms | None, Opt("Norms in the scores: wanda, or relative to each token's output; default: wanda.")
+    ] = None
+    count_by: Annotated[
+        CountBy | None, Opt("N_eff of the method's own scores, or of the weight magnitudes (emp methods); default: own.")
+    ] = None
+
+    def check_score(self) -> None:
+        """Raise UserError for an unknown value."""
+        for name, choices in (("score", ScoreNorms), ("count_by", CountBy)):
+            value = getattr(self, name)
+            if value is not None and value not in get_args(choices):
+                raise UserError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(get_args(choices))}.")
 
 
 def criterion_name(criterion: str | Callable[..., Any]) -> str | None:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
-from emp_llm.options.criterion import GIVEN, CriterionOptions
+from emp_llm.options.criterion import GIVEN, CriterionOptions, ScoreOptions
 from emp_llm.options.refit import RefitOptions
 from emp_llm.selection.criteria import CRITERIA
-from emp_llm.selection.scheme import Group
+from emp_llm.selection.scheme import CountBy, Group
 
 MatchBy = Literal["total", "matrix"]
 TowerChoice = Literal["language", "vision", "all"]
@@ -35,13 +35,13 @@ class TargetOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(RefitOptions, CriterionOptions, TargetOptions):
+class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
     """All options that define the weights of a run: its masks, and whether the kept weights are refitted.
 
     Attributes:
-        method: a criterion: "wanda", "magnitude", the name of a registered one, or "scores". With the prefix "emp-", the
-            effective number sets the number of kept weights; without it, the sparsity is fixed. None: "emp-" and the
-            criterion given by `criterion` or `scores`, else "emp-wanda".
+        method: a criterion: "wanda", "magnitude", "relative", the name of a registered one, or "scores". With the prefix
+            "emp-", the effective number sets the number of kept weights; without it, the sparsity is fixed. None: "emp-" and
+            the criterion given by `criterion` or `scores`, else "emp-wanda".
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5. With an emp method, `sparsity` is that
             of all targets, and takes the place of `beta`.
@@ -50,7 +50,10 @@ class Recipe(RefitOptions, CriterionOptions, TargetOptions):
     """
 
     method: Annotated[
-        str, Opt("wanda, magnitude or your criterion; emp-NAME: N_eff sets the number of kept weights; default: emp-wanda.")
+        str,
+        Opt(
+            "wanda, magnitude, relative or your criterion; emp-NAME: N_eff sets the number of kept weights; default: emp-wanda."
+        ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
     order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None
@@ -87,18 +90,33 @@ class Recipe(RefitOptions, CriterionOptions, TargetOptions):
         """Whether weights are fitted to the calibration text: by a refit, or by a method that changes the kept weights."""
         return self.refit or CRITERIA[self.criterion_name].fits
 
+    @property
+    def relative(self) -> bool:
+        """Whether the norms are those relative to the outputs."""
+        return CRITERIA[self.criterion_name].relative or self.score == "relative"
+
+    @property
+    def counts_by(self) -> CountBy:
+        """The scores whose effective number sets the counts of an emp method."""
+        if not self.adaptive or self.criterion_name == "magnitude":
+            return "own"
+        return self.count_by or ("magnitude" if CRITERIA[self.criterion_name].relative else "own")
+
     def with_method(self, method: str) -> "Recipe":
-        """The recipe with another method. Scores of the user's own stay only if the method uses them."""
-        criterion = method.removeprefix("emp-")
-        unused: dict[str, Any] = {}
-        if criterion in CRITERIA and not CRITERIA[criterion].own:
-            unused = {"criterion": None, "scores": None, "score_map": None}
+        """The recipe with another method. Options of the scores stay only if the method uses them."""
+        known = CRITERIA.get(method.removeprefix("emp-"))
+        unused: dict[str, Any] = {} if method.startswith("emp-") else {"count_by": None}
+        if known is not None and not known.own:
+            unused |= {"criterion": None, "scores": None, "score_map": None}
+        if known is not None and (not known.needs_norms or known.relative):
+            unused["score"] = None
         return replace(self, method=method, **unused)
 
     def check_recipe(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
         self.check_targets()
         self.check_criterion()
+        self.check_score()
         check_method(self.method)
         self._check_own()
         self._check_method()
@@ -136,13 +154,22 @@ class Recipe(RefitOptions, CriterionOptions, TargetOptions):
         if self.score_map is not None and not CRITERIA[name].own:
             raise UserError(f"--map is for scores of your own; the scores of {name} are never negative. Leave it out.")
 
+        known = CRITERIA[name]
+        if self.score is not None and not known.needs_norms:
+            raise UserError(
+                f"--score chooses the norms of the inputs, and method {self.method} needs no activations. Leave it out, or use "
+                "--method wanda or emp-wanda."
+            )
+        if self.score == "wanda" and known.relative:
+            raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
+
     def _check_method(self) -> None:
         """Raise UserError for an option of emp methods with another method, and the reverse."""
         if self.adaptive and self.sparsity is not None:
             for name in ("beta", "neff_dtype"):
                 if getattr(self, name) is not None:
                     raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{name.replace('_', '-')}.")
-        for name in ("pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype"):
+        for name in ("pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype", "count_by"):
             if getattr(self, name) is not None:
                 other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
                 flag = name.replace("_", "-")

@@ -14,6 +14,8 @@ from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
 from emp_llm.selection.arithmetic.number_counts import GroupNumbers, beta_keeping, counts_at
 from emp_llm.selection.budgets import EffectiveBudget, RequestedBudget
+from emp_llm.selection.given_counts import GivenCounts
+from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.file_pool import FilePool
 
 logger = logging.getLogger(__name__)
@@ -36,16 +38,35 @@ def kept_at(pruner: Pruner, betas: Sequence[float]) -> list[int]:
     return [sum(int(counts_at(n_eff, total, beta, size).sum()) for n_eff, total, size in groups) for beta in betas]
 
 
-def settle_budget(pruner: Pruner) -> None:
-    """Find the beta of a requested sparsity, by one pass over the weights. A pruner with any other budget stays as it is.
+def settle_budget(pruner: Pruner, known: dict[float, list[GroupNumbers]] | None = None) -> None:
+    """Settle what must be known before the first mask, by one pass over the weights: the beta of a requested sparsity, and the
+    counts, if magnitudes set them. Any other pruner stays as it is.
+
+    Args:
+        pruner: with its norms, unless magnitudes set the counts.
+        known: order -> effective numbers of the magnitudes of the same targets and groups; those found now are added.
 
     Raises:
         UserError: every group keeps at least one weight, so that so many cannot be removed; or as for `kept_at`.
     """
+    scheme, known = pruner.scheme, {} if known is None else known
+    if pruner.settled is not None:
+        return
+    if scheme.count_by == "magnitude":
+        order = scheme.budget.order
+        groups = known[order] if order in known else known.setdefault(order, effective_numbers(pruner))
+        _settle_beta(pruner, groups)
+        assert isinstance(pruner.scheme.budget, EffectiveBudget)
+        pruner.settled = GivenCounts(groups, pruner.scheme.budget.beta, order)
+    elif isinstance(scheme.budget, RequestedBudget):
+        _settle_beta(pruner, effective_numbers(pruner))
+
+
+def _settle_beta(pruner: Pruner, groups: list[GroupNumbers]) -> None:
+    """Replace a requested sparsity by an effective number with the beta that removes as many weights."""
     budget = pruner.scheme.budget
     if not isinstance(budget, RequestedBudget):
         return
-    groups = effective_numbers(pruner)
     weights = sum(n_eff.size * size for n_eff, _, size in groups)
     kept = budget.kept_of(weights)
     least = sum(int(counts_at(n_eff, total, math.ulp(0.0), size).sum()) for n_eff, total, size in groups)
@@ -62,11 +83,14 @@ def settle_budget(pruner: Pruner) -> None:
 def effective_numbers(pruner: Pruner) -> list[GroupNumbers]:
     """(N_eff, sum |s|, size) of all groups: arrays for the rows of each target; one value for a matrix, or for all targets.
 
-    The weights are read once.
+    The scores s are those that set the counts. The weights are read once.
 
     Raises:
         UserError: as for `kept_at`.
     """
+    if pruner.scheme.count_by == "magnitude":
+        scheme = Scheme("magnitude", EffectiveBudget(1.0, pruner.scheme.budget.order), pruner.scheme.group)
+        pruner = Pruner(pruner.checkpoint, pruner.targets, scheme, pruner.block_weights, rows=pruner.rows)
     total = sum(target.matrix.numel for target in pruner.targets)
     with pruner.checkpoint.open_files(again=True) as files, progress_bar(total, "effective numbers", "W") as bar:
         groups = _of_rows(pruner, files, bar) if pruner.scheme.group == "row" else _of_matrices(pruner, files, bar)
@@ -74,8 +98,10 @@ def effective_numbers(pruner: Pruner) -> list[GroupNumbers]:
     return groups
 
 
-def kept_of_outcomes(outcomes: list[Outcome], betas: Sequence[float]) -> list[int]:
-    """As `kept_at`, from the N_eff of every row."""
+def kept_of_outcomes(pruner: Pruner, outcomes: list[Outcome], betas: Sequence[float]) -> list[int]:
+    """As `kept_at`, from the settled counts or the N_eff of every row."""
+    if pruner.settled is not None:
+        return [pruner.settled.kept_at(beta) for beta in betas]
     return [
         sum(
             int(counts_at(each.n_eff, each.mass, beta, each.target.matrix.columns).sum())

@@ -52,7 +52,7 @@ def removed_of(pruner: Pruner, target: Target) -> int:
     Raises:
         ValueError: the budget depends on the scores.
     """
-    size, budget = target.matrix.numel, pruner.scheme.budget
+    size, budget = target.matrix.numel, pruner.budget
     if isinstance(budget, PatternBudget):
         return size - target.matrix.rows * budget.kept_of(target.matrix.columns)
     counts = budget.fixed_counts([size], pruner.offsets[target.name])

@@ -28,7 +28,7 @@ def measure_targets(pruners: list[Pruner]) -> list[list[Outcome]]:
                 for rows, pruner in zip(statistics, pruners, strict=True):
                     rows.put(first, pruner.measured(target, first, words))
                 bar.update(words.size)
-            for rows, own in zip(statistics, outcomes, strict=True):
-                own.append(rows.outcome(target, rows.columns["n_eff"], rows.columns["s_eff"]))
+            for rows, pruner, own in zip(statistics, pruners, outcomes, strict=True):
+                own.append(pruner.outcome(target, rows, None))
     reader.checkpoint.check_unchanged()
     return outcomes

@@ -83,7 +83,9 @@ def masks_digest(outcomes: list[Outcome], scheme: Scheme, fallback: Mapping[str,
     if all(bool((outcome.kept == outcome.target.matrix.columns).all()) for outcome in outcomes):
         return ALL_KEPT
     pattern = asdict(scheme.budget) if isinstance(scheme.budget, PatternBudget) else None
-    digest = hashlib.sha256(f"{scheme.criterion_name} {scheme.group} {pattern} {sorted(fallback)}\n".encode())
+    score = "wanda" if scheme.criterion.relative else scheme.criterion_name  # two names of one score
+    score += " relative" if scheme.relative else ""
+    digest = hashlib.sha256(f"{score} {scheme.group} {pattern} {sorted(fallback)}\n".encode())
     for outcome in outcomes:
         digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.tobytes())
     return digest.hexdigest()

@@ -18,7 +18,8 @@ from emp_llm.common.progress_bars import progress_bar
 from emp_llm.pruning.outcome import Outcome, RowStatistics
 from emp_llm.pruning.row_pruners import CpuRowPruner, PrunedBlock, RowPruner, RowRule, naming_block, prune_block
 from emp_llm.pruning.scoring.target_scores import TargetScores, naming_target
-from emp_llm.selection.budgets import PatternBudget
+from emp_llm.selection.budgets import Budget, PatternBudget
+from emp_llm.selection.given_counts import GivenCounts
 from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.background_work import prefetch
@@ -54,6 +55,7 @@ class Pruner:
         offsets: name of a target -> number of target weights before it.
         first_rows: name of a target -> index of its first row among the rows of all targets.
         whole: N_eff and s_eff of all targets as one group, known after pruning; None for other groups.
+        settled: the counts of all groups, if they are settled before the masks (`curve.settle_budget`).
 
     Raises:
         UserError: M of an N:M pattern does not divide a target's inputs; one group has targets of several dtypes.
@@ -76,7 +78,9 @@ class Pruner:
         self.scores = TargetScores(targets, scheme, least_tokens, checkpoint, given)
         self.rows = rows or CpuRowPruner()
         self.buffers = self.rows.buffers
+        self._device = str(getattr(self.rows, "device", "cpu"))
         self.whole: tuple[float, float] | None = None
+        self.settled: GivenCounts | None = None
         self.offsets: dict[str, int] = {}
         self.first_rows: dict[str, int] = {}
         offset = rows_before = 0
@@ -93,12 +97,20 @@ class Pruner:
         """Whether the norms are those relative to the outputs."""
         return self.scheme.relative
 
+    @property
+    def budget(self) -> Budget:
+        """The budget that decides the masks: the scheme's, or the settled counts."""
+        if self.settled is None and self.scheme.count_by == "magnitude":
+            raise ValueError("the counts are not settled yet")
+        return self.scheme.budget if self.settled is None else self.settled
+
     def rule_of(self, target: Target) -> RowRule:
         """The rule for the rows of a target, each row being one group."""
-        criterion, norms = self.scores.scheme_of(target).criterion_name, self.scores.norms_of(target)
+        scheme = self.scores.scheme_of(target)
+        criterion, norms = scheme.criterion_name, self.scores.norms_of(target) if scheme.criterion.needs_norms else None
         offset, compiled = self.offsets[target.name], self._weights > _SMALL
         own, dtype = self.scores.own_of(target), target.matrix.stored.dtype
-        return RowRule(dtype, criterion, norms, self.scheme.budget, offset, compiled, own, target.matrix.scales)
+        return RowRule(dtype, criterion, norms, self.budget, offset, compiled, own, target.matrix.scales)
 
     def mask(self, target: Target, norm: "Tensor | None", tokens: int | None = None) -> "Tensor":
         """The mask of a target, given the norms of its inputs; the same as in a run.
@@ -129,7 +141,7 @@ class Pruner:
                 scores = self._scored(target, first, words)
                 offset = self.offsets[target.name] + first * target.matrix.columns
                 with naming_block(first, words):
-                    part = select_rows(scores, self.scheme.budget, offset) if selector is None else selector.select(scores)
+                    part = select_rows(scores, self.budget, offset) if selector is None else selector.select(scores)
                 mask[first : first + part.mask.shape[0]] = part.mask
         return mask
 
@@ -141,7 +153,7 @@ class Pruner:
         Args:
             on_block: called with a target and each of its pruned blocks, in order. The memory of a block is reused afterwards.
             back: copy rows that a GPU pruned back to the blocks' `words`; if false, only `weights` holds them.
-            fitted: the rows of fitted targets, which take the place of the pruned ones in `words`.
+            fitted: rows that take the place of the pruned ones in `words`.
 
         Returns:
             One outcome per target, in their order.
@@ -236,7 +248,7 @@ class Pruner:
         """Find the cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut."""
         from emp_llm.selection.group_selection import GroupSelector
 
-        selector = GroupSelector(self.scheme.budget, self.offsets[targets[0].name])
+        selector = GroupSelector(self.budget, self.offsets[targets[0].name])
         self.feed(selector.add, targets, files)
         while selector.searching():
             self.feed(selector.search, targets, files)
@@ -262,13 +274,16 @@ class Pruner:
             n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
         elif selector is not None:
             n_eff = s_eff = None
+        if self.settled is not None and n_eff is not None:
+            n_eff = self.settled.numbers(n_eff.size, self.offsets[target.name])
         return rows.outcome(target, n_eff, s_eff)
 
     def store_global_figures(self, global_selector: "GroupSelector | None") -> None:
         """Store N_eff and s_eff of all targets as one group."""
         if global_selector is not None:
             mass = global_selector.effective_mass(self.scores.dtype(self.targets[0]))
-            self.whole = (float(global_selector.moments.number()), mass)
+            number = global_selector.moments.number() if self.settled is None else self.settled.numbers(1)
+            self.whole = (float(number[0]), mass)
 
     def _scored(self, target: Target, first: int, words: Words) -> "Tensor":
         """The scores of a block of a target's rows, on the device that decides the masks."""
@@ -281,7 +296,3 @@ class Pruner:
                 f"--pattern {budget.n}:{budget.m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of "
                 f"{budget.m}. Leave the layer out with --ignore, or choose another pattern."
             )
-
-    @property
-    def _device(self) -> str:
-        return str(getattr(self.rows, "device", "cpu"))

@@ -45,7 +45,14 @@ def scheme_of(recipe: Recipe, sizes: Mapping[str, int]) -> Scheme:
         UserError: an option is out of range, or the run to match does not fit.
     """
     try:
-        return Scheme(recipe.criterion_name, _budget(recipe, sizes), recipe.group, recipe.score_map)
+        return Scheme(
+            recipe.criterion_name,
+            _budget(recipe, sizes),
+            recipe.group,
+            recipe.score_map,
+            recipe.relative,
+            recipe.counts_by,
+        )
     except UserError:
         raise
     except ValueError as error:
@@ -69,6 +76,8 @@ def recipe_record(recipe: Recipe, scheme: Scheme | None = None) -> RecipeRecord:
     if recipe.refit:
         record.refit = RefitRecord(weighting=recipe.weighting, damping=recipe.damping)
     record.tower = None if recipe.tower == "language" else recipe.tower
+    record.score = "relative" if recipe.relative else None
+    record.count_by = "magnitude" if recipe.counts_by == "magnitude" else None
     if recipe.needs_activations:
         record.min_expert_tokens = recipe.min_expert_tokens
     if recipe.adaptive:

@@ -47,13 +47,13 @@ def targets_record(outcomes: list[Outcome], coverage: Coverage, pruner: Pruner) 
     )
     if pruner.whole is not None:
         record.n_eff, record.s_eff = pruner.whole
-        record.s_eff_bound = float(mass_bound(record.n_eff, weights)) if pruner.scheme.budget.order == 2 else None
+        record.s_eff_bound = float(mass_bound(record.n_eff, weights)) if _bounded(pruner) else None
     return record
 
 
 def matrix_records(outcomes: list[Outcome], pruner: Pruner) -> dict[str, MatrixRecord]:
     """The record of each target, by layer name."""
-    return {outcome.target.name: _matrix_record(outcome, pruner.scheme.budget.order) for outcome in outcomes}
+    return {outcome.target.name: _matrix_record(outcome, _bounded(pruner)) for outcome in outcomes}
 
 
 def warnings_of(matrices: dict[str, MatrixRecord], pruner: Pruner) -> list[str]:
@@ -88,7 +88,12 @@ def sizes_record(outcomes: list[Outcome], checkpoint: Checkpoint) -> SizesRecord
     return sizes
 
 
-def _matrix_record(outcome: Outcome, order: float) -> MatrixRecord:
+def _bounded(pruner: Pruner) -> bool:
+    """Whether the lower bound on s_eff holds: N_eff is of order 2, and that of the scores."""
+    return pruner.scheme.budget.order == 2 and pruner.settled is None
+
+
+def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:
     matrix, layer = outcome.target.matrix, outcome.target.layer
     total = float(outcome.mass.sum())
     record = MatrixRecord(
@@ -107,7 +112,7 @@ def _matrix_record(outcome: Outcome, order: float) -> MatrixRecord:
         record.group_size = size
         record.n_eff, record.n_eff_mean = quartiles(outcome.n_eff), float(outcome.n_eff.mean())
         record.s_eff, record.s_eff_mean = quartiles(outcome.s_eff), float(outcome.s_eff.mean())
-        if order == 2:
+        if bounded:
             bound = mass_bound(outcome.n_eff, size)
             record.s_eff_bound, record.s_eff_bound_mean = quartiles(bound), float(bound.mean())
             record.least_margin_over_bound = float((outcome.s_eff - bound).min())

@@ -21,7 +21,9 @@ _OLD_MARK = "<!-- Written by emp-llm, anew with every push."
 _METHODS = {
     "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
     "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
+    "emp-relative": "Effective Model Pruning (EMP) with relative scores (weight magnitude times relative input norm)",
     "wanda": "Wanda (weight magnitude times input norm)",
+    "relative": "relative scores (weight magnitude times input norm relative to each token's output)",
     "magnitude": "weight magnitude",
 }
 _GLOSSARY = (
@@ -121,7 +123,12 @@ class Card:
         return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
 
     def _summary(self) -> str:
-        how = _METHODS.get(self._report.recipe.method, self._report.recipe.method)
+        recipe = self._report.recipe
+        how = _METHODS.get(recipe.method, recipe.method)
+        if recipe.score == "relative" and recipe.method.removeprefix("emp-") != "relative":
+            how += ", with input norms relative to the output"
+        if recipe.count_by == "magnitude":
+            how += ", and as many weights in each group as its magnitudes are worth"
         lines = "\n".join(f"- {line}" for line in pruning_lines(self._report))
         return f"{self._base}, pruned by {how} after training, without retraining.\n\n{lines}"
 

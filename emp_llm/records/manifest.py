@@ -32,12 +32,19 @@ class ManifestSource(Part, kw_only=True):
 
 
 class SchemeRecord(Part, kw_only=True):
-    """The rule that defines the masks: criterion, group, map of signed scores, and the budget with its kind and fields."""
+    """The rule that defines the masks: criterion, group, map of signed scores, and the budget with its kind and fields.
+
+    Attributes:
+        relative: the norms are those relative to the outputs.
+        count_by: "magnitude" if the effective number of the magnitudes sets the counts.
+    """
 
     criterion: str
     group: str
     budget: dict[str, Any]
     score_map: str | None = None
+    relative: bool = False
+    count_by: str = "own"
 
 
 class NormsRecord(Part, kw_only=True):

@@ -28,11 +28,14 @@ class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     """One criterion and one order, and the result of EMP with beta 1 for them.
 
     Attributes:
+        score, count_by: as for `RecipeRecord`.
         curve: the sparsity at other betas; empty in older files.
     """
 
     criterion: str
     order: float
+    score: str | None = None
+    count_by: str | None = None
     targets: TargetsRecord
     sizes: SizesRecord | None = None
     matrices: dict[str, MatrixRecord]

@@ -34,7 +34,8 @@ class MatrixRecord(Part, kw_only=True, omit_defaults=False):
         rows, columns: its shape; kept: number of weights kept.
         group_size: N, the number of weights in a group, if a group is a row or the matrix; else this and the fields below are
             null.
-        n_eff, s_eff: effective number and effective mass; s_eff_bound: the lower bound on s_eff (order 2 only).
+        n_eff, s_eff: effective number and effective mass; s_eff_bound: the lower bound on s_eff (order 2 only). If the
+            magnitudes set the counts, n_eff is theirs, s_eff that of the scores, and there is no bound.
         least_margin_over_bound: the smallest s_eff - s_eff_bound of a group.
     """
 

@@ -94,6 +94,8 @@ class RecipeRecord(Part, kw_only=True):
         sparsity, pattern, match, match_by: of the other methods only.
         criterion: of a score of the user's own.
         refit: of the kept weights, if asked for.
+        score: "relative" if the norms are those relative to the outputs; missing for plain norms.
+        count_by: "magnitude" if the effective number of the magnitudes sets the counts; missing for that of the scores.
         blocks: name of the list of decoder blocks, if the user gave it.
         tower: the part of a multimodal model, if it is not the language tower.
         dtype, device_map: of the forward passes.
@@ -114,6 +116,8 @@ class RecipeRecord(Part, kw_only=True):
     match_by: str | None = None
     criterion: CriterionRecord | None = None
     refit: RefitRecord | None = None
+    score: str | None = None
+    count_by: str | None = None
     blocks: str | None = None
     tower: str | None = None
     dtype: str | None = None

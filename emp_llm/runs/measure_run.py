@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from emp_llm.checkpoint.identity import identity_of
 from emp_llm.common.errors import UserError
@@ -15,14 +16,14 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import part
 from emp_llm.options.commands import MeasureOptions
-from emp_llm.options.criterion import GIVEN, CriterionOptions
+from emp_llm.options.criterion import GIVEN, CriterionOptions, ScoreOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
-from emp_llm.pruning.curve import curve_points, kept_of_outcomes
+from emp_llm.pruning.curve import curve_points, kept_of_outcomes, settle_budget
 from emp_llm.pruning.measuring import measure_targets
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.pruner import Pruner
-from emp_llm.pruning.recipe import check_ranges, criterion_record
+from emp_llm.pruning.recipe import check_ranges, criterion_record, recipe_record
 from emp_llm.pruning.summary import matrix_records, sizes_record, targets_record, warnings_of
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource, RecipeRecord
@@ -157,7 +158,9 @@ class MeasureStage:
         return False
 
     def run(self) -> None:
-        record = self._assemble()
+        record, numbers = self._assemble(), {}  # type: ignore[var-annotated]
+        for pruner in self._pruners:
+            settle_budget(pruner, numbers)
         measured = zip(self._recipes, self._pruners, measure_targets(self._pruners), strict=True)
         record.measures = [self._entry(*each) for each in measured]
         self.record = record
@@ -166,13 +169,16 @@ class MeasureStage:
         matrices = matrix_records(outcomes, pruner)
         targets = targets_record(outcomes, self._plan.coverage, pruner)
         weights, parameters = sum(outcome.target.matrix.numel for outcome in outcomes), self._plan.coverage.parameters
+        chosen = recipe_record(recipe)
         return MeasureEntry(
             criterion=recipe.criterion_name,
             order=2.0 if recipe.order is None else recipe.order,
+            score=chosen.score,
+            count_by=chosen.count_by,
             targets=targets,
             sizes=sizes_record(outcomes, self._plan.checkpoint),
             matrices=matrices,
-            curve=curve_points(self._betas, kept_of_outcomes(outcomes, self._betas), weights, parameters),
+            curve=curve_points(self._betas, kept_of_outcomes(pruner, outcomes, self._betas), weights, parameters),
             warnings=warnings_of(matrices, pruner),
         )
 
@@ -190,7 +196,9 @@ def _betas(text: str) -> list[float]:
 
 def _recipes(options: MeasureOptions) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
-    common = Recipe(**vars(part(options, TargetOptions)), **vars(part(options, CriterionOptions)))
+    kinds: tuple[type[Any], ...] = (TargetOptions, ScoreOptions, CriterionOptions)
+    common = Recipe(**{name: value for kind in kinds for name, value in vars(part(options, kind)).items()})
+    common.check_score()
     recipes = []
     criteria = parse_words(_CRITERIA if options.criteria is None else options.criteria, "--criteria")
     if options.criteria is None and common.own_name is not None:
@@ -200,6 +208,10 @@ def _recipes(options: MeasureOptions) -> list[Recipe]:
             raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(n for n in CRITERIA if n != GIVEN)}.")
         orders = dict.fromkeys(parse_numbers(options.orders, "--orders"))
         recipes += [replace(common.with_method(f"emp-{criterion}"), order=order) for order in orders]
+    if options.score is not None and not any(recipe.score == options.score for recipe in recipes):
+        raise UserError(
+            f"--score {options.score} is for criteria that need activations, and --criteria has none that it changes."
+        )
     for recipe in recipes:
         recipe.check_recipe()
         check_ranges(recipe)

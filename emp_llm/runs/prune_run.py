@@ -14,6 +14,7 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.execution.quantization import quantization_of
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.commands import PruneOptions
+from emp_llm.pruning.curve import settle_budget
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.output.manifest import run_signature
 from emp_llm.pruning.plan import Plan
@@ -99,7 +100,9 @@ class PruneRun:
         """The plan of the run, and its need of memory and disk."""
         calibrates = self._options.needs_activations and self._given is None
         checkpoint, recipe = self._plan.checkpoint, recipe_record(self._options)
-        known = self._options.adaptive and not calibrates and ranks().main
+        by_magnitude = self._options.counts_by == "magnitude"
+        unknown = calibrates and not by_magnitude
+        known = self._options.adaptive and not unknown and ranks().main
         return DryRun(
             layers=planned_layers(self._plan),
             coverage=self._plan.coverage,
@@ -109,11 +112,11 @@ class PruneRun:
             model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates else None,
             resume_bytes=resume_bytes(self._options, checkpoint, self._options.propagate) if calibrates else None,
             push_to_hub=self._options.push_to_hub,
-            recipe=f"{recipe.method}, order {recipe.order:g}, group {recipe.group}"
+            recipe=f"{recipe.method}, order {recipe.order:g}, group {recipe.group}{', counts by |W|' if by_magnitude else ''}"
             if self._options.adaptive
             else recipe.method,
             curve=planned_curve(self._options, self._pruner, self._plan.coverage.parameters) if known else [],
-            no_curve=why_no_curve(self._options.propagate) if self._options.adaptive and calibrates else "",
+            no_curve=why_no_curve(self._options.propagate) if self._options.adaptive and unknown else "",
         )
 
     @property
@@ -174,6 +177,8 @@ class PruneRun:
             self._stack.enter_context(output)
             output.begin(signature)
         pruned = self._options.propagate == "pruned"
+        if pruned:
+            settle_budget(self._pruner)  # the masks of the first block are decided before the norms of the last are known
         self.calibrate = CalibrateStage(
             self._models,
             self._plan.checkpoint,

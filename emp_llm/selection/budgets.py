@@ -68,7 +68,7 @@ class Budget(Protocol):
         """
 
 
-class _SizeBudget(ABC):
+class SizeBudget(ABC):
     """A budget that depends on the sizes and positions of the groups, and not on their scores."""
 
     order: float = 2.0
@@ -176,7 +176,7 @@ class RequestedBudget:
 
 
 @dataclass(frozen=True)
-class RatioBudget(_SizeBudget):
+class RatioBudget(SizeBudget):
     """The same sparsity in every group: floor(sparsity * N) scores are removed, as in Wanda.
 
     Attributes:
@@ -198,7 +198,7 @@ class RatioBudget(_SizeBudget):
 
 
 @dataclass(frozen=True)
-class PatternBudget(_SizeBudget):
+class PatternBudget(SizeBudget):
     """N:M: the N largest of every M consecutive inputs are kept (2:4, 4:8, any 1 <= N < M)."""
 
     n: int
@@ -224,7 +224,7 @@ class PatternBudget(_SizeBudget):
 
 
 @dataclass(frozen=True)
-class TotalBudget(_SizeBudget):
+class TotalBudget(SizeBudget):
     """The same sparsity in every group, rounded so that exactly `removed` of `total` weights are removed.
 
     A group of the weights start to end - 1, counted over all targets, loses floor(end * removed / total) -
@@ -250,7 +250,7 @@ class TotalBudget(_SizeBudget):
 
 
 @dataclass(frozen=True)
-class PartsBudget(_SizeBudget):
+class PartsBudget(SizeBudget):
     """A `TotalBudget` for each of several consecutive parts: `removed[i]` of the `sizes[i]` weights of part i.
 
     The parts are the matrices of a run. Each loses as many weights as in an earlier run, spread evenly over its groups. No

@@ -22,7 +22,8 @@ class InputStatistics:
     """The inputs of a layer over the calibration tokens.
 
     Attributes:
-        norms: ||X_j||_2 of each input feature j, float32, shape (inputs,).
+        norms: of each input feature j, float32, shape (inputs,): ||X_j||_2, or sqrt(sum_t x_tj^2 / ||y_t||^2), relative to the
+            layer's outputs y_t.
         tokens: number of tokens; None if unknown.
     """
 
@@ -39,12 +40,14 @@ class Criterion:
         needs_norms: whether it needs a calibration.
         own: registered by the user. It is given whole matrices, so that it may compare rows; the others get blocks of rows.
         fits: it changes the kept weights, and chooses the masks with them; its scores serve experts with too few tokens only.
+        relative: the norms are always those relative to the outputs; other criteria get them if asked for.
     """
 
     score: Score
     needs_norms: bool
     own: bool = False
     fits: bool = False
+    relative: bool = False
 
 
 def magnitude(weight: "Tensor") -> "Tensor":
@@ -90,6 +93,7 @@ CRITERIA = {
     "wanda": Criterion(wanda, needs_norms=True),
     "magnitude": Criterion(magnitude, needs_norms=False),
     "sparsegpt": Criterion(magnitude, needs_norms=False, fits=True),
+    "relative": Criterion(wanda, needs_norms=True, relative=True),
     "scores": Criterion(scores_given, needs_norms=False, own=True),
 }
 _BUILT_IN = tuple(CRITERIA)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from emp_llm.selection.budgets import Budget, PartsBudget, PatternBudget
+from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RequestedBudget
 from emp_llm.selection.criteria import CRITERIA, Criterion
 
 Group = Literal["row", "matrix", "all"]
 ScoreMap = Literal["abs", "shift", "exp"]
+CountBy = Literal["own", "magnitude"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Scheme:
         group: the weights that compete with each other: a row, a matrix, or all targets.
         score_map: how signed scores of the user's own become non-negative; None: they must not be negative.
         relative: the criterion is given the norms relative to the layer's outputs.
+        count_by: the scores whose effective number sets the counts: the criterion's own, or the magnitudes of the weights.
 
     Raises:
         ValueError: the budget does not support groups of this kind.
@@ -30,6 +32,7 @@ class Scheme:
     group: Group = "row"
     score_map: ScoreMap | None = None
     relative: bool = False
+    count_by: CountBy = "own"
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, PatternBudget) and self.group != "row":
@@ -38,6 +41,11 @@ class Scheme:
             raise ValueError("match-by matrix fixes the sparsity of every matrix: it needs group row or matrix, not all")
         if getattr(self.budget, "dtype", "float64") != "float64" and self.group != "row":
             raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row, not {self.group}")
+        if self.count_by == "magnitude":
+            if not isinstance(self.budget, EffectiveBudget | RequestedBudget):
+                raise ValueError("count-by magnitude is for counts by an effective number")
+            if getattr(self.budget, "dtype", "float64") != "float64":
+                raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for the scores: it needs count-by own")
 
     @property
     def criterion(self) -> Criterion:

@@ -15,7 +15,7 @@ from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsR
 from emp_llm.records.source import RecipeRecord
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
-from emp_llm.selection.scheme import Group, Scheme, ScoreMap
+from emp_llm.selection.scheme import CountBy, Group, Scheme, ScoreMap
 from emp_llm.storage.hashing import file_hash
 from emp_llm.storage.json_files import INDEX_LIMIT
 
@@ -94,10 +94,13 @@ def scheme_of_manifest(manifest: Manifest) -> Scheme:
         raise ValueError("no such criterion or group")
     if record.score_map not in (None, *get_args(ScoreMap)):
         raise ValueError("no such map of scores")
+    if record.count_by not in get_args(CountBy):
+        raise ValueError("no such scores for the counts")
     if manifest.recipe.method.removeprefix("emp-") != record.criterion:
         raise ValueError("its recipe and its scheme have different criteria")
     group: Group = record.group  # type: ignore[assignment]
-    return Scheme(record.criterion, kinds[fields.pop("kind")](**fields), group, record.score_map)  # type: ignore[arg-type]
+    budget = kinds[fields.pop("kind")](**fields)
+    return Scheme(record.criterion, budget, group, record.score_map, record.relative, record.count_by)  # type: ignore[arg-type]
 
 
 def _scheme_record(scheme: Scheme) -> SchemeRecord:
@@ -107,4 +110,6 @@ def _scheme_record(scheme: Scheme) -> SchemeRecord:
         group=scheme.group,
         budget={"kind": type(scheme.budget).__name__, **fields},
         score_map=scheme.score_map,
+        relative=scheme.relative,
+        count_by=scheme.count_by,
     )

@@ -14,25 +14,15 @@ from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.identity import identity_of
-from emp_llm.checkpoint.matrix import Matrix, as_tensor
+from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.checkpoint.samples import sha256_of_samples
-from emp_llm.checkpoint.words import Words
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress_bars import progress_bar
-from emp_llm.common.wording import count_of
-from emp_llm.pruning.kept_masks import removed_of
-from emp_llm.pruning.output.manifest import scheme_of_manifest
-from emp_llm.pruning.pruner import Pruner
-from emp_llm.pruning.row_pruners import naming_block
-from emp_llm.pruning.scoring.target_scores import naming_target
 from emp_llm.records.manifest import FileEntry, Manifest
-from emp_llm.selection.group_selection import GroupSelector
-from emp_llm.selection.row_selection import select_rows
-from emp_llm.storage.direct_io import FileReader, read_exactly
+from emp_llm.storage.direct_io import read_exactly
 from emp_llm.storage.hashing import file_hash
 
-_BLOCK_WEIGHTS = 1 << 20
 _CHUNK = 1 << 24
 
 
@@ -137,126 +127,6 @@ def check_other_bytes(source: Checkpoint, pruned: Checkpoint, targets: list[Targ
     return alike
 
 
-def check_masks(
-    source: Checkpoint,
-    pruned: Checkpoint,
-    targets: list[Target],
-    manifest: Manifest,
-    activations: Activations | None,
-    findings: Findings,
-    given: Path | None = None,
-) -> None:
-    """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
-
-    After a refit, a kept weight may have any finite value. The masks of SparseGPT are not decided again; only their number of
-    zeros is checked.
-
-    Raises:
-        UserError: the manifest does not record the scheme, or the norms lack a target.
-    """
-    try:
-        scheme, least_tokens = scheme_of_manifest(manifest), manifest.recipe.min_expert_tokens or 0
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{pruned.folder / MANIFEST_NAME}: it does not record how the masks were decided ({error}).") from error
-    decided = Pruner(source, targets, scheme, least_tokens=least_tokens, given=given)
-    if scheme.criterion.fits:
-        _check_zeros(pruned, decided, findings)
-        return
-    fitted = manifest.recipe.refit is not None
-    if activations is not None:
-        decided.scores.use(activations)
-    elif scheme.criterion.needs_norms:
-        raise UserError(f"{pruned.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
-    with progress_bar(sum(_bytes(t) for t in targets), "decide", "B") as bar:
-        everything = _selector(decided, targets, 0) if scheme.group == "all" else None
-        offset = 0
-        for target in targets:
-            selector = everything
-            if scheme.group == "matrix":
-                selector = _selector(decided, [target], offset)
-            wrong = _wrong_weights(pruned, decided, target, selector, offset, fitted)
-            findings.count("targets")
-            if wrong:
-                findings.differences.append(f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides.")
-            offset += target.matrix.numel
-            bar.update(_bytes(target))
-
-
-def _wrong_weights(
-    pruned: Checkpoint,
-    decided: Pruner,
-    target: Target,
-    selector: GroupSelector | None,
-    offset: int,
-    fitted: bool,
-) -> int:
-    """The number of weights of a target whose bits differ from those of the reference.
-
-    Args:
-        fitted: kept weights were refitted, so that only their being finite is checked.
-    """
-    wrong, scheme = 0, decided.scores.scheme_of(target)
-    path = pruned.folder / target.matrix.stored.shard.name
-    with FileReader(path) as file, naming_target(target):
-        for first, words in _blocks(target):
-            scores = decided.scores.of(target, first, as_tensor(words, target.matrix.stored.dtype))
-            with naming_block(first, words):
-                part = (
-                    selector.select(scores)
-                    if selector
-                    else select_rows(scores, scheme.budget, offset + first * target.matrix.columns)
-                )
-            written = target.matrix.read(file, first, first + words.shape[0])
-            kept = part.mask.numpy()
-            if fitted:
-                finite = as_tensor(written, target.matrix.stored.dtype).isfinite().numpy()
-                wrong += int(np.count_nonzero(np.where(kept, ~finite, written != 0)))
-            else:
-                wrong += int(np.count_nonzero(np.where(kept, words, 0) != written))
-    return wrong
-
-
-def _check_zeros(pruned: Checkpoint, decided: Pruner, findings: Findings) -> None:
-    """Check that each target has at least as many zeros as its budget removes, and that its other weights are finite."""
-    for target in decided.targets:
-        removed, zeros, finite = removed_of(decided, target), 0, True
-        with FileReader(pruned.folder / target.matrix.stored.shard.name) as file:
-            for first, last in target.matrix.row_blocks(_BLOCK_WEIGHTS):
-                written = target.matrix.read(file, first, last)
-                zeros += int(np.count_nonzero(written == 0))
-                finite = finite and bool(as_tensor(written, target.matrix.stored.dtype).isfinite().all())
-        findings.count("targets")
-        if zeros < removed:
-            findings.differences.append(f"{target.name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
-        if not finite:
-            findings.differences.append(f"{target.name}: it holds NaN or infinity.")
-
-
-def _selector(decided: Pruner, targets: list[Target], offset: int) -> GroupSelector:
-    """The selector of a group of one or several matrices, after all passes over their scores."""
-    selector = GroupSelector(decided.scheme.budget, offset)
-    feed = selector.add
-    while True:
-        for target in targets:
-            with naming_target(target):
-                for first, words in _blocks(target):
-                    weights = as_tensor(words, target.matrix.stored.dtype)
-                    with naming_block(first, words):
-                        feed(decided.scores.of(target, first, weights))
-        if not selector.searching():
-            return selector
-        feed = selector.search
-
-
-def _blocks(target: Target) -> Iterator[tuple[int, Words]]:
-    """(index of the first row, bits) of each block of rows of a target, from the source."""
-    with FileReader(target.matrix.stored.shard) as file:
-        for first, last in target.matrix.row_blocks(_BLOCK_WEIGHTS):
-            yield first, target.matrix.read(file, first, last)
-
-
 def _gaps(matrices: list[Matrix], size: int) -> Iterator[tuple[int, int]]:
     """(start, end) of each part of a file of `size` bytes that belongs to no matrix."""
     position = 0
@@ -282,7 +152,3 @@ def _first_difference(ours: Path, theirs: Path, start: int, end: int) -> int | N
         for file in files:
             os.close(file)
     return None
-
-
-def _bytes(target: Target) -> int:
-    return target.matrix.end - target.matrix.start

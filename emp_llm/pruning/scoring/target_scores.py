@@ -68,8 +68,13 @@ class TargetScores:
         Raises:
             UserError: the norms of a target are missing, or their number is wrong.
         """
+        if self._scheme.relative and not activations.relative:
+            raise UserError(
+                f"{name}: it has no norms relative to the outputs, which relative scores need; an older emp-llm made it. Run "
+                "emp-llm calibrate again, or use a wanda method without --score relative."
+            )
         for target in self._targets:
-            norm, inputs = activations.norm(target.name), target.matrix.columns
+            norm, inputs = activations.norm(target.name, self._scheme.relative), target.matrix.columns
             if norm is None or norm.numel() != inputs:
                 wrong = "no norms" if norm is None else f"{norm.numel()} norms for {inputs} inputs"
                 raise UserError(

@@ -85,6 +85,7 @@ class MeasuredPoint:
         method: of the recipe; None for the dense model itself.
         beta, order: of the effective number; None for uniform methods.
         group: the set of weights that compete; scope: the targets ("mlp", "mlp without lm_head").
+        relative: whether the norms are those relative to the outputs.
         variant: other differences from points of the same method, in words; usually empty.
         match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and the id of the EMP point.
         sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
@@ -106,6 +107,7 @@ class MeasuredPoint:
     order: float | None = None
     group: str = "row"
     scope: str = "mlp"
+    relative: bool = False
     variant: str = ""
     match: MatchBy | None = None
     baseline_of: str | None = None

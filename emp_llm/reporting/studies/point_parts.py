@@ -101,6 +101,7 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
         words += _own_words(recipe.criterion)
     if calibration is not None and calibration.propagate == "pruned":
         words.append("pruned propagation")
+    words += _score_words(recipe)
     if recipe.group != "row":
         words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
     match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"
@@ -109,10 +110,20 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
         "beta": recipe.beta if adaptive else None,
         "order": recipe.order if adaptive else None,
         "group": recipe.group,
+        "relative": recipe.score == "relative",
         "scope": _scope(recipe),
         "variant": printable(", ".join(words)),
         "match": match if recipe.match else None,
     }
+
+
+def _score_words(recipe: RecipeRecord) -> list[str]:
+    """Words that set the score apart from the usual one of the method."""
+    name = recipe.method.removeprefix("emp-")
+    words = ["relative norms"] if recipe.score == "relative" and name != "relative" else []
+    if recipe.method == "emp-relative":
+        return words if recipe.count_by == "magnitude" else [*words, "counts by the scores"]
+    return [*words, "counts by |W|"] if recipe.count_by == "magnitude" else words
 
 
 def _own_words(own: CriterionRecord) -> list[str]:

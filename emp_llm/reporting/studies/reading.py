@@ -141,6 +141,8 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
             group="row",
             order=entry.order,
             beta=1.0,
+            score=entry.score,
+            count_by=entry.count_by,
         )
         values: dict[str, Any] = {
             "id": f"{path.resolve()}#{number}",

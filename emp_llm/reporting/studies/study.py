@@ -133,7 +133,8 @@ def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     linked = []
     for point in points:
         if not point.adaptive and point.pruned and point.baseline_of is None and point.group == "row":
-            same = [e for e in adaptive if e.criterion == point.criterion and e.sparsity == point.sparsity]
+            same = [e for e in adaptive if (e.criterion, e.relative) == (point.criterion, point.relative)]
+            same = [e for e in same if e.sparsity == point.sparsity]
             named = [e for e in same if point.matches and Path(point.matches).resolve() == Path(e.id)]
             if same:
                 point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")

@@ -30,6 +30,7 @@ from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import stage_records
 from emp_llm.runs.sweeping.sweep_folder import SweepFolder
 from emp_llm.runs.sweeping.sweep_points import SweepPoint
+from emp_llm.selection.arithmetic.number_counts import GroupNumbers
 from emp_llm.storage.output.journal import Journal
 from emp_llm.storage.output.output_folder import OutputFolder
 
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 class SweepShared:
     """Everything that the points of a sweep share.
+
+    Attributes:
+        numbers: order -> effective numbers of the magnitudes, for points whose counts they set.
 
     Args:
         plan: the targets.
@@ -76,6 +80,7 @@ class SweepShared:
         self.norms = norms
         self._stack = stack
         self._masked: list[MaskedModel | None] = []
+        self.numbers: dict[float, list[GroupNumbers]] = {}
         self._measured: dict[str, tuple[str, Measures]] = {}  # digest of masks -> name of a point, its measurements
 
     def masked_model(self) -> MaskedModel | None:
@@ -135,7 +140,7 @@ class PointStage:
         norms = shared.norms() if self._recipe.needs_activations else None
         if norms is not None:
             pruner.scores.use(norms)
-        settle_budget(pruner)
+        settle_budget(pruner, shared.numbers)
         masked = shared.masked_model()
         if shared.options.keep:
             report = self._run_and_keep(pruner, norms, masked)

@@ -18,7 +18,7 @@ from emp_llm.evaluation.suites import suite_of
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import part
 from emp_llm.options.commands import METHODS, SweepOptions
-from emp_llm.options.criterion import CriterionOptions
+from emp_llm.options.criterion import CriterionOptions, ScoreOptions
 from emp_llm.options.recipe import Recipe, TargetOptions
 from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.recipe import check_ranges, criterion_record
@@ -44,6 +44,9 @@ from emp_llm.runs.sweeping.sweep_points import SweepPoint, plan_points
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.calibration import ForwardPasses
+
+
+_COMMON: tuple[type[Any], ...] = (TargetOptions, ScoreOptions, CriterionOptions)  # options that all points share
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class SweepRun:
 
     def __init__(self, options: SweepOptions) -> None:
         self._options = options
-        common = Recipe(group=options.group, **vars(part(options, TargetOptions)), **vars(part(options, CriterionOptions)))
+        chosen = {name: value for kind in _COMMON for name, value in vars(part(options, kind)).items()}
+        common = Recipe(group=options.group, **chosen)
         own = "" if common.own_name is None else f",emp-{common.own_name},{common.own_name}"
         self._planned = plan_points(
             f"{METHODS}{own}" if options.methods is None else options.methods,
@@ -104,6 +108,7 @@ class SweepRun:
             if point.baseline_of is None:
                 self._recipe(point).check_recipe()
                 check_ranges(self._recipe(point))
+        self._check_score()
         options.check()
         if ranks().count > 1:
             raise UserError(
@@ -124,6 +129,14 @@ class SweepRun:
         path = options.output or Path(f"{self._source.short_name}-sweep")
         self._folder = SweepFolder(path, self._plan.checkpoint, self._planned, options.overwrite)
         self._stack = ExitStack()
+
+    def _check_score(self) -> None:
+        """Raise UserError for options of the scores that no point uses."""
+        self._common.check_score()
+        for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods")):
+            asked = getattr(self._common, name)
+            if asked is not None and not any(getattr(self._recipe(point), name) == asked for point in self._planned):
+                raise UserError(f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods has none that it changes.")
 
     def dry_run(self) -> SweepDryRun:
         """The plan of the sweep."""
@@ -230,4 +243,7 @@ class SweepRun:
         """The fields that the recipes of all points share."""
         names = ("group", "targets", "ignore", "min_expert_tokens", "blocks")
         criterion = criterion_record(self._common)
-        return RecipeRecord(**{name: getattr(self._common, name) for name in names}, criterion=criterion)
+        record = RecipeRecord(**{name: getattr(self._common, name) for name in names}, criterion=criterion)
+        record.score = "relative" if self._common.score == "relative" else None
+        record.count_by = self._common.count_by
+        return record
