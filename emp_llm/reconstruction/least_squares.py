@@ -18,10 +18,12 @@ from torch import Tensor
 
 from emp_llm.reconstruction.conjugate_gradients import IndefiniteError, Solution, System, solve
 from emp_llm.reconstruction.precision import full_float32
+from emp_llm.reconstruction.preconditioner import rank_for
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 
 _BLOCK = 1 << 24  # numbers in a block of rows
 _BLOCKS = 12  # blocks in memory at a time, at most
+_CORES = 2  # small matrices of each row
 _LEAST_ROWS = 256  # of a block: fewer make a product with a large matrix slow
 _MOST_RAISES = 12
 _FIRST_RAISE = 1e-3  # the damping after 0
@@ -118,7 +120,8 @@ def output_error(
 
 def workspace_bytes(outputs: int, inputs: int) -> int:
     """The memory that `refit_rows` needs beside its arguments, in bytes, with the weights that it returns."""
-    return 4 * inputs * (outputs + _BLOCKS * min(outputs, _rows_of_a_block(inputs)))
+    rows = min(outputs, _rows_of_a_block(inputs))
+    return 4 * (inputs * outputs + rows * (_BLOCKS * inputs + _CORES * rank_for(inputs) ** 2))
 
 
 def exact_rows(weight: Tensor, mask: Tensor, gram: Tensor, cross: Tensor | None = None, damping: float = 0.01) -> Tensor:
