@@ -53,14 +53,16 @@ class Solution:
 
     Attributes:
         change: x, float32, shape (rows, inputs), zero outside of the masks.
-        iterations: the number of products with A.
+        iterations: of the row that took most.
         residual: an estimate of the largest share of a row's objective that further steps would remove. At most the
             tolerance, unless the iterations reached their limit.
+        products: rows multiplied by A, in total; rows that had converged do not count.
     """
 
     change: Tensor
     iterations: int
     residual: float
+    products: int
 
 
 @dataclass
@@ -104,12 +106,13 @@ def solve(system: System, mask: Tensor, right: Tensor, objective: Tensor | None,
     known = objective is not None
     state = _start(system, mask, right, objective)
     change = torch.zeros_like(right)
-    iterations, residual = 0, 0.0
+    iterations, residual, products, count = 0, 0.0, 0, len(state.index)
     while len(state.index) and iterations < limit:
         decrease, broken = _step(system, state)
         state.recent[iterations % len(state.recent)] = decrease
         state.objective -= decrease
         iterations += 1
+        products += int(count)
         further = _further(state.recent, iterations)
         reference = state.objective if known else -_WITHOUT_ENERGY * state.objective
         left = further > torch.maximum(_SAFETY * tolerance * reference, state.rounding)
@@ -121,7 +124,7 @@ def solve(system: System, mask: Tensor, right: Tensor, objective: Tensor | None,
             shares = torch.where(further <= state.rounding, 0, further / reference)
             residual = max(residual, float(shares[~left | (iterations == limit)].max()))
             state.select(left)
-    return Solution(change, iterations, residual)
+    return Solution(change, iterations, residual, products)
 
 
 def _start(system: System, mask: Tensor, right: Tensor, objective: Tensor | None) -> _State:
