@@ -10,6 +10,7 @@
 # OUT      the folder for gpu.md, refit_cuda.md and gpu_logs; default: scripts/results
 # WHEELS   a folder of wheels, from which missing packages are installed in an environment of their own; torch is not touched
 # SCRATCH  where to work (15 GB for SIZE=4B); default: a temporary folder, deleted at the end
+# WITNESS  a folder of texts: instead of all this, train the model of train_witness.py on them, and write OUT/witness.md
 # SIZE     of the measured model: 4B, 7B or 1B
 # SECONDS_IN_ALL  default: 570
 set -uo pipefail
@@ -189,6 +190,12 @@ if [ -z "$DRY_RUN" ]; then
 fi
 echo "== environment: $SECONDS s"
 
+if [ -n "${WITNESS:-}" ]; then
+    TINY=$([ "$SIZE" = tiny ] && echo --tiny)
+    step witness "$SECONDS_IN_ALL" "$PYTHON" scripts/train_witness.py --text "$WITNESS" --output "$SCRATCH/witness" \
+        --table "$OUT/witness.md" --device "$DEVICE" --seconds "$(($(left "$SECONDS_IN_ALL") - 20))" $TINY
+    exit $failed
+fi
 if [ "$DEVICE" = cuda ]; then
     tests 190
 else
