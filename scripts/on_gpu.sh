@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in under ten minutes: tests of the kernels, masks and calibration, then measurements.
-# Writes one table, gpu.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
+# Writes two tables, gpu.md and refit_cuda.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
 #
 #     bash scripts/on_gpu.sh                 # from the root of the repository
 #     DRY_RUN=1 bash scripts/on_gpu.sh       # prints the commands
 #     DEVICE=cpu SIZE=tiny bash scripts/on_gpu.sh   # tries the script without a GPU
 #
 # PYTHON   the interpreter, with a CUDA build of torch; default: python3
-# OUT      the folder for gpu.md and gpu_logs; default: scripts/results
+# OUT      the folder for gpu.md, refit_cuda.md and gpu_logs; default: scripts/results
 # WHEELS   a folder of wheels, from which missing packages are installed in an environment of their own; torch is not touched
 # SCRATCH  where to work (15 GB for SIZE=4B); default: a temporary folder, deleted at the end
+# WITNESS  a folder of texts: instead of all this, train the model of train_witness.py on them, and write OUT/witness.md
 # SIZE     of the measured model: 4B, 7B or 1B
 # SECONDS_IN_ALL  default: 570
 set -uo pipefail
@@ -124,6 +125,7 @@ shards() {
     echo "norms|tests/test_cuda.py|norms or pruning"
     echo "checkpoints wanda|tests/test_cuda.py|checkpoints and wanda"
     echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"
+    echo "refit|tests/test_cuda.py|refit or sparsegpt"
     echo "effective masks and sweep|tests/test_cuda.py|effective or sweep"
 }
 
@@ -188,12 +190,21 @@ if [ -z "$DRY_RUN" ]; then
 fi
 echo "== environment: $SECONDS s"
 
+if [ -n "${WITNESS:-}" ]; then
+    TINY=$([ "$SIZE" = tiny ] && echo --tiny)
+    step witness "$SECONDS_IN_ALL" "$PYTHON" scripts/train_witness.py --text "$WITNESS" --output "$SCRATCH/witness" \
+        --table "$OUT/witness.md" --device "$DEVICE" --seconds "$(($(left "$SECONDS_IN_ALL") - 20))" $TINY
+    exit $failed
+fi
 if [ "$DEVICE" = cuda ]; then
     tests 190
 else
     echo "== tests: not without a GPU; python -m pytest runs the kernels in Triton's interpreter"
 fi
 bench masks 90 0
+SHAPES=$([ "$SIZE" = tiny ] && echo 64x96 || echo 1024x2752 4096x4096 11008x4096 4096x11008)
+# shellcheck disable=SC2086
+step refit 90 "$PYTHON" scripts/bench_refit.py --device "$DEVICE" --shapes $SHAPES --output "$OUT/refit_$DEVICE.md"
 bench calibration 130 70
 bench prune 300 20  # the rest of the time
 

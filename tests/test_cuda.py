@@ -12,6 +12,7 @@ import torch
 from kernel_cases import DTYPES, weights
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
+from test_reconstruction import inputs_of, layer, moments, objective
 
 from emp_llm import Recipe, effective_mask, prune_model
 from emp_llm.calibrate import calibrate
@@ -21,6 +22,8 @@ from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner
+from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows
+from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]
@@ -158,3 +161,49 @@ def test_a_sweep_with_masks_from_the_gpu_equals_one_with_masks_from_the_cpu(
         found.append([(point.name, point.masks, point.evaluation.perplexity.perplexity) for point in points])  # type: ignore[union-attr]
     assert found[0] == found[1]
     assert len(found[0]) == 4
+
+
+@pytest.mark.parametrize("two_streams", [False, True])
+def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
+    """To 1e-3 of the remaining error, with inputs of very different sizes; also where the user allows TF32."""
+    x = inputs_of("correlated", 640)
+    x[:, :3] *= 100
+    xhat = x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) if two_streams else x
+    weight, mask = layer(64, 640)
+    damping = 1e-4
+    energy = (x @ weight.double().T).square().sum(0)
+    cross = moments(xhat, x).cuda() if two_streams else None
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = refit_rows(
+            weight.cuda(), mask.cuda(), moments(xhat).cuda(), cross, damping=damping, energy=energy.float().cuda()
+        )
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found.weight.is_cuda
+    assert not bool(found.weight[~mask.cuda()].any())
+    exact = exact_rows(weight.double(), mask, xhat.T @ xhat, xhat.T @ x, damping)
+    best, reached = (objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight.cpu()))
+    assert float(((reached - best) / best).max()) < 1e-3
+    assert found.damping == damping
+    again = refit_rows(weight.cuda(), mask.cuda(), moments(xhat).cuda(), cross, damping=damping, energy=energy.float().cuda())
+    assert torch.equal(found.weight, again.weight)
+
+
+def test_refit_on_the_gpu_never_gives_nan() -> None:
+    weight, mask = layer(16, 160)
+    for gram in (torch.zeros(160, 160), torch.ones(160, 160), torch.full((160, 160), -1e30).fill_diagonal_(1.0)):
+        found = refit_rows(weight.cuda(), mask.cuda(), gram.cuda(), damping=0.0)
+        assert bool(found.weight.isfinite().all())
+        assert bool((found.error_after <= found.error_before).all())
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.5}, {"pattern": (2, 4)}], ids=str)
+def test_sparsegpt_on_the_gpu_agrees_with_the_cpu(options: dict[str, Any]) -> None:
+    """Masks can differ where two costs are equal up to rounding."""
+    weight, gram = layer(64, 384)[0], moments(inputs_of("plain", 384))
+    here, there = sparsegpt(weight, gram, **options), sparsegpt(weight.cuda(), gram.cuda(), **options)
+    assert int(there.mask.sum()) == int(here.mask.sum())
+    assert float((here.mask != there.mask.cpu()).double().mean()) < 1e-3
+    errors = [float(output_error(found.weight.cpu(), weight, gram).sum()) for found in (here, there)]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-2)

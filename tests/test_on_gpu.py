@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import bench_gpu
 import bench_helpers
 import pytest
+import train_witness
 from _pytest.mark.expression import Expression
 from conftest import Run
 
@@ -49,6 +50,18 @@ def test_every_file_and_option_exists(printed: str, capsys: pytest.CaptureFixtur
         options = [word for word in shlex.split(line.split("bench_gpu.py")[1]) if word.startswith("--")]
         assert options
         assert all(option in usage for option in options)
+
+
+def test_the_witness_is_trained_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = os.environ | {"DRY_RUN": "1", "OUT": str(tmp_path), "SCRATCH": str(tmp_path), "WITNESS": "texts"}
+    done = subprocess.run(["bash", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    (line,) = (line for line in done.stdout.splitlines() if ".py" in line)
+    with pytest.raises(SystemExit):
+        train_witness.main(["--help"])
+    usage = capsys.readouterr().out
+    options = [word for word in shlex.split(line.split("train_witness.py")[1]) if word.startswith("--")]
+    assert "--text" in options
+    assert all(option in usage for option in options)
 
 
 def test_the_steps_take_less_than_ten_minutes() -> None:

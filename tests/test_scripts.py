@@ -1,9 +1,12 @@
 """Every script imports and answers --help, the commands that scripts start parse, and small runs of some succeed."""
 
 import argparse
+import json
+import lzma
 import re
 import runpy
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +23,8 @@ from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
 from emp_llm.selection.criteria import CRITERIA
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 
 
@@ -86,12 +90,38 @@ def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
         ("check_towers", "llava bart"),
         ("check_masks", "--weights 100"),
         ("bench_masks", "--rows 8 --repeats 1 --threads 1"),
+        ("bench_refit", "--shapes 24x40 --tokens 100 --repeats 1 --threads 1"),
         ("fuzz_checkpoint", "--executions 20"),
     ],
 )
 def test_small_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: str) -> None:
     assert run(monkeypatch, name, *arguments.split()) == 0
     assert capsys.readouterr().out
+
+
+def test_the_witness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Trained for a few steps and pruned; a second run uses the same checkpoint, and stops when the time is over."""
+    articles = (ROOT / "calibration" / "demo.txt").read_text(encoding="utf-8").split("\n\n")
+    for name, part in (("train", articles[:400]), ("heldout", articles[400:500])):
+        with lzma.open(tmp_path / f"wikipedia_{name}.jsonl.xz", "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in part)
+    witness, rows = import_module("train_witness"), import_module("witness_rows")
+    monkeypatch.setattr(witness, "TINY", replace(witness.TINY, steps=4, samples=4, blocks=2))
+    monkeypatch.setattr(rows, "ROWS", [row for row in rows.ROWS if "wanda --sparsity 0.5" in row and "emp" not in row][:2])
+    line = ["--text", str(tmp_path), "--output", str(tmp_path / "out"), "--device", "cpu", "--tiny"]
+    assert run(monkeypatch, "train_witness", *line, "--table", str(tmp_path / "docs" / "witness.md")) == 0
+    page = (tmp_path / "docs" / "witness.md").read_text(encoding="utf-8")
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| `--method")]
+    assert [row[0] for row in cells] == [f"`{row}`" for row in rows.ROWS]
+    assert [row[1] for row in cells] == ["50.00%", "50.00%"]
+    assert all(float(row[2]) > 1 and "±" in row[3] for row in cells)
+    assert cells[0][2] != cells[1][2]
+    assert '"steps_done": 4' in page
+    weights = next((tmp_path / "out" / "model").glob("*.safetensors"))
+    before = weights.stat().st_mtime_ns
+    assert run(monkeypatch, "train_witness", *line, "--seconds", "0.1") == 0
+    assert weights.stat().st_mtime_ns == before
+    assert "1 of 2 rows did not fit in the time" in (tmp_path / "out" / "witness.md").read_text(encoding="utf-8")
 
 
 def test_a_synthetic_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Conjugate gradients for many rows at once, each with its own mask, made of products with one shared matrix.
 
-Row r solves A_SS x = b_S with A = G / s + d I, where S are its kept positions. A masked direction times A, masked again, is a
-product with A_SS; so one matrix product serves all rows. The preconditioner is the diagonal of A: a few inputs of real layers
-are a thousand times larger than the others, and scaling takes them out of the condition number.
+Row r solves A_SS x = b_S with A = G / scale + damping I, where S are its kept positions. A masked direction times A, masked
+again, is a product with A_SS; so one matrix product serves all rows.
 """
 
 from dataclasses import dataclass
@@ -10,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_WINDOW = 4  # steps; the decrease in the last of them, against that in those before, tells what further steps would gain
+from emp_llm.reconstruction.preconditioner import Preconditioner
+
+_WINDOW = 3  # steps; the decrease in the last of them, against that in those before, tells what further steps would gain
 _SLOWEST, _FASTEST = 20.0, 0.5  # bounds on that gain, relative to the decrease in the last steps
 _ROUNDING = 1e-7  # relative decrease of an objective that float32 no longer sees
-_SAFETY = 0.3  # factor on the tolerance: decreases can pause and go on
+_SAFETY = 0.15  # factor on the tolerance: decreases can pause and go on
 _SHRINK = 0.75  # share of the rows below which those that have converged are taken out
 _WITHOUT_ENERGY = 0.1  # factor on the tolerance when only the gain of a fit is known, and not the error that remains
 
@@ -30,18 +31,16 @@ class System:
         gram: G, float32, shape (inputs, inputs), symmetric.
         scale: the mean of its diagonal.
         damping: lambda / scale.
-        inverse_diagonal: of A, float32, shape (inputs,); 0 where A has a zero.
     """
 
     gram: Tensor
     scale: float
     damping: float
-    inverse_diagonal: Tensor
+    preconditioner: Preconditioner
 
     @classmethod
     def of(cls, gram: Tensor, scale: float, damping: float) -> "System":
-        diagonal = gram.diagonal() / scale + damping
-        return cls(gram, scale, damping, torch.where(diagonal > 0, 1 / diagonal, 0))
+        return cls(gram, scale, damping, Preconditioner.of(gram, scale, damping))
 
     def times(self, rows: Tensor, out: Tensor) -> Tensor:
         """Rows times A."""
@@ -54,22 +53,25 @@ class Solution:
 
     Attributes:
         change: x, float32, shape (rows, inputs), zero outside of the masks.
-        iterations: the number of products with A.
+        iterations: of the row that took most.
         residual: an estimate of the largest share of a row's objective that further steps would remove. At most the
             tolerance, unless the iterations reached their limit.
+        products: rows multiplied by A, in total; rows that had converged do not count.
     """
 
     change: Tensor
     iterations: int
     residual: float
+    products: int
 
 
 @dataclass
 class _State:
-    """The rows that have not converged. All blocks have the shape (rows, inputs)."""
+    """The rows that have not converged. Blocks have the shape (rows, inputs)."""
 
     index: Tensor  # of the rows, in the block given to `solve`
     mask: Tensor
+    cores: Tensor  # of the preconditioner; shape (rows, rank, rank)
     change: Tensor
     residual: Tensor
     direction: Tensor
@@ -81,7 +83,7 @@ class _State:
 
     def select(self, chosen: Tensor) -> None:
         """Keep the chosen rows only."""
-        for name in ("index", "mask", "change", "residual", "direction", "descent", "objective", "rounding"):
+        for name in ("index", "mask", "cores", "change", "residual", "direction", "descent", "objective", "rounding"):
             setattr(self, name, getattr(self, name)[chosen])
         self.recent = self.recent[:, chosen]
         self.product = torch.empty_like(self.residual)
@@ -104,12 +106,13 @@ def solve(system: System, mask: Tensor, right: Tensor, objective: Tensor | None,
     known = objective is not None
     state = _start(system, mask, right, objective)
     change = torch.zeros_like(right)
-    iterations, residual = 0, 0.0
+    iterations, residual, products, count = 0, 0.0, 0, len(state.index)
     while len(state.index) and iterations < limit:
         decrease, broken = _step(system, state)
         state.recent[iterations % len(state.recent)] = decrease
         state.objective -= decrease
         iterations += 1
+        products += int(count)
         further = _further(state.recent, iterations)
         reference = state.objective if known else -_WITHOUT_ENERGY * state.objective
         left = further > torch.maximum(_SAFETY * tolerance * reference, state.rounding)
@@ -121,16 +124,18 @@ def solve(system: System, mask: Tensor, right: Tensor, objective: Tensor | None,
             shares = torch.where(further <= state.rounding, 0, further / reference)
             residual = max(residual, float(shares[~left | (iterations == limit)].max()))
             state.select(left)
-    return Solution(change, iterations, residual)
+    return Solution(change, iterations, residual, products)
 
 
 def _start(system: System, mask: Tensor, right: Tensor, objective: Tensor | None) -> _State:
-    direction = right * system.inverse_diagonal
+    cores = system.preconditioner.cores(mask)
+    direction = system.preconditioner.apply(right, mask, cores, torch.empty_like(right))
     descent = torch.linalg.vecdot(right, direction)
     nothing = torch.zeros_like(descent)
     state = _State(
         index=torch.arange(len(right), device=right.device),
         mask=mask,
+        cores=cores,
         change=torch.zeros_like(right),
         residual=right,
         direction=direction,
@@ -160,7 +165,7 @@ def _step(system: System, state: _State) -> tuple[Tensor, Tensor]:
     decrease = length * state.descent
     state.change.addcmul_(state.direction, length[:, None])
     state.residual.addcmul_(product, length[:, None], value=-1)
-    preconditioned = torch.mul(state.residual, system.inverse_diagonal, out=product)
+    preconditioned = system.preconditioner.apply(state.residual, state.mask, state.cores, product)
     descent = torch.linalg.vecdot(state.residual, preconditioned)
     ratio = torch.where(at_rest, 0, descent / state.descent)
     torch.addcmul(preconditioned, state.direction, ratio[:, None], out=state.direction)

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from emp_llm.reconstruction.conjugate_gradients import IndefiniteError, Solution, System, solve
 from emp_llm.reconstruction.precision import full_float32
+from emp_llm.reconstruction.preconditioner import rank_for
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 
 _BLOCK = 1 << 24  # numbers in a block of rows
 _BLOCKS = 12  # blocks in memory at a time, at most
+_CORES = 2  # small matrices of each row
 _LEAST_ROWS = 256  # of a block: fewer make a product with a large matrix slow
 _MOST_RAISES = 12
 _FIRST_RAISE = 1e-3  # the damping after 0
@@ -38,6 +40,7 @@ class Refit:
         iterations: of the slowest block of rows.
         residual: an estimate of the largest share of a row's objective that further steps would remove. Above the tolerance
             only if the iterations reached their limit.
+        products: rows multiplied by the gram, in total; each takes 2 * inputs^2 operations.
         error_before, error_after: E of each row with its kept weights unmoved and refitted, float64, shape (outputs,). With
             `cross` and without `energy`, the constant sum_t omega_t (w_r . x_t)^2 is missing in both.
     """
@@ -46,6 +49,7 @@ class Refit:
     damping: float
     iterations: int
     residual: float
+    products: int
     error_before: Tensor
     error_after: Tensor
 
@@ -91,7 +95,7 @@ def refit_rows(
         except IndefiniteError:
             damping = max(10 * damping, _FIRST_RAISE)
     error = output_error(weight * mask, weight, gram, cross, energy)
-    return Refit((weight * mask).float(), damping, 0, 0.0, error, error.clone())
+    return Refit((weight * mask).float(), damping, 0, 0.0, 0, error, error.clone())
 
 
 def output_error(
@@ -118,7 +122,8 @@ def output_error(
 
 def workspace_bytes(outputs: int, inputs: int) -> int:
     """The memory that `refit_rows` needs beside its arguments, in bytes, with the weights that it returns."""
-    return 4 * inputs * (outputs + _BLOCKS * min(outputs, _rows_of_a_block(inputs)))
+    rows = min(outputs, _rows_of_a_block(inputs))
+    return 4 * (inputs * outputs + rows * (_BLOCKS * inputs + _CORES * rank_for(inputs) ** 2))
 
 
 def exact_rows(weight: Tensor, mask: Tensor, gram: Tensor, cross: Tensor | None = None, damping: float = 0.01) -> Tensor:
@@ -165,11 +170,12 @@ def _refit(
         gains.append(_keep_what_helps(solution, system, right))
         fitted[rows] += solution.change
         before.append(error.double() * system.scale)
-        solutions.append((solution.iterations, solution.residual))
+        solutions.append((solution.iterations, solution.residual, solution.products))
     error_before = torch.cat(before)
     error_after = error_before - torch.cat(gains) * system.scale
-    iterations, residual = (max(found) for found in zip(*solutions, strict=True))
-    return Refit(fitted, system.damping, int(iterations), residual, error_before, error_after)
+    iterations, residuals, products = zip(*solutions, strict=True)
+    total = sum(products) + 2 * len(weight)  # one for the start, one for the gains
+    return Refit(fitted, system.damping, max(iterations), max(residuals), total, error_before, error_after)
 
 
 def _unfitted(
