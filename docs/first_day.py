@@ -38,19 +38,19 @@ tokenizer.save_pretrained(work / "pruned")
 report.save(work / "pruned")
 print("differences:", verify(work / "pruned").differences)
 
-# %% A criterion of your own: RIA, in three lines
+# %% A criterion of your own, in three lines: the weight's share of its column, times the norm of its input
 
 
 @register_criterion
-def ria(weight, inputs):  # type: ignore[no-untyped-def]
+def column_share(weight, inputs):  # type: ignore[no-untyped-def]
     size = weight.float().abs()
-    return (size / size.sum(0) + size / size.sum(1, keepdim=True)) * inputs.norms.sqrt()
+    return size / size.sum(0) * inputs.norms
 
 
 dense = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-masks = masks_of(dense, Recipe(method="emp-ria"), activations=report.activations)  # the norms are those of before
+masks = masks_of(dense, Recipe(method="emp-column_share"), activations=report.activations)  # the norms are those of before
 kept = sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
-print(f"emp-ria keeps {kept:.1%}")
+print(f"emp-column_share keeps {kept:.1%}")
 
 # %% Or scores that you have already: here, of a signed kind
 scores = {name: parameter.detach().float() for name, parameter in dense.named_parameters()}

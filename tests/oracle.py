@@ -91,6 +91,13 @@ def scores(matrix: Array, norm: Array | None = None) -> Array:
     return (np.abs(matrix).astype(np.float32) * norm.astype(np.float32)).astype(np.float64)
 
 
+def ria(size: Array, norm: Array) -> Array:
+    """(|W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|) * norm_j^0.5 from |W|, rounded to float32; 0 where W_ij is 0."""
+    rows, columns = size.sum(1), size.sum(0)
+    shares = [[w / rows[i] + w / columns[j] if w else 0.0 for j, w in enumerate(row)] for i, row in enumerate(size)]
+    return (np.array(shares) * np.sqrt(norm.astype(np.float64))).astype(np.float32).astype(np.float64)
+
+
 def effective(row: Array, order: float = 2.0) -> float:
     """The Hill number of a row of scores; its length for a row of zeros."""
     total = row.sum()

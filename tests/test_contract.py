@@ -34,7 +34,7 @@ MLP = dict.fromkeys(tiny.FAMILIES, (GLU, 6)) | {
     "qwen3_moe": (r"model\.layers\.[01]\.mlp\.experts\.[0-3]\.(gate|up|down)_proj\.weight", 24),
     "gpt_neox": (r"gpt_neox\.layers\.[01]\.mlp\.dense_(h_to_4h|4h_to_h)\.weight", 4),
 }
-MORE = ("emp-relative", "relative")
+MORE = ("emp-relative", "relative", "emp-ria", "ria")
 PAIRS = [(family, method) for family in MLP for method in METHODS]
 PAIRS += [(family, method) for family in ("llama", "phi3", "gpt2", "mixtral") for method in MORE]
 every_pair = pytest.mark.parametrize(("family", "method"), PAIRS)
@@ -62,7 +62,8 @@ class Pruned:
         if method.endswith("magnitude"):
             return matrix
         file = norms or self.out / "emp_llm" / "activations.safetensors"
-        return oracle.scores(matrix, norms_of(file, method.endswith("relative"))[layer])
+        norm = norms_of(file, method.endswith("relative"))[layer]
+        return oracle.ria(matrix, norm) if method.endswith("ria") else oracle.scores(matrix, norm)
 
     def magnitudes(self, layer: str) -> Array:
         """|W| of a layer, one output to a row."""

@@ -29,7 +29,7 @@ import torch
 calls = []
 
 
-def ria(weight, inputs):
+def my_ria(weight, inputs):
     """Relative importance and activations, with whole rows and columns."""
     size = weight.double().abs()
     calls.append(tuple(weight.shape))
@@ -85,26 +85,26 @@ def kept(run: Path, tensor: str) -> oracle.Array:
     return oracle.weight(run, tensor) != 0
 
 
-def ria(source: Path, run: Path, layer: str, tensor: str) -> oracle.Array:
-    """The scores of `ria` in numpy."""
+def my_ria(source: Path, run: Path, layer: str, tensor: str) -> oracle.Array:
+    """The scores of `my_ria` in numpy."""
     size = np.abs(oracle.weight(source, tensor))
     norm = oracle.load_norms(run / "emp_llm" / "activations.safetensors")[layer].astype(np.float64)
     scores: oracle.Array = (size / size.sum(1, keepdims=True) + size / size.sum(0)) * np.sqrt(norm)
     return scores
 
 
-@pytest.mark.parametrize("method", ["emp-ria", "ria"])
+@pytest.mark.parametrize("method", ["emp-my_ria", "my_ria"])
 def test_a_criterion_by_name_prunes_by_its_scores(
     command: Run, models: Callable[[str], Path], text: Path, code: Path, tmp_path: Path, method: str
 ) -> None:
     source, out = models("llama"), tmp_path / "out"
-    how = ["--method", method] if method == "ria" else []  # emp-ria is the default with this criterion
+    how = ["--method", method] if method == "my_ria" else []  # emp-my_ria is the default with this criterion
     given = ["--calibration", text, "--samples", 4, "--seqlen", 64, "--device-map", "cpu"]
-    done = command("prune", "--model", source, "--criterion", "my_scores:ria", *how, *given, "--output", out)
+    done = command("prune", "--model", source, "--criterion", "my_scores:my_ria", *how, *given, "--output", out)
     assert done.returncode == 0, done.stderr
     for layer, tensor in targets(out).items():
-        scores = ria(source, out, layer, tensor)
-        mask = oracle.row_masks(scores, method == "emp-ria")
+        scores = my_ria(source, out, layer, tensor)
+        mask = oracle.row_masks(scores, method == "emp-my_ria")
         np.testing.assert_array_equal(kept(out, tensor), mask & (oracle.weight(source, tensor) != 0), err_msg=layer)
     calls = sys.modules["my_scores"].calls
     assert len(calls) == 6  # once for each matrix
@@ -112,19 +112,19 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     assert shapes == {(80, 32), (32, 80)}  # whole matrices
     recipe = json.loads((out / "emp_report.json").read_text())["recipe"]
     assert recipe["method"] == method
-    assert recipe["criterion"]["function"] == "my_scores:ria"
+    assert recipe["criterion"]["function"] == "my_scores:my_ria"
     assert len(recipe["criterion"]["source"]) == 64
-    checked = command("verify", out, "--source", source, "--criterion", "my_scores.py:ria")
+    checked = command("verify", out, "--source", source, "--criterion", "my_scores.py:my_ria")
     assert checked.returncode == 0, checked.stderr
     assert "0 differences" in checked.stdout
     code.write_text(CODE.replace("size.sum(0)", "size.sum(0).square()"))
-    changed = command("verify", out, "--source", source, "--criterion", "my_scores.py:ria")
+    changed = command("verify", out, "--source", source, "--criterion", "my_scores.py:my_ria")
     assert changed.returncode == 1
     assert "has changed since" in changed.stderr
-    CRITERIA.pop("ria")
+    CRITERIA.pop("my_ria")
     unknown = command("verify", out, "--source", source)
     assert unknown.returncode == 2
-    assert "add --criterion my_scores:ria" in unknown.stderr
+    assert "add --criterion my_scores:my_ria" in unknown.stderr
 
 
 MAPPED: dict[str, Callable[[oracle.Array], oracle.Array]] = {
@@ -192,26 +192,31 @@ def test_sweep_measure_and_report_know_the_criterion(
     suite = tmp_path / "suite.toml"
     (tmp_path / "heldout.txt").write_text(text.read_text()[:2000])
     suite.write_text('[perplexity]\nfile = "heldout.txt"\nseqlen = 64\n')
-    common: dict[str, Any] = {"model": source, "criterion": "my_scores:ria", "calibration": str(text), "samples": 4}
+    common: dict[str, Any] = {"model": source, "criterion": "my_scores:my_ria", "calibration": str(text), "samples": 4}
     common |= {"seqlen": 64, "device_map": "cpu"}
     swept = sweep(
-        **common, methods="emp-ria,wanda", betas="1", suite=str(suite), matched_baselines=True, output=tmp_path / "sweep"
+        **common, methods="emp-my_ria,wanda", betas="1", suite=str(suite), matched_baselines=True, output=tmp_path / "sweep"
     )
     names = [point.name for point in swept.points]
-    assert names == ["emp-ria-beta-1", "ria-total-as-emp-ria-beta-1", "ria-matrix-as-emp-ria-beta-1", "wanda-0.5"]
+    assert names == [
+        "emp-my_ria-beta-1",
+        "my_ria-total-as-emp-my_ria-beta-1",
+        "my_ria-matrix-as-emp-my_ria-beta-1",
+        "wanda-0.5",
+    ]
     first, same = swept.points[0], swept.points[1]
-    equal = sweep(**common, methods="emp-ria,ria", emp_sparsities="0.5", suite=str(suite), output=tmp_path / "equal")
-    assert [point.name for point in equal.points] == ["emp-ria-0.5", "ria-0.5"]
+    equal = sweep(**common, methods="emp-my_ria,my_ria", emp_sparsities="0.5", suite=str(suite), output=tmp_path / "equal")
+    assert [point.name for point in equal.points] == ["emp-my_ria-0.5", "my_ria-0.5"]
     assert {point.sparsity_of_targets for point in equal.points} == {0.5}
     report(runs=[tmp_path / "equal"], output=tmp_path / "equal-page", no_plots=True)
     assert first.sparsity_of_targets == same.sparsity_of_targets
     measured = measure(**common, output=tmp_path / "measure.json")
-    assert [entry.criterion for entry in measured.measures] == ["magnitude", "wanda", "ria"]
+    assert [entry.criterion for entry in measured.measures] == ["magnitude", "wanda", "my_ria"]
     assert measured.measures[-1].targets.sparsity_of_targets == first.sparsity_of_targets
     assert {point.beta: point.sparsity_of_targets for point in measured.measures[-1].curve}[1] == first.sparsity_of_targets
     page = report(runs=[tmp_path / "sweep", tmp_path / "measure.json"], output=tmp_path / "page", no_plots=True)
     assert page is not None
-    assert "ria" in (tmp_path / "page" / "report.html").read_text()
+    assert "my_ria" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_a_function_in_python() -> None:
@@ -293,13 +298,13 @@ def test_wrong_scores_are_named(command: Run, models: Callable[[str], Path], tmp
     [
         (["--map", "abs"], "--map is for scores of your own"),
         (["--scores", "nowhere.safetensors"], "--scores nowhere.safetensors: no such file"),
-        (["--scores", ".", "--criterion", "my_scores:ria"], "--criterion and --scores both define"),
+        (["--scores", ".", "--criterion", "my_scores:my_ria"], "--criterion and --scores both define"),
         (["--method", "emp-scores"], "--method emp-scores needs your scores"),
-        (["--method", "wanda", "--criterion", "my_scores:ria"], "--method wanda does not use --criterion"),
+        (["--method", "wanda", "--criterion", "my_scores:my_ria"], "--method wanda does not use --criterion"),
         (["--method", "emp-nothing"], "'emp-nothing' is not one of emp-wanda, wanda.*--criterion MODULE:FUNCTION"),
         (["--criterion", "no_such_module:f"], "no module no_such_module"),
         (["--criterion", "nowhere.py:f"], "no file nowhere.py"),
-        (["--criterion", "my_scores:ria", "--map", "log"], "log"),
+        (["--criterion", "my_scores:my_ria", "--map", "log"], "log"),
     ],
 )
 def test_conflicting_options(

@@ -1,4 +1,4 @@
-"""Relative norms in scores (--score), and counts by the effective number of the magnitudes (--count-by)."""
+"""Relative norms in scores (--score), counts by the effective number of the magnitudes (--count-by), and RIA's score."""
 
 import json
 import logging
@@ -20,6 +20,7 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.measure import measure
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
+from emp_llm.selection.criteria import InputStatistics, ria
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
@@ -134,6 +135,35 @@ def test_pruned_propagation(models: Models, text: Path, tmp_path: Path, sparsity
     found = prune_model(model, Recipe(method="emp-relative", sparsity=sparsity), text, source, **tokens)  # type: ignore[arg-type]
     for layer, entry in found.matrices.items():
         assert torch.equal(model.get_submodule(layer).weight != 0, torch.from_numpy(oracle.weight(out, entry.tensor) != 0))
+
+
+@pytest.mark.parametrize("options", [{}, {"score": "relative", "count_by": "magnitude"}], ids=["plain", "relative"])
+def test_ria_of_rows_and_columns_of_zeros(models: Models, norms: Models, tmp_path: Path, options: dict[str, Any]) -> None:
+    """A row of zeros has scores of zero, and so has a column. Either kind of norms and of counts goes with the score."""
+    name = "model.layers.0.mlp.up_proj"
+
+    def plant(matrix: oracle.Array) -> None:
+        matrix[3] = 0
+        matrix[:, 5] = 0
+
+    source = oracle.edited_copy(models("llama"), tmp_path / "planted", f"{name}.weight", plant)
+    report = pruned(source, norms("llama"), tmp_path / "out", method="emp-ria", **options)
+    own = oracle.load_norms(norms("llama"), relative=bool(options))
+    for layer, entry in report.matrices.items():
+        size = oracle.scores(oracle.weight(source, entry.tensor))
+        scores = oracle.ria(size, own[layer])
+        mask = oracle.row_masks(scores, True, counting=size if options else None)
+        np.testing.assert_array_equal(oracle.weight(tmp_path / "out", entry.tensor) != 0, mask & (size != 0), err_msg=layer)
+        assert entry.kept == mask.sum()
+    assert verify(tmp_path / "out", source=str(source), activations=norms("llama")).differences == []
+
+
+def test_ria_of_a_large_matrix() -> None:
+    """It is computed a piece at a time, and the pieces do not show."""
+    weight, norm = torch.randn(1025, 1030).bfloat16(), torch.rand(1030)
+    size = weight.double().abs()
+    wanted = (size / size.sum(1, keepdim=True) + size / size.sum(0)) * norm.double().sqrt()
+    torch.testing.assert_close(ria(weight, InputStatistics(norm)), wanted.float(), rtol=1e-6, atol=0)
 
 
 def test_dry_run_needs_no_activations_for_counts_by_magnitude(command: Run, models: Models, norms: Models) -> None:

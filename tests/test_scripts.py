@@ -158,11 +158,11 @@ def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     try:
         runpy.run_path("docs/first_day.py")
     finally:
-        CRITERIA.pop("ria", None)
+        CRITERIA.pop("column_share", None)
     told = capsys.readouterr().out
     assert "beta 1: 36.9% of the targets" in told
     assert "differences: []" in told
-    assert re.search(r"emp-ria keeps [56]\d\.\d%", told)
+    assert re.search(r"emp-column_share keeps [3456]\d\.\d%", told)
     first, again = re.search(r"([\d,]+) weights removed; ([\d,]+) again", told).groups()  # type: ignore[union-attr]
     assert first == again
 

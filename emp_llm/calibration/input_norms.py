@@ -76,8 +76,8 @@ class InputSums:
             if not bool(torch.isfinite(norms[name]).all()):
                 layer = name.removesuffix(relative_name(""))
                 raise UserError(
-                    f"{layer}: its {'input' if layer == name else 'output'} activations hold NaN or infinity, first in batch "
-                    f"{int(self._finite[name]) + 1}. Try --dtype float32; if it does not help, the weights are damaged."
+                    f"{layer}: its input activations hold NaN or infinity, first in batch {int(self._finite[name]) + 1}. Try "
+                    "--dtype float32; if it does not help, the weights are damaged."
                 )
         return norms
 
@@ -233,15 +233,16 @@ def _squares(features: Tensor) -> Tensor:
 
 
 def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
-    """sum_t x_tj^2 / ||y_t||^2 over the tokens whose output is not zero: float64, shape (inputs,).
+    """sum_t x_tj^2 / ||y_t||^2 over the tokens whose output is finite and not zero: float64, shape (inputs,).
 
     Args:
         squares: x_tj^2, float32, shape (tokens, inputs).
         outputs: y_t, shape (tokens, outputs).
     """
     norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.promote_types(outputs.dtype, torch.float32)).double()
-    weights = torch.where(norms == 0, 0.0, norms.square().reciprocal())
-    weights = torch.where(torch.isfinite(norms), weights, torch.nan).to(squares.device)
+    # An output that is not finite is noticed as the input of the next layer, or as a damaged weight.
+    counts = (norms > 0) & torch.isfinite(norms)
+    weights = torch.where(counts, norms.square().reciprocal(), 0.0).to(squares.device)
     # Scaled so that no weight overflows float32; by a power of two, so that the sum is a float32 but for its exponent, and
     # sums of batches are exact, as the plain ones are.
     scale = torch.exp2(torch.frexp(weights.sum()).exponent.double())

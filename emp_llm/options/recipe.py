@@ -39,7 +39,7 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
     """All options that define the weights of a run: its masks, and whether the kept weights are refitted.
 
     Attributes:
-        method: a criterion: "wanda", "magnitude", "relative", the name of a registered one, or "scores". With the prefix
+        method: a criterion: "wanda", "magnitude", "relative", "ria", the name of a registered one, or "scores". With the prefix
             "emp-", the effective number sets the number of kept weights; without it, the sparsity is fixed. None: "emp-" and
             the criterion given by `criterion` or `scores`, else "emp-wanda".
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
@@ -51,9 +51,7 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
 
     method: Annotated[
         str,
-        Opt(
-            "wanda, magnitude, relative or your criterion; emp-NAME: N_eff sets the number of kept weights; default: emp-wanda."
-        ),
+        Opt("wanda, magnitude, relative, ria or your own; emp-NAME: N_eff sets how many weights are kept; default: emp-wanda."),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
     order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None

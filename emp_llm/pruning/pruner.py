@@ -109,7 +109,7 @@ class Pruner:
         scheme = self.scores.scheme_of(target)
         criterion, norms = scheme.criterion_name, self.scores.norms_of(target) if scheme.criterion.needs_norms else None
         offset, compiled = self.offsets[target.name], self._weights > _SMALL
-        own, dtype = self.scores.own_of(target), target.matrix.stored.dtype
+        own, dtype = self.scores.whole_of(target), target.matrix.stored.dtype
         return RowRule(dtype, criterion, norms, self.budget, offset, compiled, own, target.matrix.scales)
 
     def mask(self, target: Target, norm: "Tensor | None", tokens: int | None = None) -> "Tensor":

@@ -40,7 +40,7 @@ class RowRule:
         budget: sets the number of kept weights in each row.
         offset: number of target weights before this target.
         compiled: the run is large enough to load the compiled kernel, or to compile it.
-        scores: for the user's own scores, computes those of a block from its first row and its weights; else None.
+        scores: for scores of whole matrices, computes those of a block from its first row and its weights; else None.
         scales: of FP8 weights; None for others.
     """
 

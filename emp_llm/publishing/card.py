@@ -22,8 +22,10 @@ _METHODS = {
     "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
     "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
     "emp-relative": "Effective Model Pruning (EMP) with relative scores (weight magnitude times relative input norm)",
+    "emp-ria": "Effective Model Pruning (EMP) with RIA scores (relative importance and activations)",
     "wanda": "Wanda (weight magnitude times input norm)",
     "relative": "relative scores (weight magnitude times input norm relative to each token's output)",
+    "ria": "RIA (relative importance and activations)",
     "magnitude": "weight magnitude",
 }
 _GLOSSARY = (

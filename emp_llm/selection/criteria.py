@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Score = Callable[..., "Tensor"]
 F = TypeVar("F", bound=Score)
+_PIECE = 1 << 20  # weights in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Criterion:
     Attributes:
         score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the scores.
         needs_norms: whether it needs a calibration.
-        own: registered by the user. It is given whole matrices, so that it may compare rows; the others get blocks of rows.
+        own: registered by the user.
+        whole: it is given whole matrices, so that it may compare rows; the others get blocks of rows.
         fits: it changes the kept weights, and chooses the masks with them; its scores serve experts with too few tokens only.
         relative: the norms are always those relative to the outputs; other criteria get them if asked for.
     """
@@ -47,6 +49,7 @@ class Criterion:
     needs_norms: bool
     own: bool = False
     fits: bool = False
+    whole: bool = False
     relative: bool = False
 
 
@@ -75,6 +78,39 @@ def wanda(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     return weight.to(dtype).abs() * norms.to(weight.device, dtype)
 
 
+def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
+    """(|W_ij| / sum_j |W_ij| + |W_ij| / sum_i |W_ij|) * ||X_j||^0.5.
+
+    Relative importance and activations (Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large
+    Language Models", 2024).
+
+    Args:
+        weight: shape (outputs, inputs), the whole matrix. Shares of a row or column of zeros are zero.
+        inputs: with float32 norms of shape (inputs,).
+
+    Returns:
+        float32 (float64 for a float64 weight), shape (outputs, inputs), rounded from float64.
+
+    Raises:
+        ValueError: no norms, or norms of another shape.
+    """
+    import torch
+
+    from emp_llm.selection.arithmetic.sums import sum_rows
+
+    norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
+    factors, size = norms.to(weight.device).double().sqrt(), weight.abs()
+    sums = [sum_rows(each, lambda s: s)[0] for each in (size, size.T)]
+    of_rows, of_columns = (total.where(total > 0, 1.0) for total in sums)
+    scores = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+    step = max(1, _PIECE // weight.shape[1])
+    for first in range(0, weight.shape[0], step):
+        piece = size[first : first + step].double()
+        shares = piece / of_rows[first : first + step, None] + piece / of_columns
+        scores[first : first + step] = shares * factors
+    return scores
+
+
 def scores_given(*_: object) -> "Tensor":
     """The criterion "scores", whose scores are given by the user and not computed."""
     raise ValueError("the scores of this criterion are given, not computed")
@@ -83,7 +119,7 @@ def scores_given(*_: object) -> "Tensor":
 def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
     """Return the norms; raise ValueError unless their shape is (inputs,)."""
     if norms is None:
-        raise ValueError("the wanda criterion needs the norms of the layer's inputs")
+        raise ValueError("the criterion needs the norms of the layer's inputs")
     if tuple(norms.shape) != (inputs,):
         raise ValueError(f"norms have shape {tuple(norms.shape)}; weights with {inputs} inputs need ({inputs},)")
     return norms
@@ -94,7 +130,8 @@ CRITERIA = {
     "magnitude": Criterion(magnitude, needs_norms=False),
     "sparsegpt": Criterion(magnitude, needs_norms=False, fits=True),
     "relative": Criterion(wanda, needs_norms=True, relative=True),
-    "scores": Criterion(scores_given, needs_norms=False, own=True),
+    "ria": Criterion(ria, needs_norms=True, whole=True),
+    "scores": Criterion(scores_given, needs_norms=False, own=True, whole=True),
 }
 _BUILT_IN = tuple(CRITERIA)
 
@@ -119,7 +156,7 @@ def register_criterion(function: F, name: str | None = None) -> F:
         raise ValueError(f"{name} is the name of a built-in criterion; choose another name")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
         raise ValueError(f"a criterion's name consists of letters, digits and underscores, got {name!r}")
-    CRITERIA[name] = Criterion(function, needs_norms=_arguments(function, name) == 2, own=True)
+    CRITERIA[name] = Criterion(function, needs_norms=_arguments(function, name) == 2, own=True, whole=True)
     return function
 
 

@@ -1,4 +1,4 @@
-"""Scores of the user's own: computed by a registered criterion, or read from files."""
+"""Scores of whole matrices: computed by a criterion that compares rows, of the user or built in, or read from files."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -36,7 +36,7 @@ class ScoreSource(Protocol):
 
 
 class OwnScores:
-    """The user's scores, non-negative and finite.
+    """Scores of whole matrices, non-negative and finite.
 
     Args:
         source: of the scores.
@@ -98,7 +98,7 @@ class OwnScores:
 
 
 class CriterionScores:
-    """The scores that a registered criterion computes, a whole matrix at a time; the last matrix is kept.
+    """The scores that a criterion computes, a whole matrix at a time; the last matrix is kept.
 
     Args:
         name: of the criterion.

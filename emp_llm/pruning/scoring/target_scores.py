@@ -58,9 +58,9 @@ class TargetScores:
         self._scheme = scheme
         self._norms: dict[str, Block] = {}
         self._tokens: dict[str, int | None] = {}
-        self._own: OwnScores | None = None
-        if scheme.criterion.own:
-            self._own = self._own_scores(checkpoint, given)
+        self._whole: OwnScores | None = None
+        if scheme.criterion.whole:
+            self._whole = self._whole_scores(checkpoint, given)
 
     def use(self, activations: "Activations", name: str = "the activations") -> None:
         """Use these input norms; errors call them `name`.
@@ -112,23 +112,23 @@ class TargetScores:
             first: number of the block's first row.
         """
         criterion = self.scheme_of(target).criterion
-        if criterion.own and self._own is not None:
-            return self._own.rows(target, first, first + weights.shape[0]).to(weights.device)
+        if criterion.whole and self._whole is not None:
+            return self._whole.rows(target, first, first + weights.shape[0]).to(weights.device)
         values = dequantised_rows(target.matrix, first, weights)
         scores = criterion.score(values, self._inputs(target)) if criterion.needs_norms else criterion.score(values)
         return scores.contiguous()
 
-    def own_of(self, target: Target) -> "Callable[[int, Tensor], Tensor] | None":
-        """Computes the scores of a target's blocks, if its criterion is the user's own; else None."""
-        return partial(self.of, target) if self.scheme_of(target).criterion.own else None
+    def whole_of(self, target: Target) -> "Callable[[int, Tensor], Tensor] | None":
+        """Computes the scores of a target's blocks, if its criterion takes whole matrices; else None."""
+        return partial(self.of, target) if self.scheme_of(target).criterion.whole else None
 
     def dtype(self, target: Target) -> "torch.dtype":
         """The dtype of a target's scores."""
         import torch
 
         criterion = self.scheme_of(target).criterion
-        if criterion.own and self._own is not None:
-            return self._own.rows(target, 0, 1).dtype
+        if criterion.whole and self._whole is not None:
+            return self._whole.rows(target, 0, 1).dtype
         dtype = torch_dtype(target.matrix.stored.dtype) if target.matrix.scales is None else torch.float32
         return torch.promote_types(dtype, torch.float32) if criterion.needs_norms else dtype
 
@@ -138,7 +138,7 @@ class TargetScores:
         norms = self._norms.get(target.name)
         return None if norms is None else InputStatistics(torch.from_numpy(norms), self._tokens.get(target.name))
 
-    def _own_scores(self, checkpoint: Checkpoint, given: Path | Mapping[str, Any] | None) -> "OwnScores":
+    def _whole_scores(self, checkpoint: Checkpoint, given: Path | Mapping[str, Any] | None) -> "OwnScores":
         from emp_llm.pruning.scoring.own_scores import CriterionScores, GivenScores, OwnScores, ScoreSource
 
         scheme = self._scheme

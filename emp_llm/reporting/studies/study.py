@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 from emp_llm.reporting.studies.measured_points import MatrixStats, MeasuredPoint, SuiteResult
 
-_NAMES = {"wanda": "Wanda", "magnitude": "magnitude"}
+_NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
 
 
 @dataclass(frozen=True)
