@@ -6,8 +6,8 @@
 The first command adds one line of JSON for each point to its output and skips the points that it holds already, so it can be
 stopped and started again. The second writes the tables and the figure.
 
-A budget is a sparsity of the targets, "beta1" (as many weights as EMP-magnitude removes at beta = 1), or "2:4". A method is that
-of `prune`, with options after a plus: "wanda+owl", "emp-wanda+magnitude" (counts by magnitude), "emp-relative+own".
+A budget is a sparsity of the targets, "beta1" (as many weights as EMP-magnitude removes at beta = 1), or "2:4". A method is
+that of `prune`, with an option after a plus: "wanda+owl", "emp-wanda+magnitude" (counts by magnitude), "emp-relative+own".
 """
 
 import argparse

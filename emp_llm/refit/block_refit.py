@@ -1,7 +1,7 @@
 """The refit of one block: level by level, on the inputs that the fitted levels before it give."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from emp_llm.architecture.model_layers import bias_of
 from emp_llm.architecture.targets import Target
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.blockwise import Step, Walk
-from emp_llm.execution.hidden_states import HiddenStates
+from emp_llm.execution.hidden_states import HiddenStates, choose_place
 from emp_llm.execution.layer_hooks import layer_hooks
 from emp_llm.options.refit import Weighting
 from emp_llm.refit.block_weights import BlockWeights
@@ -77,16 +77,38 @@ class BlockRefit:
             for target in self._targets:
                 self._weights.mask(target, self._masks[target.name])
         fitted: dict[str, Fitted] = {}
-        first = self._streams.fitted_on[0]
-        for level in levels_of(self._model, self._step, self._targets, first, self._streams.walk.hidden):
-            for part in level.parts(MOMENT_BYTES, MomentSize(self._weighting != "equal")):
-                fitted |= self._fit(part)
+        streams = self._streams
+        levels = levels_of(self._model, self._step, self._targets, streams.fitted_on[0], streams.walk.hidden)
+        with closing(self._dense_pass(levels)) as dense:
+            for number, level in enumerate(levels):
+                for part in level.parts(MOMENT_BYTES, MomentSize(self._weighting != "equal")):
+                    fitted |= self._fit(part, dense, number)
         return fitted
 
-    def _fit(self, level: Level) -> dict[str, Fitted]:
+    def _dense_pass(self, levels: list[Level]) -> "DenseInputs":
+        """Pass all batches through the dense block, which advances their hidden states; returns the inputs of its levels."""
+        leaders = {name: number for number, level in enumerate(levels) if not level.routed for name in level.inputs}
+        walk, held = self._streams.walk, DenseInputs(self._streams.walk, len(levels))
+        seen: dict[int, list[Tensor]] = {}
+
+        def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+            flat = inputs.detach().reshape(-1, inputs.shape[-1]).clone()
+            seen.setdefault(leaders[layers[0].name], []).append(flat)
+
+        with layer_hooks(self._model, [t.layer for t in self._targets if t.name in leaders], observe):
+            for number, batch in enumerate(walk.batches):
+                output = self._step.output(number, walk.hidden)
+                for level, parts in seen.items():
+                    held.put(number, level, torch.cat(parts))
+                seen.clear()
+                walk.hidden.put(number, output)
+                walk.bar.update(batch.numel())
+        return held
+
+    def _fit(self, level: Level, held: "DenseInputs", number: int) -> dict[str, Fitted]:
         moments = LevelMoments(self._weighting, self._biases)
         dense = {target.name: self._weights.dense(target).float() for target in level.targets}
-        for leader, pruned, inputs in self._inputs(level, self._streams.fitted_on):
+        for leader, pruned, inputs in self._inputs(level, held, number, self._streams.fitted_on):
             targets = level.inputs[leader]
             moments.add(targets, [dense[target.name] for target in targets], pruned, inputs)
         moments.reduce()
@@ -104,13 +126,21 @@ class BlockRefit:
             if outcome.weight is not None:
                 self._weights.put(target, outcome.weight)
         outcomes = {name: outcome for name, (outcome, _) in fitted.items()}
-        self._measure(level, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
+        inputs_held_out = self._inputs(level, held, number, self._streams.held_out)
+        self._measure(level, inputs_held_out, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
         return {target.name: outcomes[target.name] for target in level.targets}
 
-    def _measure(self, level: Level, dense: dict[str, Tensor], fitted: dict[str, Fitted], masks: dict[str, Tensor]) -> None:
+    def _measure(
+        self,
+        level: Level,
+        inputs_held_out: "Inputs",
+        dense: dict[str, Tensor],
+        fitted: dict[str, Fitted],
+        masks: dict[str, Tensor],
+    ) -> None:
         """Set the errors on the sequences held out."""
         sums = {target.name: torch.zeros(3, dtype=torch.float64) for target in level.targets}
-        for leader, pruned, inputs in self._inputs(level, self._streams.held_out):
+        for leader, pruned, inputs in inputs_held_out:
             for target in level.inputs[leader]:
                 weight, outcome = dense[target.name], fitted[target.name]
                 wanted = (pruned if inputs is None else inputs) @ weight.T
@@ -127,11 +157,12 @@ class BlockRefit:
                 fitted[target.name].held_out_before = before / energy
                 fitted[target.name].held_out_after = after / energy
 
-    def _inputs(self, level: Level, numbers: Sequence[int]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """(name of the first target, inputs in the pruned model, inputs in the dense model) of each input and batch.
+    def _inputs(self, level: Level, held: "DenseInputs", place: int, numbers: Sequence[int]) -> "Inputs":
+        """Pass batches through the pruned block as far as a level.
 
-        The inputs are float32, shape (tokens, inputs). Experts have no inputs in the dense model, because other tokens may be
-        routed to them there.
+        Args:
+            held: the inputs in the dense model; `place` is the number of the level there.
+            numbers: of the batches.
         """
         leaders = [targets[0].layer for targets in level.inputs.values()]
         member = {target.name: leader for leader, targets in level.inputs.items() for target in targets}
@@ -145,15 +176,40 @@ class BlockRefit:
 
         with layer_hooks(self._model, leaders, observe):
             for number in numbers:
-                dense: dict[str, list[Tensor]] = {}
-                if not level.routed:
-                    self._run(number, self._streams.walk.hidden, pruned=False)
-                    dense, seen = seen, {}
-                self._run(number, self._streams.pruned, pruned=True)
+                with self._weights.pruned(), suppress(_AllSeen):
+                    self._step.output(number, self._streams.pruned)
                 pruned, seen = seen, {}
                 for leader, parts in pruned.items():
-                    yield leader, torch.cat(parts), torch.cat(dense[leader]) if dense else None
+                    inputs = torch.cat(parts)
+                    yield leader, inputs, None if level.routed else held.get(number, place, inputs.device)
 
-    def _run(self, number: int, states: HiddenStates, pruned: bool) -> None:
-        with self._weights.pruned() if pruned else nullcontext(), suppress(_AllSeen):
-            self._step.output(number, states)
+
+# (name of the first target, inputs in the pruned model, inputs in the dense model) of each input and batch. The inputs are
+# float32, shape (tokens, inputs). Experts have no inputs in the dense model: other tokens may be routed to them there.
+Inputs = Iterator[tuple[str, Tensor, Tensor | None]]
+
+
+class DenseInputs:
+    """The inputs of a block's levels in the dense model, batch by batch, stored as hidden states are."""
+
+    def __init__(self, walk: Walk, levels: int) -> None:
+        self._walk = walk
+        self._levels = levels
+        self._states: HiddenStates | None = None
+
+    def put(self, number: int, level: int, inputs: Tensor) -> None:
+        """Store the inputs of a level for a batch, shape (tokens, inputs)."""
+        if self._states is None:
+            size = inputs.nbytes * len(self._walk.batches) * self._levels
+            self._states = HiddenStates(choose_place(self._walk.runner.hidden_states, size, inputs.device))
+        self._states.put(number * self._levels + level, inputs)
+
+    def get(self, number: int, level: int, device: torch.device) -> Tensor:
+        """The inputs of a level for a batch, float32."""
+        assert self._states is not None
+        return self._states.get(number * self._levels + level, device).float()
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        if self._states is not None:
+            self._states.close()

@@ -75,14 +75,16 @@ class RefitPass:
                 if ranks().share(store.has(step.index)):
                     fitted = ranks().share(store.block(step.index) if ranks().main else None)
                     self._install(own, weights, fitted)
+                    step.run()
                 elif own:
                     fitted = BlockRefit(step, own, weights, streams, self.fitter, self.weighting).run()
                     if ranks().main:
                         store.put(step.index, fitted)
+                else:
+                    step.run()
                 for number in numbers:
                     with weights.pruned():
                         pruned.put(number, step.output(number, pruned))
-                step.run()
 
     def _install(self, own: list[Target], weights: BlockWeights, fitted: dict[str, Fitted]) -> None:
         """Put the fitted weights of an earlier run into the pruned version of a block."""
