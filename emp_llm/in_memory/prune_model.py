@@ -135,6 +135,8 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     recipe.check_recipe()
     check_ranges(recipe)
     how.options.check_calibration()
+    if how.propagate == "pruned" and recipe.needs_activations:
+        recipe.check_propagated()
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
         model, how = load_model(folder), replace(how, tokenizer=how.tokenizer or folder)
@@ -144,7 +146,7 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     images = recipe.needs_activations and how.activations is None and holds_images(how.data, how.tokenizer)
     plan = Plan(architecture_of(model, weights, recipe.blocks), recipe, with_images=images)
     pruner, norms = plan.pruner_of(recipe), None
-    if how.propagate == "pruned":
+    if how.propagate == "pruned" and recipe.needs_activations:
         settle_budget(pruner)
     if recipe.needs_activations:
         with stopwatch("calibrate"):

@@ -53,7 +53,7 @@ class Pruner:
         scores: the scores of the targets.
         first_rows: name of a target -> index of its first row among the rows of all targets.
         whole: N_eff and s_eff of all targets as one group, known after pruning; None for other groups.
-        settled: the counts of all groups, if they are settled before the masks (`curve.settle_budget`).
+        settled: the budget that decides, if it is settled before the masks (`curve.settle_budget`); None: the scheme's.
 
     Raises:
         UserError: M of an N:M pattern does not divide a target's inputs; one group has targets of several dtypes.
@@ -77,7 +77,7 @@ class Pruner:
         self.rows = rows or CpuRowPruner()
         self.buffers = self.rows.buffers
         self.whole: tuple[float, float] | None = None
-        self.settled: GivenCounts | None = None
+        self.settled: Budget | None = None
         self._offsets: dict[str, int] = {}
         self.first_rows: dict[str, int] = {}
         offset = rows_before = 0
@@ -96,7 +96,7 @@ class Pruner:
 
     @property
     def budget(self) -> Budget:
-        """The budget that decides the masks: the scheme's, or the settled counts."""
+        """The budget that decides the masks: the settled one, or the scheme's."""
         if self.settled is None and self.scheme.count_by == "magnitude":
             raise ValueError("the counts are not settled yet")
         return self.scheme.budget if self.settled is None else self.settled
@@ -265,7 +265,7 @@ class Pruner:
             n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
         elif selector is not None:
             n_eff = s_eff = None
-        if self.settled is not None and n_eff is not None:
+        if isinstance(self.settled, GivenCounts) and n_eff is not None:
             n_eff = self.settled.numbers(n_eff.size, self._offsets[target.name])
         return rows.outcome(target, n_eff, s_eff)
 
@@ -273,8 +273,8 @@ class Pruner:
         """Store N_eff and s_eff of all targets as one group."""
         if global_selector is not None:
             mass = global_selector.effective_mass(self.scores.dtype(self.targets[0]))
-            number = global_selector.moments.number() if self.settled is None else self.settled.numbers(1)
-            self.whole = (float(number[0]), mass)
+            own, settled = global_selector.moments.number(), self.settled
+            self.whole = (float(settled.numbers(1)[0] if isinstance(settled, GivenCounts) else own[0]), mass)
 
     def _scored(self, target: Target, first: int, words: Words) -> "Tensor":
         """The scores of a block of a target's rows, on the device that decides the masks."""
