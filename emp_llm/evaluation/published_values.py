@@ -12,7 +12,7 @@ from emp_llm.storage.json_files import read_json
 _BLOCK = 2048
 _RECIPE = {
     **{"beta": 1.0, "order": 2.0, "sparsity": 0.5, "pattern": None, "match": None},
-    **{"group": "row", "targets": "mlp", "ignore": None, "score": None, "count_by": None},
+    **{"group": "row", "targets": "mlp", "ignore": None, "score": None, "count_by": None, "shares": None},
 }
 _TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
 

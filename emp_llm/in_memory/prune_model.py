@@ -148,6 +148,8 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     recipe.check_recipe()
     check_ranges(recipe)
     how.options.check_calibration()
+    if how.propagate == "pruned" and recipe.needs_activations:
+        recipe.check_propagated()
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
         model, how = load_model(folder), replace(how, tokenizer=how.tokenizer or folder)
@@ -159,7 +161,7 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     pruner, norms = plan.pruner_of(recipe), None
     if recipe.fits:
         check_fit(model, recipe, pruner, how.data, how.tokenizer)
-    if how.propagate == "pruned":
+    if how.propagate == "pruned" and recipe.needs_activations:
         settle_budget(pruner)
     if recipe.needs_activations:
         with stopwatch("calibrate"):

@@ -12,7 +12,7 @@ from emp_llm.options.evaluation import EvaluationStageOptions, SuiteOptions
 from emp_llm.options.loudness import LoudnessOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
-from emp_llm.options.recipe import Recipe, TargetOptions
+from emp_llm.options.recipe import Recipe, ShareOptions, TargetOptions
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
@@ -82,14 +82,7 @@ class PruneOptions(
             raise UserError(
                 "--propagate pruned cannot set quantised weights to zero; leave out --load-in-8bit and --load-in-4bit."
             )
-        if not self.needs_activations:
-            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
-        if self.adaptive and self.sparsity is not None and self.counts_by == "own":
-            raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
-        if self.group == "all":
-            raise UserError(
-                "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."
-            )
+        self.check_propagated()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +127,7 @@ class SweepOptions(
     LoadingOptions,
     NormOptions,
     MaskDeviceOptions,
+    ShareOptions,
     ScoreOptions,
     CriterionOptions,
     TargetOptions,

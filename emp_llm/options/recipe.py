@@ -12,6 +12,7 @@ from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import CountBy, Group
 
 MatchBy = Literal["total", "matrix"]
+Shares = Literal["uniform", "owl"]
 TowerChoice = Literal["language", "vision", "all"]
 
 
@@ -35,7 +36,32 @@ class TargetOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
+class ShareOptions(Options):
+    """The shares of the blocks, for methods with a fixed sparsity and activations.
+
+    Attributes:
+        shares: None: uniform.
+        owl_lambda: the largest distance of a block's sparsity from that of all; None: 0.08.
+        owl_m: multiple of a block's mean score above which a score is an outlier; None: 5.
+    """
+
+    shares: Annotated[
+        Shares | None, Opt("Sparsity of the blocks: uniform, or owl: lower where more scores are outliers; default: uniform.")
+    ] = None
+    owl_lambda: Annotated[float | None, Opt("Largest distance of a block's sparsity from --sparsity; default: 0.08.")] = None
+    owl_m: Annotated[float | None, Opt("Scores above this multiple of their block's mean are outliers; default: 5.")] = None
+
+    def check_shares(self) -> None:
+        """Raise UserError for an unknown value, or options without effect."""
+        if self.shares is not None and self.shares not in get_args(Shares):
+            raise UserError(f"--shares {self.shares!r} is not one of {', '.join(get_args(Shares))}.")
+        for name in ("owl_lambda", "owl_m"):
+            if getattr(self, name) is not None and self.shares != "owl":
+                raise UserError(f"--{name.replace('_', '-')} is an option of --shares owl; add that, or leave it out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetOptions):
     """All options that define the weights of a run: its masks, and whether the kept weights are refitted.
 
     Attributes:
@@ -104,6 +130,8 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
         """The recipe with another method. Options of the scores stay only if the method uses them."""
         known = CRITERIA.get(method.removeprefix("emp-"))
         unused: dict[str, Any] = {} if method.startswith("emp-") else {"count_by": None}
+        if method.startswith("emp-") or (known is not None and not known.needs_norms):
+            unused |= {"shares": None, "owl_lambda": None, "owl_m": None}
         if known is not None and not known.own:
             unused |= {"criterion": None, "scores": None, "score_map": None}
         if known is not None and (not known.needs_norms or known.relative):
@@ -115,6 +143,7 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
         self.check_targets()
         self.check_criterion()
         self.check_score()
+        self.check_shares()
         check_method(self.method)
         self._check_own()
         self._check_method()
@@ -122,6 +151,8 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
         given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
+        if self.shares == "owl":
+            self._check_owl(given)
         if self.group not in get_args(Group):
             raise UserError(f"--group {self.group!r} is not one of {', '.join(get_args(Group))}.")
         if self.min_expert_tokens < 0:
@@ -140,6 +171,30 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
             raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-wanda.")
         if self.group != "row":
             raise UserError(f"--group {self.group} does not go with method sparsegpt, which decides each matrix. Leave it out.")
+
+    def check_propagated(self) -> None:
+        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
+        if not self.needs_activations:
+            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
+        if self.adaptive and self.sparsity is not None and self.counts_by == "own":
+            raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
+        if self.shares == "owl":
+            raise UserError(
+                "--propagate pruned prunes block by block, and --shares owl needs the scores of all; leave one out."
+            )
+        if self.group == "all":
+            raise UserError(
+                "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."
+            )
+
+    def _check_owl(self, given: list[str]) -> None:
+        """Raise UserError for a recipe whose blocks cannot have shares by their outliers."""
+        if not self.needs_activations:
+            raise UserError(f"--shares owl is for methods that need activations; {self.method} needs none. Use --method wanda.")
+        for name in set(given) - {"sparsity"}:
+            raise UserError(f"--shares owl goes with --sparsity, not with --{name}; leave one out.")
+        if self.group == "all":
+            raise UserError("--shares owl fixes the sparsity of every block; use --group row or matrix, not all.")
 
     def _check_own(self) -> None:
         """Raise UserError if the method and the user's own scores do not belong together."""
@@ -167,6 +222,11 @@ class Recipe(RefitOptions, ScoreOptions, CriterionOptions, TargetOptions):
             for name in ("beta", "neff_dtype"):
                 if getattr(self, name) is not None:
                     raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{name.replace('_', '-')}.")
+        if self.adaptive and self.shares == "owl":
+            raise UserError(
+                f"--shares owl does not go with method {self.method}: the effective number sets its sparsity. Use --method "
+                f"{self.criterion_name}."
+            )
         for name in ("pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype", "count_by"):
             if getattr(self, name) is not None:
                 other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"

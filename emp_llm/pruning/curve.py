@@ -10,9 +10,11 @@ import numpy as np
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import Bar, progress_bar
 from emp_llm.pruning.outcome import Outcome
+from emp_llm.pruning.outlier_shares import outlier_parts
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
 from emp_llm.selection.arithmetic.number_counts import GroupNumbers, beta_keeping, counts_at
+from emp_llm.selection.block_shares import OwlBudget
 from emp_llm.selection.budgets import EffectiveBudget, RequestedBudget
 from emp_llm.selection.given_counts import GivenCounts
 from emp_llm.selection.scheme import Scheme
@@ -39,8 +41,8 @@ def kept_at(pruner: Pruner, betas: Sequence[float]) -> list[int]:
 
 
 def settle_budget(pruner: Pruner, known: dict[float, list[GroupNumbers]] | None = None) -> None:
-    """Settle what must be known before the first mask, by one pass over the weights: the beta of a requested sparsity, and the
-    counts, if magnitudes set them. Any other pruner stays as it is.
+    """Settle what must be known before the first mask: the beta of a requested sparsity, and the counts, if magnitudes set
+    them, by one pass over the weights; the shares of blocks by their outliers, by two. Any other pruner stays as it is.
 
     Args:
         pruner: with its norms, unless magnitudes set the counts.
@@ -58,6 +60,8 @@ def settle_budget(pruner: Pruner, known: dict[float, list[GroupNumbers]] | None 
         _settle_beta(pruner, groups)
         assert isinstance(pruner.scheme.budget, EffectiveBudget)
         pruner.settled = GivenCounts(groups, pruner.scheme.budget.beta, order)
+    elif isinstance(scheme.budget, OwlBudget):
+        pruner.settled = outlier_parts(pruner, scheme.budget)
     elif isinstance(scheme.budget, RequestedBudget):
         _settle_beta(pruner, effective_numbers(pruner))
 
@@ -100,7 +104,7 @@ def effective_numbers(pruner: Pruner) -> list[GroupNumbers]:
 
 def kept_of_outcomes(pruner: Pruner, outcomes: list[Outcome], betas: Sequence[float]) -> list[int]:
     """As `kept_at`, from the settled counts or the N_eff of every row."""
-    if pruner.settled is not None:
+    if isinstance(pruner.settled, GivenCounts):
         return [pruner.settled.kept_at(beta) for beta in betas]
     return [
         sum(

@@ -55,7 +55,7 @@ class Pruner:
         offsets: name of a target -> number of target weights before it.
         first_rows: name of a target -> index of its first row among the rows of all targets.
         whole: N_eff and s_eff of all targets as one group, known after pruning; None for other groups.
-        settled: the counts of all groups, if they are settled before the masks (`curve.settle_budget`).
+        settled: the budget that decides, if it is settled before the masks (`curve.settle_budget`); None: the scheme's.
 
     Raises:
         UserError: M of an N:M pattern does not divide a target's inputs; one group has targets of several dtypes.
@@ -80,7 +80,7 @@ class Pruner:
         self.buffers = self.rows.buffers
         self._device = str(getattr(self.rows, "device", "cpu"))
         self.whole: tuple[float, float] | None = None
-        self.settled: GivenCounts | None = None
+        self.settled: Budget | None = None
         self.offsets: dict[str, int] = {}
         self.first_rows: dict[str, int] = {}
         offset = rows_before = 0
@@ -99,7 +99,7 @@ class Pruner:
 
     @property
     def budget(self) -> Budget:
-        """The budget that decides the masks: the scheme's, or the settled counts."""
+        """The budget that decides the masks: the settled one, or the scheme's."""
         if self.settled is None and self.scheme.count_by == "magnitude":
             raise ValueError("the counts are not settled yet")
         return self.scheme.budget if self.settled is None else self.settled
@@ -274,7 +274,7 @@ class Pruner:
             n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
         elif selector is not None:
             n_eff = s_eff = None
-        if self.settled is not None and n_eff is not None:
+        if isinstance(self.settled, GivenCounts) and n_eff is not None:
             n_eff = self.settled.numbers(n_eff.size, self.offsets[target.name])
         return rows.outcome(target, n_eff, s_eff)
 
@@ -282,8 +282,8 @@ class Pruner:
         """Store N_eff and s_eff of all targets as one group."""
         if global_selector is not None:
             mass = global_selector.effective_mass(self.scores.dtype(self.targets[0]))
-            number = global_selector.moments.number() if self.settled is None else self.settled.numbers(1)
-            self.whole = (float(number[0]), mass)
+            own, settled = global_selector.moments.number(), self.settled
+            self.whole = (float(settled.numbers(1)[0] if isinstance(settled, GivenCounts) else own[0]), mass)
 
     def _scored(self, target: Target, first: int, words: Words) -> "Tensor":
         """The scores of a block of a target's rows, on the device that decides the masks."""

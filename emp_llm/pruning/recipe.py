@@ -11,6 +11,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import read_record
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import CriterionRecord, RecipeRecord, RefitRecord
+from emp_llm.selection.block_shares import OwlBudget
 from emp_llm.selection.budgets import (
     Budget,
     EffectiveBudget,
@@ -88,6 +89,10 @@ def recipe_record(recipe: Recipe, scheme: Scheme | None = None) -> RecipeRecord:
         record.order = 2.0 if recipe.order is None else float(recipe.order)
         record.neff_dtype = recipe.neff_dtype or "float64"
         return record
+    if recipe.shares == "owl":
+        record.shares = "owl"
+        record.owl_lambda = 0.08 if recipe.owl_lambda is None else float(recipe.owl_lambda)
+        record.owl_m = 5.0 if recipe.owl_m is None else float(recipe.owl_m)
     record.pattern = recipe.pattern
     record.match = None if recipe.match is None else str(recipe.match)
     record.match_by = None if recipe.match is None else recipe.match_by or "total"
@@ -136,7 +141,11 @@ def _budget(recipe: Recipe, sizes: Mapping[str, int]) -> Budget:
         return PatternBudget(*parse_pattern(recipe.pattern))
     if recipe.match is not None:
         return _matched(recipe, recipe.match, sizes)
-    return RatioBudget(0.5 if recipe.sparsity is None else recipe.sparsity)
+    sparsity = 0.5 if recipe.sparsity is None else recipe.sparsity
+    if recipe.shares == "owl":
+        spread = 0.08 if recipe.owl_lambda is None else recipe.owl_lambda
+        return OwlBudget(sparsity, spread, 5.0 if recipe.owl_m is None else recipe.owl_m)
+    return RatioBudget(sparsity)
 
 
 def _matched(recipe: Recipe, run: Path, sizes: Mapping[str, int]) -> Budget:

@@ -90,7 +90,7 @@ def sizes_record(outcomes: list[Outcome], checkpoint: Checkpoint) -> SizesRecord
 
 def _bounded(pruner: Pruner) -> bool:
     """Whether the lower bound on s_eff holds: N_eff is of order 2, and that of the scores."""
-    return pruner.scheme.budget.order == 2 and pruner.settled is None
+    return pruner.scheme.budget.order == 2 and pruner.scheme.count_by == "own"
 
 
 def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:

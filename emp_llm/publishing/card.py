@@ -129,6 +129,8 @@ class Card:
         how = _METHODS.get(recipe.method, recipe.method)
         if recipe.score == "relative" and recipe.method.removeprefix("emp-") != "relative":
             how += ", with input norms relative to the output"
+        if recipe.shares == "owl":
+            how += ", with a sparsity for each block by its outliers (OWL)"
         if recipe.count_by == "magnitude":
             how += ", and as many weights in each group as its magnitudes are worth"
         lines = "\n".join(f"- {line}" for line in pruning_lines(self._report))

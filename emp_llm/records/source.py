@@ -96,6 +96,7 @@ class RecipeRecord(Part, kw_only=True):
         refit: of the kept weights, if asked for.
         score: "relative" if the norms are those relative to the outputs; missing for plain norms.
         count_by: "magnitude" if the effective number of the magnitudes sets the counts; missing for that of the scores.
+        shares: "owl" if the sparsities of the blocks depend on their outliers, with owl_lambda and owl_m.
         blocks: name of the list of decoder blocks, if the user gave it.
         tower: the part of a multimodal model, if it is not the language tower.
         dtype, device_map: of the forward passes.
@@ -118,6 +119,9 @@ class RecipeRecord(Part, kw_only=True):
     refit: RefitRecord | None = None
     score: str | None = None
     count_by: str | None = None
+    shares: str | None = None
+    owl_lambda: float | None = None
+    owl_m: float | None = None
     blocks: str | None = None
     tower: str | None = None
     dtype: str | None = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from emp_llm.selection.block_shares import OwlBudget
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RequestedBudget
 from emp_llm.selection.criteria import CRITERIA, Criterion
 
@@ -41,6 +42,8 @@ class Scheme:
             raise ValueError("match-by matrix fixes the sparsity of every matrix: it needs group row or matrix, not all")
         if getattr(self.budget, "dtype", "float64") != "float64" and self.group != "row":
             raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row, not {self.group}")
+        if isinstance(self.budget, OwlBudget) and self.group == "all":
+            raise ValueError("shares owl fixes the sparsity of every block: it needs group row or matrix, not all")
         if self.count_by == "magnitude":
             if not isinstance(self.budget, EffectiveBudget | RequestedBudget):
                 raise ValueError("count-by magnitude is for counts by an effective number")

@@ -13,13 +13,14 @@ from emp_llm.common.provenance import versions
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord, SchemeRecord
 from emp_llm.records.source import RecipeRecord
+from emp_llm.selection.block_shares import OwlBudget
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import CountBy, Group, Scheme, ScoreMap
 from emp_llm.storage.hashing import file_hash
 from emp_llm.storage.json_files import INDEX_LIMIT
 
-_BUDGETS = (EffectiveBudget, RatioBudget, PatternBudget, TotalBudget, PartsBudget)
+_BUDGETS = (EffectiveBudget, RatioBudget, PatternBudget, TotalBudget, PartsBudget, OwlBudget)
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
 
 

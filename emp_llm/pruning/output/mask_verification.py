@@ -15,6 +15,7 @@ from emp_llm.common.file_names import MANIFEST_NAME
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import count_of
 from emp_llm.pruning.kept_masks import removed_of
+from emp_llm.pruning.outlier_shares import outlier_parts
 from emp_llm.pruning.output.manifest import scheme_of_manifest
 from emp_llm.pruning.output.verification import Findings
 from emp_llm.pruning.pruner import Pruner
@@ -22,6 +23,7 @@ from emp_llm.pruning.row_pruners import naming_block
 from emp_llm.pruning.scoring.target_scores import naming_target
 from emp_llm.records.manifest import Manifest
 from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.block_shares import OwlBudget
 from emp_llm.selection.budgets import EffectiveBudget
 from emp_llm.selection.given_counts import GivenCounts
 from emp_llm.selection.group_selection import GroupSelector
@@ -65,6 +67,8 @@ def check_masks(
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
     if scheme.count_by == "magnitude":
         decided.settled = _magnitude_counts(decided)
+    elif isinstance(scheme.budget, OwlBudget):
+        decided.settled = outlier_parts(decided, scheme.budget)
     with progress_bar(sum(_bytes(t) for t in targets), "decide", "B") as bar:
         everything = _selector(decided, targets, 0) if scheme.group == "all" else None
         offset = 0

@@ -102,6 +102,7 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
     if calibration is not None and calibration.propagate == "pruned":
         words.append("pruned propagation")
     words += _score_words(recipe)
+    words += [f"OWL shares, λ {recipe.owl_lambda:g}, M {recipe.owl_m:g}"] if recipe.shares == "owl" else []
     if recipe.group != "row":
         words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
     match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"

@@ -44,6 +44,8 @@ class SweepPoint:
         """
         match = folder / self.baseline_of if self.baseline_of is not None else None
         own = {"beta": self.beta, "order": self.order, "sparsity": self.sparsity, "pattern": self.pattern}
+        if self.pattern is not None or match is not None:  # their sparsities are fixed otherwise
+            common = replace(common, shares=None, owl_lambda=None, owl_m=None)
         return replace(common.with_method(self.method), match=match, match_by=self.match, **own)  # type: ignore[arg-type]
 
     def record(self) -> PointRecord:

@@ -19,7 +19,7 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import part
 from emp_llm.options.commands import METHODS, SweepOptions
 from emp_llm.options.criterion import CriterionOptions, ScoreOptions
-from emp_llm.options.recipe import Recipe, TargetOptions
+from emp_llm.options.recipe import Recipe, ShareOptions, TargetOptions
 from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.recipe import check_ranges, criterion_record
 from emp_llm.records.evaluation import Measures
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from emp_llm.calibration.calibration import ForwardPasses
 
 
-_COMMON: tuple[type[Any], ...] = (TargetOptions, ScoreOptions, CriterionOptions)  # options that all points share
+_COMMON: tuple[type[Any], ...] = (TargetOptions, ShareOptions, ScoreOptions, CriterionOptions)  # options that all points share
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ class SweepRun:
     def _check_score(self) -> None:
         """Raise UserError for options of the scores that no point uses."""
         self._common.check_score()
-        for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods")):
+        self._common.check_shares()
+        fixed = "methods with a fixed sparsity and activations"
+        for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods"), ("shares", fixed)):
             asked = getattr(self._common, name)
             if asked is not None and not any(getattr(self._recipe(point), name) == asked for point in self._planned):
                 raise UserError(f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods has none that it changes.")
@@ -246,4 +248,6 @@ class SweepRun:
         record = RecipeRecord(**{name: getattr(self._common, name) for name in names}, criterion=criterion)
         record.score = "relative" if self._common.score == "relative" else None
         record.count_by = self._common.count_by
+        if self._common.shares == "owl":
+            record.shares, record.owl_lambda, record.owl_m = "owl", self._common.owl_lambda, self._common.owl_m
         return record
