@@ -51,7 +51,7 @@ class Plan:
 
     vocabulary: int = 16384
     hidden: int = 768
-    intermediate: int = 2048
+    intermediate: int = 2304
     layers: int = 12
     heads: int = 12
     context: int = 1024
@@ -193,9 +193,9 @@ def train(model: LlamaForCausalLM, stream: Tensor, plan: Plan, compiled: bool) -
     generator = torch.Generator().manual_seed(0)
     parts = math.ceil(plan.batch / plan.micro_batch)
     losses: list[float] = []
-    start, step = time.perf_counter(), 0
+    start, step, compiling = time.perf_counter(), 0, 0.0
     model.train()
-    while (done := max(step / plan.steps, (time.perf_counter() - start) / plan.seconds)) < 1:
+    while (done := max(step / plan.steps, _share_of_time(start, compiling, plan.seconds))) < 1:
         total = torch.zeros((), device=stream.device)
         for batch in batches(stream, plan, generator).chunk(parts):
             loss = run(batch) * (len(batch) / plan.batch)
@@ -208,6 +208,7 @@ def train(model: LlamaForCausalLM, stream: Tensor, plan: Plan, compiled: bool) -
         optimizer.zero_grad(set_to_none=True)
         step += 1
         losses.append(float(total))
+        compiling = compiling or time.perf_counter() - start
         if step % 100 == 0 or step <= 3:
             speed = step * plan.batch * plan.context / (time.perf_counter() - start)
             print(f"step {step}/{plan.steps}  loss {np.mean(losses[-100:]):.3f}  {speed:,.0f} tokens/s", flush=True)
@@ -218,6 +219,13 @@ def train(model: LlamaForCausalLM, stream: Tensor, plan: Plan, compiled: bool) -
         "training_seconds": round(time.perf_counter() - start),
         "training_loss": round(float(np.mean(losses[-100:])), 3),
     }
+
+
+def _share_of_time(start: float, compiling: float, seconds: float) -> float:
+    """How much of the time after the first step has passed: the learning rate does not fall while the first step compiles."""
+    if not compiling:
+        return 0.0
+    return (time.perf_counter() - start - compiling) / max(seconds - compiling, seconds / 2)
 
 
 def batches(stream: Tensor, plan: Plan, generator: torch.Generator) -> Tensor:

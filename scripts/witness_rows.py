@@ -160,8 +160,8 @@ def page(about: str, base: Value, found: list[Measured], samples: int, seqlen: i
         "# A witness of 100 million parameters\n\n"
         "A Llama trained on Wikipedia text and pruned, by `python scripts/train_witness.py`. Calibration: "
         f"{samples} × {seqlen} tokens of the training text. Perplexities: of {extent}, with paired standard errors. "
-        "*Of Wanda's increase*: the increase of the perplexity, as a share of that of uniform Wanda with the same targets and as many "
-        "weights removed. *Seconds*: calibration, pruning and evaluation."
+        "*Of Wanda's increase*: the increase of the perplexity, as a share of that of uniform Wanda with the same targets and "
+        "as many weights removed. *Seconds*: calibration, pruning and evaluation."
         f"{f' {left} of {len(ROWS)} rows did not fit in the time.' if left else ''}\n\n" + "\n".join(lines) + f"\n\n{about}\n"
     )
 
