@@ -41,9 +41,12 @@ def show(result: "RunReport | DryRun") -> None:
 
         print(dry_run_table(result))
         return
+    from emp_llm.reporting.fit_tables import fit_lines
     from emp_llm.reporting.run_tables import pruning_table
 
     print(pruning_table(result))
+    for line in fit_lines(result):
+        print(line)
     if result.evaluation is not None:
         from emp_llm.reporting.run_tables import evaluation_table
 

@@ -7,12 +7,18 @@ from emp_llm.common.tables import Rows
 from emp_llm.common.wording import count_of
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.reporting.figures.style import Drawing
+from emp_llm.reporting.fit_tables import fit_rows
 from emp_llm.reporting.headlines import Headline, headlines
 from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdict_rows
 from emp_llm.reporting.studies.study import Study
 
 _POINTS = "All points"
 _REDUNDANT = "Where the model is redundant"
+_FITS = "Output error of the fitted layers"
+_ERROR = (
+    "The squared error of the layers' outputs as a share of the dense outputs, with the masked weights (before) and with the "
+    "fitted ones (after). Held out: on sequences of the calibration text to which no weight was fitted."
+)
 _QUESTION = "Is EMP better at the same sparsity?"
 _CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
@@ -82,6 +88,9 @@ def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> li
         if len(study.pruned):
             rows = point_rows(study)
             parts += [Heading(_POINTS, 3), Table(rows, _POINTS), *_error_notes(rows)]
+        rows = fit_rows(study)
+        if len(rows) > 1:
+            parts += [Heading(_FITS, 3), Table(rows, _FITS), Paragraph(_ERROR)]
         rows = role_rows(study)
         if len(rows) > 1:
             parts += [Heading(_REDUNDANT, 3), Table(rows, _REDUNDANT)]

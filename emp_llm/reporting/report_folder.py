@@ -14,6 +14,7 @@ from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.records.report_page import ReportPage, StudySummary
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
+from emp_llm.reporting.fit_tables import layer_fit_rows
 from emp_llm.reporting.page import page_parts
 from emp_llm.reporting.page_markup import FIGURES, html_page, markdown_page
 from emp_llm.reporting.page_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
@@ -89,6 +90,8 @@ def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]]) -> di
         "differences.csv": csv_table(_joined([change_rows(study) for study, _ in drawn])) + "\n",
         "matrices.csv": csv_table(_joined([matrix_rows(study) for study, _ in drawn])) + "\n",
     }
+    if any(point.fits for study, _ in drawn for point in study.points):
+        files["fits.csv"] = csv_table(_joined([layer_fit_rows(study) for study, _ in drawn])) + "\n"
     encoded = {name: text.encode("utf-8") for name, text in files.items()}
     encoded[_SUMMARY] = msgspec.json.format(msgspec.json.encode(page), indent=1) + b"\n"
     for _, drawings in drawn:

@@ -7,7 +7,7 @@ import numpy as np
 
 from emp_llm.evaluation.measured_values import Value
 from emp_llm.options.recipe import MatchBy
-from emp_llm.records.run_report import Quartiles
+from emp_llm.records.run_report import FitRecord, Quartiles
 
 _GRID = np.linspace(0, 1, 201)
 _QUARTERS = np.array([0, 0.25, 0.5, 0.75, 1])
@@ -75,6 +75,15 @@ class SuiteResult:
 
 
 @dataclass(frozen=True)
+class LayerFit:
+    """The fit of a layer to the calibration text; `role` as in `MatrixStats`."""
+
+    name: str
+    role: str
+    fit: FitRecord
+
+
+@dataclass(frozen=True)
 class MeasuredPoint:
     """A pruned model, or a model that was only measured or evaluated.
 
@@ -91,6 +100,7 @@ class MeasuredPoint:
         sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
         matrices: of the targets, each expert alone; whole: the effective number of all targets as one group.
+        fits: of the layers, by a refit or SparseGPT.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
         masks: a hash of the masks, in sweeps; else empty.
@@ -116,6 +126,7 @@ class MeasuredPoint:
     pruned: bool = True
     matrices: tuple[MatrixStats, ...] = ()
     whole: WholeGroup | None = None
+    fits: tuple[LayerFit, ...] = ()
     results: tuple[SuiteResult, ...] = ()
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""

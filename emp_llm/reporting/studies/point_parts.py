@@ -12,9 +12,9 @@ from emp_llm.common.wording import printable
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.evaluation.measured_values import values_of
 from emp_llm.options.recipe import MatchBy
-from emp_llm.records.run_report import MatrixRecord, Quartiles, TargetsRecord
+from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, CriterionRecord, ModelSource, RecipeRecord
-from emp_llm.reporting.studies.measured_points import MatrixStats, SuiteResult, WholeGroup
+from emp_llm.reporting.studies.measured_points import LayerFit, MatrixStats, SuiteResult, WholeGroup
 
 
 def suite_result_of(model: EvaluatedModel, where: str) -> SuiteResult:
@@ -43,6 +43,18 @@ def whole_group_of(targets: TargetsRecord) -> WholeGroup | None:
     if targets.n_eff is None or not targets.weights:
         return None
     return WholeGroup(targets.weights, targets.n_eff, targets.s_eff, targets.s_eff_bound)
+
+
+def fits_of(report: RunReport, where: str) -> tuple[LayerFit, ...]:
+    """The fits of a report's layers; UserError, beginning with `where`, for impossible values."""
+    fits = []
+    for name, fit in report.fits.items():
+        for key, value in msgspec.structs.asdict(fit).items():
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{where}: fits.{printable(name)}: {key} must be a finite number of at least 0.")
+        entry = report.matrices.get(name)
+        fits.append(LayerFit(printable(name), printable(name if entry is None else entry.role), fit))
+    return tuple(fits)
 
 
 def _matrix(entry: MatrixRecord, where: str) -> MatrixStats:
@@ -103,6 +115,8 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
         words.append("pruned propagation")
     words += _score_words(recipe)
     words += [f"OWL shares, λ {recipe.owl_lambda:g}, M {recipe.owl_m:g}"] if recipe.shares == "owl" else []
+    if recipe.refit is not None:
+        words.append("refit" if recipe.refit.weighting == "equal" else f"refit, {recipe.refit.weighting} weights")
     if recipe.group != "row":
         words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
     match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"

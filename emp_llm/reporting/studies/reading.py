@@ -22,6 +22,7 @@ from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.studies.measured_points import MeasuredPoint
 from emp_llm.reporting.studies.point_parts import (
     facts_of,
+    fits_of,
     matrices_of,
     method_of,
     origin_of,
@@ -95,6 +96,7 @@ def _run(report: RunReport, folder: Path, where: str, name: str | None = None, *
         "sparsity_of_all": report.targets.sparsity_of_all_parameters,
         "matrices": matrices_of(report.matrices, where),
         "whole": whole_group_of(report.targets),
+        "fits": fits_of(report, where),
         "results": tuple(suite_result_of(model, where) for model in models if model.pruned is not None),
         "dense": dense,
         "signature": json.dumps(pruned_by(report).as_dict(), sort_keys=True),
