@@ -64,6 +64,9 @@ def test_norms_on_the_gpu_equal_those_on_the_cpu_up_to_rounding(tmp_path: Path, 
     assert norms[0].input_of == norms[1].input_of
     for name, norm in norms[0].norms.items():
         np.testing.assert_allclose(norms[1].norms[name].numpy(), norm.numpy(), rtol=2e-2, err_msg=name)
+    assert norms[0].relative.keys() == norms[1].relative.keys() == norms[0].input_of.keys()
+    for name, norm in norms[0].relative.items():
+        np.testing.assert_allclose(norms[1].relative[name].numpy(), norm.numpy(), rtol=2e-2, err_msg=name)
 
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
@@ -79,14 +82,23 @@ def test_pruning_on_the_gpu_equals_pruning_from_its_activations_file(
         assert shard.read_bytes() == (tmp_path / "two" / shard.name).read_bytes()
 
 
+RECIPES: dict[str, dict[str, Any]] = {
+    "emp-wanda": {},
+    "emp-relative": {"method": "emp-relative", "sparsity": 0.5},
+    "ria": {"method": "emp-ria"},
+    "owl": {"method": "relative", "shares": "owl", "owl_m": 1.5},
+}
+
+
 @pytest.mark.parametrize("group", ["row", "matrix"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
-    models: Models, norms: Callable[[str], Path], family: str, group: Any
+    models: Models, norms: Callable[[str], Path], recipe: dict[str, Any], family: str, group: Any
 ) -> None:
     here, there = (load_model(models(family), device) for device in ("cpu", "cuda:0"))
     for model in (here, there):
-        prune_model(model, Recipe(group=group, min_expert_tokens=0), activations=norms(family))
+        prune_model(model, Recipe(group=group, min_expert_tokens=0, **recipe), activations=norms(family))
     for (name, a), (_, b) in zip(here.named_parameters(), there.named_parameters(), strict=True):
         assert b.device.type == "cuda"
         assert torch.equal(a, b.cpu()), name
