@@ -19,7 +19,8 @@ from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.hidden_states import HiddenStates
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.refit import Weighting
-from emp_llm.refit.block_refit import BlockRefit, Streams
+from emp_llm.reconstruction.least_squares import workspace_bytes
+from emp_llm.refit.block_refit import MOMENT_BYTES, BlockRefit, Streams
 from emp_llm.refit.block_weights import BlockWeights
 from emp_llm.refit.fitted_weights import FittedWeights
 from emp_llm.refit.fitters import Fitted, Fitter
@@ -108,3 +109,22 @@ def in_blocks(targets: list[Target]) -> list[Target]:
         name = next(target.name for target in targets if target not in inside)
         logger.warning("warning: %s is outside the decoder blocks; it is pruned and not refitted.", name)
     return inside
+
+
+def fit_bytes(targets: list[Target], weighting: Weighting) -> int:
+    """An upper bound on the memory of a fit beside the model and the hidden states, in bytes.
+
+    It holds the second moments of one level, the work memory of one solution, and the second version of a block's targets.
+    """
+    by_block: dict[int | None, list[Target]] = {}
+    for target in targets:
+        by_block.setdefault(target.layer.block, []).append(target)
+    most = 0
+    for members in by_block.values():
+        single = max(8 * target.matrix.columns**2 for target in members)
+        several = weighting != "equal" or any(target.layer.routed for target in members)
+        together = sum(8 * target.matrix.columns**2 for target in members) if several else single
+        work = max(workspace_bytes(target.matrix.rows, target.matrix.columns) for target in members)
+        second = sum(target.matrix.numel * target.matrix.itemsize for target in members)
+        most = max(most, max(single, min(MOMENT_BYTES, together)) + work + second)
+    return most

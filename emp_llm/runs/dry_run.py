@@ -39,6 +39,7 @@ class DryRun:
         needs_overwrite: the output exists, and `overwrite` is not given.
         model_bytes: size of the weights that a calibration loads; None without a calibration.
         resume_bytes: size of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
+        fit_bytes, fit_disk_bytes: memory of a refit, and size of its weights until the checkpoint is written; None without one.
         push_to_hub: repository to push to.
         recipe: the method, with its order and group.
         curve: what the method would remove at its beta and at others; empty if unknown, and for methods without a beta.
@@ -52,6 +53,8 @@ class DryRun:
     needs_overwrite: bool = False
     model_bytes: int | None = None
     resume_bytes: int | None = None
+    fit_bytes: int | None = None
+    fit_disk_bytes: int | None = None
     push_to_hub: str | None = None
     recipe: str = ""
     curve: list[CurvePoint] = field(default_factory=list)
@@ -142,6 +145,11 @@ def dry_run_table(plan: DryRun) -> str:
         lines.append(
             f"disk while calibrating block by block: {format_bytes(2 * plan.resume_bytes)} of hidden states beside the output, "
             "for resuming an interrupted run (none with --no-resumable-calibration)"
+        )
+    if plan.fit_bytes is not None and plan.fit_disk_bytes is not None:
+        lines.append(
+            f"refit: up to {format_bytes(plan.fit_bytes)} more memory beside two sets of hidden states; "
+            f"{format_bytes(plan.fit_disk_bytes)} of disk beside the output until it is written"
         )
     if plan.push_to_hub is not None:
         lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")

@@ -29,7 +29,7 @@ from emp_llm.runs.stages.calibrating import (
     prepare_calibration,
     warn_if_foreign,
 )
-from emp_llm.runs.stages.refitting import RefitStage, fit_records, refit_stage
+from emp_llm.runs.stages.refitting import RefitStage, fit_disk, fit_memory, fit_records, refit_stage
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import Stage
@@ -109,8 +109,10 @@ class PruneRun:
             output=str(self._path),
             disk_bytes=checkpoint.output_bytes,
             needs_overwrite=os.path.lexists(self._path) and not self._options.overwrite,
-            model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates else None,
+            model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or self._options.fits else None,
             resume_bytes=resume_bytes(self._options, checkpoint, self._options.propagate) if calibrates else None,
+            fit_bytes=fit_memory(self._pruner, self._options) if self._options.fits else None,
+            fit_disk_bytes=fit_disk(self._pruner) if self._options.fits else None,
             push_to_hub=self._options.push_to_hub,
             recipe=f"{recipe.method}, order {recipe.order:g}, group {recipe.group}{', counts by |W|' if by_magnitude else ''}"
             if self._options.adaptive
@@ -248,7 +250,7 @@ class PruneRun:
         return run_signature(self._plan.checkpoint, recipe_record(options), self._pruner.scheme, activations)
 
     def _new_output(self) -> OutputFolder:
-        needed = self._plan.checkpoint.output_bytes
+        needed = self._plan.checkpoint.output_bytes + (fit_disk(self._pruner) if self._options.fits else 0)
         replace = self._options.overwrite or self._options.dry_run  # a dry run replaces nothing
         return OutputFolder(self._path, [self._source.folder], needed, replace)
 

@@ -137,6 +137,18 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
     return RefitPass(in_blocks(pruner.targets), tokens, options, fitter, recipe.weighting, recipe.blocks)
 
 
+def fit_memory(pruner: Pruner, recipe: Recipe) -> int:
+    """An upper bound on the memory of a recipe's fit beside the model and the hidden states, in bytes."""
+    from emp_llm.refit.refit_pass import fit_bytes
+
+    return fit_bytes(pruner.targets, recipe.weighting)
+
+
+def fit_disk(pruner: Pruner) -> int:
+    """The size of the fitted weights, which lie beside the output until the checkpoint is written."""
+    return sum(target.matrix.numel * target.matrix.itemsize for target in pruner.targets)
+
+
 def check_refittable(pruner: Pruner) -> None:
     """Raise UserError if the targets are stored in a form whose values cannot be fitted."""
     scaled = next((target for target in pruner.targets if target.matrix.scales is not None), None)
