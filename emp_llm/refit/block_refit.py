@@ -13,12 +13,13 @@ from emp_llm.architecture.model_layers import bias_of
 from emp_llm.architecture.targets import Target
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.blockwise import Step, Walk
-from emp_llm.execution.hidden_states import HiddenStates, choose_place
+from emp_llm.execution.hidden_states import HiddenStates
 from emp_llm.execution.layer_hooks import layer_hooks
 from emp_llm.options.refit import Weighting
 from emp_llm.refit.block_weights import BlockWeights
+from emp_llm.refit.dense_block import DenseBlock
 from emp_llm.refit.fitters import Fitted, Fitter
-from emp_llm.refit.level_moments import LevelMoments, token_weights
+from emp_llm.refit.level_moments import LevelMoments, energy_of, token_weights
 from emp_llm.refit.levels import Level, MomentSize, levels_of
 
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
@@ -85,32 +86,34 @@ class BlockRefit:
                     fitted |= self._fit(part, dense, number)
         return fitted
 
-    def _dense_pass(self, levels: list[Level]) -> "DenseInputs":
-        """Pass all batches through the dense block, which advances their hidden states; returns the inputs of its levels."""
-        leaders = {name: number for number, level in enumerate(levels) if not level.routed for name in level.inputs}
-        walk, held = self._streams.walk, DenseInputs(self._streams.walk, len(levels))
-        seen: dict[int, list[Tensor]] = {}
+    def _dense_pass(self, levels: list[Level]) -> DenseBlock:
+        """Pass all batches through the dense block, which advances their hidden states; returns what its targets saw."""
+        streams = self._streams
+        block = DenseBlock(levels, streams.walk, self._weighting, self._biases)
+        with layer_hooks(self._model, block.layers, block.observe):
+            for number, batch in enumerate(streams.walk.batches):
+                output = self._step.output(number, streams.walk.hidden)
+                block.end_of_batch(number, number in streams.fitted_on)
+                streams.walk.hidden.put(number, output)
+                streams.walk.bar.update(batch.numel())
+        return block
 
-        def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
-            flat = inputs.detach().reshape(-1, inputs.shape[-1]).clone()
-            seen.setdefault(leaders[layers[0].name], []).append(flat)
-
-        with layer_hooks(self._model, [t.layer for t in self._targets if t.name in leaders], observe):
-            for number, batch in enumerate(walk.batches):
-                output = self._step.output(number, walk.hidden)
-                for level, parts in seen.items():
-                    held.put(number, level, torch.cat(parts))
-                seen.clear()
-                walk.hidden.put(number, output)
-                walk.bar.update(batch.numel())
-        return held
-
-    def _fit(self, level: Level, held: "DenseInputs", number: int) -> dict[str, Fitted]:
-        moments = LevelMoments(self._weighting, self._biases)
+    def _fit(self, level: Level, held: DenseBlock, place: int) -> dict[str, Fitted]:
+        moments = LevelMoments(self._weighting)
         dense = {target.name: self._weights.dense(target).float() for target in level.targets}
-        for leader, pruned, inputs in self._inputs(level, held, number, self._streams.fitted_on):
+        for number, leader, pruned, inputs in self._inputs(level, held, place, self._streams.fitted_on):
             targets = level.inputs[leader]
-            moments.add(targets, [dense[target.name] for target in targets], pruned, inputs)
+            if inputs is not None:
+                moments.add(targets, pruned, inputs, [held.share(number, target) for target in targets])
+                continue
+            outputs = [pruned @ dense[target.name].T for target in targets]
+            shares = [token_weights(self._weighting, each) for each in outputs]
+            moments.add(targets, pruned, None, shares)
+            for target, each, share in zip(targets, outputs, shares, strict=True):
+                moments.add_energy(targets, target, energy_of(each, share))
+        if not level.routed:
+            for target in level.targets:
+                moments.add_energy(level.targets, target, held.energy[target.name])
         moments.reduce()
         own: dict[str, tuple[Fitted, Tensor]] = {}
         pairs = [(targets, target) for targets in level.inputs.values() for target in targets]
@@ -126,25 +129,26 @@ class BlockRefit:
             if outcome.weight is not None:
                 self._weights.put(target, outcome.weight)
         outcomes = {name: outcome for name, (outcome, _) in fitted.items()}
-        inputs_held_out = self._inputs(level, held, number, self._streams.held_out)
-        self._measure(level, inputs_held_out, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
+        held_out = self._inputs(level, held, place, self._streams.held_out)
+        self._measure(level, held_out, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
         return {target.name: outcomes[target.name] for target in level.targets}
 
     def _measure(
         self,
         level: Level,
-        inputs_held_out: "Inputs",
+        held_out: "Inputs",
         dense: dict[str, Tensor],
         fitted: dict[str, Fitted],
         masks: dict[str, Tensor],
     ) -> None:
         """Set the errors on the sequences held out."""
         sums = {target.name: torch.zeros(3, dtype=torch.float64) for target in level.targets}
-        for leader, pruned, inputs in inputs_held_out:
+        for _, leader, pruned, inputs in held_out:
             for target in level.inputs[leader]:
                 weight, outcome = dense[target.name], fitted[target.name]
                 wanted = (pruned if inputs is None else inputs) @ weight.T
-                share = token_weights(self._weighting, wanted, self._biases[target.name])
+                bias = self._biases[target.name]
+                share = token_weights(self._weighting, wanted if bias is None else wanted + bias)
                 masked = weight * masks[target.name].to(weight.device)
                 new = masked if outcome.weight is None else outcome.weight.to(weight.device).float()
                 errors = [pruned @ masked.T - wanted, pruned @ new.T - wanted, wanted]
@@ -157,7 +161,7 @@ class BlockRefit:
                 fitted[target.name].held_out_before = before / energy
                 fitted[target.name].held_out_after = after / energy
 
-    def _inputs(self, level: Level, held: "DenseInputs", place: int, numbers: Sequence[int]) -> "Inputs":
+    def _inputs(self, level: Level, held: DenseBlock, place: int, numbers: Sequence[int]) -> "Inputs":
         """Pass batches through the pruned block as far as a level.
 
         Args:
@@ -181,35 +185,10 @@ class BlockRefit:
                 pruned, seen = seen, {}
                 for leader, parts in pruned.items():
                     inputs = torch.cat(parts)
-                    yield leader, inputs, None if level.routed else held.get(number, place, inputs.device)
+                    yield number, leader, inputs, None if level.routed else held.inputs(number, place, inputs.device)
 
 
-# (name of the first target, inputs in the pruned model, inputs in the dense model) of each input and batch. The inputs are
-# float32, shape (tokens, inputs). Experts have no inputs in the dense model: other tokens may be routed to them there.
-Inputs = Iterator[tuple[str, Tensor, Tensor | None]]
-
-
-class DenseInputs:
-    """The inputs of a block's levels in the dense model, batch by batch, stored as hidden states are."""
-
-    def __init__(self, walk: Walk, levels: int) -> None:
-        self._walk = walk
-        self._levels = levels
-        self._states: HiddenStates | None = None
-
-    def put(self, number: int, level: int, inputs: Tensor) -> None:
-        """Store the inputs of a level for a batch, shape (tokens, inputs)."""
-        if self._states is None:
-            size = inputs.nbytes * len(self._walk.batches) * self._levels
-            self._states = HiddenStates(choose_place(self._walk.runner.hidden_states, size, inputs.device))
-        self._states.put(number * self._levels + level, inputs)
-
-    def get(self, number: int, level: int, device: torch.device) -> Tensor:
-        """The inputs of a level for a batch, float32."""
-        assert self._states is not None
-        return self._states.get(number * self._levels + level, device).float()
-
-    def close(self) -> None:
-        """Free the memory or the file."""
-        if self._states is not None:
-            self._states.close()
+# (number of the batch, name of the first target, inputs in the pruned model, inputs in the dense model), for each batch.
+# The inputs are float32, shape (tokens, inputs). Experts have no inputs in the dense model: other tokens may be routed to them
+# there.
+Inputs = Iterator[tuple[int, str, Tensor, Tensor | None]]

@@ -33,43 +33,39 @@ class LevelMoments:
 
     Args:
         weighting: of the tokens: equal, or relative to the norm of each target's dense output.
-        biases: of the targets' layers, by name.
     """
 
-    def __init__(self, weighting: Weighting, biases: dict[str, Tensor | None]) -> None:
+    def __init__(self, weighting: Weighting) -> None:
         self._weighting = weighting
-        self._biases = biases
         self._moments: dict[str, LayerMoments] = {}
 
-    def add(self, targets: list[Target], weights: list[Tensor], pruned: Tensor, dense: Tensor | None) -> None:
+    def add(self, targets: list[Target], pruned: Tensor, dense: Tensor | None, shares: list[Tensor | None]) -> None:
         """Add the inputs of one batch.
 
         Args:
             targets: share the input.
-            weights: their dense weights, float32, shape (outputs, inputs).
             pruned: inputs in the pruned model, float32, shape (tokens, inputs).
             dense: of the same tokens in the dense model; None: the target's outputs on the pruned model's inputs are to be
                 kept, because experts see other tokens there.
+            shares: the weights of the tokens for each target, as `token_weights` returns them.
         """
-        for target, weight in zip(targets, weights, strict=True):
-            outputs = (pruned if dense is None else dense) @ weight.T
-            share = self._share_of(target, outputs)
-            key = targets[0].name if share is None else target.name
-            squares = outputs.square()
-            energy = (squares if share is None else squares * share[:, None]).sum(0).double()
-            moments = self._moments.get(key)
+        for target, share in zip(targets if shares[0] is not None else targets[:1], shares, strict=False):
+            moments = self._moments.get(target.name)
             if moments is None:
-                width = pruned.shape[1]
-                gram = pruned.new_zeros(width, width)
-                moments = self._moments[key] = LayerMoments(gram, None if dense is None else gram.clone(), {})
-            moments.energy[target.name] = moments.energy.get(target.name, 0) + energy
-            if share is None and target is not targets[0]:
-                continue
+                gram = pruned.new_zeros(pruned.shape[1], pruned.shape[1])
+                moments = self._moments[target.name] = LayerMoments(gram, None if dense is None else gram.clone(), {})
             moments.tokens += pruned.shape[0]
             left = pruned.T if share is None else (pruned * share[:, None]).T
             moments.gram.addmm_(left, pruned)
             if dense is not None and moments.cross is not None:
                 moments.cross.addmm_(left, dense)
+
+    def add_energy(self, targets: list[Target], target: Target, energy: Tensor) -> None:
+        """Add to the energy of a target, one of those that share its input: float64, shape (outputs,)."""
+        moments = self.of(targets, target)
+        if moments is not None:
+            known = moments.energy.get(target.name)
+            moments.energy[target.name] = energy if known is None else known + energy
 
     def of(self, targets: list[Target], target: Target) -> LayerMoments | None:
         """The moments of a target among those that share its input; None if it saw no token."""
@@ -101,19 +97,25 @@ class LevelMoments:
                     "float32, or leave out --refit."
                 )
 
-    def _share_of(self, target: Target, outputs: Tensor) -> Tensor | None:
-        """The weight of each token: 1 / ||y_t||^2, shape (tokens,); 0 for outputs of zero. None if all are equal."""
-        return token_weights(self._weighting, outputs, self._biases.get(target.name))
 
-
-def token_weights(weighting: Weighting, outputs: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The weight of each token: 1 / ||y_t||^2 for the dense outputs y_t, or None for equal weights.
+def token_weights(weighting: Weighting, outputs: Tensor) -> Tensor | None:
+    """The weight of each token: 1 / ||y_t||^2 for the dense outputs y_t, 0 for outputs of zero; None for equal weights.
 
     Args:
-        outputs: without the bias, float32, shape (tokens, outputs).
-        bias: shape (outputs,).
+        outputs: of a layer, with its bias, shape (tokens, outputs).
     """
     if weighting == "equal":
         return None
-    squares = (outputs if bias is None else outputs + bias.to(outputs.dtype)).square().sum(1)
+    squares = outputs.float().square().sum(1)
     return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))
+
+
+def energy_of(outputs: Tensor, share: Tensor | None) -> Tensor:
+    """sum_t w_t y_tr^2 of each output r, float64, shape (outputs,).
+
+    Args:
+        outputs: without the bias, shape (tokens, outputs).
+        share: the weights w_t of the tokens, shape (tokens,); None: all 1.
+    """
+    squares = outputs.float().square()
+    return (squares if share is None else squares * share[:, None]).sum(0).double()
