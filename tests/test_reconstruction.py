@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows, workspace_bytes
+from emp_llm.reconstruction.least_squares import damping_for, exact_rows, output_error, refit_rows, workspace_bytes
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 
@@ -125,6 +125,28 @@ def test_properties(
     assert bool((found.error_after <= found.error_before).all())
     again = refit_rows(weight, mask, moments(xhat), cross, damping=damping)
     assert torch.equal(found.weight, again.weight)
+
+
+def test_damping_for_a_number_of_tokens_helps_on_others() -> None:
+    """With few tokens, a fit that is damped too little is worse than none."""
+    generator = torch.Generator().manual_seed(0)
+    shared, noise = (torch.randn(2000, width, generator=generator, dtype=torch.float64) for width in (20, 160))
+    x = noise + 0.2 * shared @ torch.randn(20, 160, generator=generator, dtype=torch.float64)
+    seen, unseen = x[:240], x[240:]
+    weight, mask = layer(30, 160)
+    unmoved, little, right = (
+        objective(v, weight, mask, unseen, unseen, 0).sum()
+        for v in (
+            weight * mask,
+            refit_rows(weight, mask, moments(seen), damping=0.001).weight,
+            refit_rows(weight, mask, moments(seen), damping=damping_for(160, 240)).weight,
+        )
+    )
+    assert right < 0.9 * little
+    assert right < 0.9 * unmoved
+    assert damping_for(160, 240) == pytest.approx(2 / 3)
+    assert damping_for(160, 10**9) == 0.01
+    assert damping_for(160, 0) == 160
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
