@@ -150,7 +150,7 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
     assert done.returncode == 0, done.stderr
     norms = norms_of_hooks(llava, [plain_inputs(number) for number in range(SAMPLES)])
     kept = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
-    assert set(kept.input_of) == set(norms)
+    assert {*kept.input_of, *(f"{name}.relative" for name in kept.relative)} == set(norms)
     assert command("report", tmp_path / "out", "--output", tmp_path / "page", "--no-plots").returncode == 0
     assert "rows.jsonl, 5 rows with images, of up to 24 tokens" in (tmp_path / "page" / "report.html").read_text()
     report = json.loads((tmp_path / "out" / "emp_report.json").read_text())
@@ -166,7 +166,8 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
     assert towers == {"vision_tower", "language_model"}
     calibrate(model=str(llava), output=tmp_path / "norms", calibration=source, samples=SAMPLES, seqlen=SEQLEN, device_map="cpu")
     again = Activations.load(tmp_path / "norms")
-    assert all(torch.equal(again.norm(name), kept.norm(name)) for name in norms)
+    assert all(torch.equal(norm, kept.norms[name]) for name, norm in again.norms.items())
+    assert all(torch.equal(norm, kept.relative[name]) for name, norm in again.relative.items())
     given = ("--activations", tmp_path / "norms", "--output", tmp_path / "vision")
     done = command("prune", "--model", llava, "--method", "wanda", "--tower", "vision", *given)
     assert done.returncode == 0, done.stderr
