@@ -7,7 +7,6 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 
 Weighting = Literal["equal", "relative"]
-DAMPING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +18,13 @@ class RefitOptions(Options):
         Weighting | None, Opt("Weight of each token: equal, or relative to its output; default: equal.")
     ] = None
     refit_damping: Annotated[
-        float | None, Opt(f"Pull towards the dense weights, as a share of the mean second moment; default: {DAMPING:g}.")
+        float | None,
+        Opt("Pull towards the dense weights, as a share of the mean second moment; default: inputs / tokens, at least 0.01."),
     ] = None
 
     @property
     def weighting(self) -> Weighting:
         return self.refit_weighting or "equal"
-
-    @property
-    def damping(self) -> float:
-        return DAMPING if self.refit_damping is None else self.refit_damping
 
     def check_refit(self) -> None:
         """Raise UserError for an invalid value, or one without --refit."""

@@ -78,11 +78,12 @@ class RefitRecord(Part, kw_only=True):
 
     Attributes:
         weighting: of the tokens, "equal" or "relative" to each target's output.
-        damping: pull towards the dense weights, as a share of the mean second moment.
+        damping: pull towards the dense weights, as a share of the mean second moment; missing: inputs / tokens of each layer, at
+            least 0.01.
     """
 
     weighting: str = "equal"
-    damping: float
+    damping: float | None = None
 
 
 class RecipeRecord(Part, kw_only=True):

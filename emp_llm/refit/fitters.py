@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.matrix import torch_dtype
-from emp_llm.reconstruction.least_squares import output_error, refit_rows
+from emp_llm.reconstruction.least_squares import damping_for, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.refit.level_moments import LayerMoments
 
@@ -70,12 +70,12 @@ class MaskedFitter:
 
     Attributes:
         mask: returns the mask of a target, bool, shape (outputs, inputs).
-        damping: as for `refit_rows`.
+        damping: as for `refit_rows`; None: `damping_for` the tokens of each target.
         least_tokens: experts that saw fewer tokens keep their weights.
     """
 
     mask: Mask
-    damping: float
+    damping: float | None
     least_tokens: int = 0
 
     @property
@@ -96,12 +96,14 @@ class SparseGptFitter:
     Attributes:
         removed: returns how many weights of a target are removed.
         pattern: (N, M) for N:M; else None.
-        damping: of the refit; None: no refit.
+        refit: the kept weights are fitted again.
+        damping: of the refit, as for `MaskedFitter`.
         mask: returns the mask of an expert that saw fewer than `least_tokens` tokens.
     """
 
     removed: Callable[[Target], int]
     pattern: tuple[int, int] | None
+    refit: bool
     damping: float | None
     mask: Mask
     least_tokens: int = 0
@@ -118,15 +120,16 @@ class SparseGptFitter:
         else:
             # The next number, so that the product with the size is not rounded below `removed`.
             result = sparsegpt(weight, moments.gram, sparsity=math.nextafter(self.removed(target) / weight.numel(), 1.0))
-        if self.damping is not None:
+        if self.refit:
             return refit_with(target, weight, result.mask, moments, self.damping), result.mask
         stored = _as_stored(target, result.weight, result.mask)
         before, after = _errors(weight, result.mask, stored, moments, target)
         return Fitted(stored.cpu(), moments.tokens, result.damping, before, after), result.mask
 
 
-def refit_with(target: Target, weight: Tensor, mask: Tensor, moments: LayerMoments, damping: float) -> Fitted:
-    """The refit of a target's kept weights."""
+def refit_with(target: Target, weight: Tensor, mask: Tensor, moments: LayerMoments, damping: float | None) -> Fitted:
+    """The refit of a target's kept weights; `damping` as for `MaskedFitter`."""
+    damping = damping_for(weight.shape[1], moments.tokens) if damping is None else damping
     energy = moments.energy[target.name]
     result = refit_rows(weight, mask, moments.gram, moments.cross, damping=damping, energy=energy)
     stored = _as_stored(target, result.weight, mask)

@@ -127,13 +127,11 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
     least, masks = recipe.min_expert_tokens, KeptMasks(pruner)
     fitter: Fitter
     if not pruner.scheme.criterion.fits:
-        fitter = MaskedFitter(masks.of, recipe.damping, least)
+        fitter = MaskedFitter(masks.of, recipe.refit_damping, least)
     else:
         budget = pruner.scheme.budget
         pattern = (budget.n, budget.m) if isinstance(budget, PatternBudget) else None
-        fitter = SparseGptFitter(
-            partial(removed_of, pruner), pattern, recipe.damping if recipe.refit else None, masks.of, least
-        )
+        fitter = SparseGptFitter(partial(removed_of, pruner), pattern, recipe.refit, recipe.refit_damping, masks.of, least)
     return RefitPass(in_blocks(pruner.targets), tokens, options, fitter, recipe.weighting, recipe.blocks)
 
 
