@@ -78,8 +78,8 @@ class RefitRecord(Part, kw_only=True):
 
     Attributes:
         weighting: of the tokens, "equal" or "relative" to each target's output.
-        damping: pull towards the dense weights, as a share of the mean second moment; missing: inputs / tokens of each layer, at
-            least 0.01.
+        damping: pull towards the dense weights, as a share of the mean second moment; missing: inputs / tokens of the layer,
+            at least 0.01.
     """
 
     weighting: str = "equal"
