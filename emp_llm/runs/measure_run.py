@@ -204,6 +204,8 @@ def _recipes(options: MeasureOptions) -> list[Recipe]:
     if options.criteria is None and common.own_name is not None:
         criteria.append(common.own_name)
     for criterion in dict.fromkeys(criteria):
+        if criterion in CRITERIA and CRITERIA[criterion].fits:
+            raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
         if criterion not in CRITERIA:
             raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(n for n in CRITERIA if n != GIVEN)}.")
         orders = dict.fromkeys(parse_numbers(options.orders, "--orders"))

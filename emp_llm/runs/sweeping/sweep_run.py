@@ -108,6 +108,7 @@ class SweepRun:
             if point.baseline_of is None:
                 self._recipe(point).check_recipe()
                 check_ranges(self._recipe(point))
+        self._check_fits()
         self._check_score()
         options.check()
         if ranks().count > 1:
@@ -129,6 +130,12 @@ class SweepRun:
         path = options.output or Path(f"{self._source.short_name}-sweep")
         self._folder = SweepFolder(path, self._plan.checkpoint, self._planned, options.overwrite)
         self._stack = ExitStack()
+
+    def _check_fits(self) -> None:
+        """Raise UserError for a method that changes the kept weights: the points of a sweep only mask them."""
+        fits = next((point.method for point in self._planned if self._recipe(point).fits), None)
+        if fits is not None:
+            raise UserError(f"--methods: a sweep only sets weights to zero; run prune --method {fits} instead.")
 
     def _check_score(self) -> None:
         """Raise UserError for options of the scores that no point uses."""
