@@ -15,10 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emp_llm import Recipe, prune_model
+from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.pruning import pruner
 from emp_llm.records.run_report import RunReport
 from emp_llm.selection.block_shares import OwlBudget, block_parts, block_sparsities
+from emp_llm.storage.direct_io import FileWriter
+from emp_llm.storage.output import journal
 from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]
@@ -110,6 +114,47 @@ def test_in_memory_and_in_a_sweep(evaluable: Models, task_suite: Path, norms: Mo
     assert written.targets.kept == uniform["targets"]["kept"]
     for name in ("wanda-2of4", "magnitude-0.5"):
         assert "shares" not in json.loads((out / "points" / name / "emp_report.json").read_text())["recipe"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "emp-relative", "sparsity": 0.4}, {"method": "ria", "shares": "owl", "owl_m": M}],
+    ids=["counts by magnitude", "owl"],
+)
+def test_an_interrupted_run_settles_the_same_again(
+    models: Models, norms: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """And another rule does not continue its work."""
+    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 500)
+    monkeypatch.setattr(journal, "_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "_RATIO", 0)
+    common: dict[str, Any] = {"model": str(models("llama")), "activations": norms("llama")}
+    prune(output=tmp_path / "whole", **common, **options)
+    write, written = Matrix.write, []
+
+    def stopping(self: Matrix, file: FileWriter, first: int, rows: Any) -> None:
+        write(self, file, first, rows)
+        written.append(first)
+        if len(written) == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Matrix, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        prune(output=tmp_path / "out", **common, **options)
+    other = {"count_by": "own"} if "sparsity" in options else {"owl_m": 1.2}
+    with pytest.raises(UserError, match=rf"unfinished run with recipe\.{next(iter(other))}"):
+        prune(output=tmp_path / "out", **common, **options | other)
+    written[:] = [0] * 100
+    prune(output=tmp_path / "out", **common, **options)
+    assert len(written) - 100 < total_blocks(tmp_path / "out"), "finished rows are not written again"
+    for file in (tmp_path / "whole").glob("model*"):
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+
+
+def total_blocks(run: Path) -> int:
+    """The number of blocks of rows in which a run of at most 500 weights at a time writes its targets."""
+    entries = json.loads((run / "emp_report.json").read_text())["matrices"].values()
+    return sum(math.ceil(entry["rows"] / (500 // entry["columns"])) for entry in entries)
 
 
 @given(
