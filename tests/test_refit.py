@@ -1,0 +1,226 @@
+"""`prune --refit` and `--method sparsegpt`: the weights are those of a plain float64 reference, for every family and method."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+from refit_reference import references
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
+from emp_llm.verify import verify
+
+GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64, "batch_size": 3, "device_map": "cpu"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: from where, to where, and its report."""
+
+    source: Path
+    out: Path
+    report: RunReport
+
+    def masks(self) -> dict[str, Any]:
+        """Which weights of each target are not zero, as they are stored."""
+        stored = oracle.tensors(self.out)
+        return {layer: oracle.bits(stored[entry.tensor]) != 0 for layer, entry in self.report.matrices.items()}
+
+    def errors(self, name: str) -> float:
+        """The mean of an error over the fitted targets."""
+        values = [getattr(fit, name) for fit in self.report.fits.values()]
+        return float(np.mean([value for value in values if value is not None]))
+
+
+Pruning = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama in float32."""
+    return tiny.make_model(tmp_path_factory.mktemp("float32") / "llama", dtype=torch.float32, max_shard_size="150KB")
+
+
+@pytest.fixture(scope="module")
+def pruned(models: Callable[[str], Path], float32: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pruning:
+    """Prune a tiny model in-process; each combination once."""
+    made: dict[str, Run] = {}
+
+    def call(family: str | Path, method: str = "wanda", **options: Any) -> Run:
+        key = f"{family} {method} {sorted(options.items())}"
+        if key not in made:
+            source = float32 if family == "float32" else models(family) if isinstance(family, str) else family
+            out = tmp_path_factory.mktemp("pruned") / "out"
+            report = prune(model=source, output=out, method=method, **{"calibration": str(text)} | GIVEN | options)
+            assert isinstance(report, RunReport)
+            made[key] = Run(source, out, report)
+        return made[key]
+
+    return call
+
+
+def tokens_of(source: Path, text: Path, samples: int = 4) -> torch.Tensor:
+    """The calibration tokens: the first of the text."""
+    ids = AutoTokenizer.from_pretrained(source)(text.read_text())["input_ids"]
+    return torch.tensor(ids[: samples * 64]).reshape(samples, 64)
+
+
+def changed_bytes_are_of_targets(before: Path, after: Path, run: Run) -> None:
+    """Two checkpoints differ in the bytes of targets only."""
+    targets = {entry.tensor for entry in run.report.matrices.values()}
+    one, other = oracle.tensors(before), oracle.tensors(after)
+    assert one.keys() == other.keys()
+    for name in one.keys() - targets:
+        assert np.array_equal(oracle.bits(one[name]), oracle.bits(other[name])), name
+    for shard in before.glob("*.safetensors"):
+        assert oracle.header(shard) == oracle.header(after / shard.name)
+    for path in before.iterdir():
+        if path.suffix != ".safetensors":
+            assert path.read_bytes() == (after / path.name).read_bytes()
+
+
+def check_verified(run: Run) -> None:
+    """verify finds no difference, and has looked at every target."""
+    findings = verify(run.out, source=str(run.source))
+    assert findings.differences == []
+    assert findings.checked["targets"] == len(run.report.matrices)
+
+
+def loaded(folder: Path) -> Any:
+    """A model loaded without a word."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def masks_are_equal(one: Run, other: Run) -> None:
+    masks, others = one.masks(), other.masks()
+    assert masks.keys() == others.keys()
+    for layer, mask in masks.items():
+        assert np.array_equal(mask, others[layer]), layer
+
+
+@pytest.mark.parametrize(
+    ("targets", "weighting", "damping"),
+    [("mlp", "equal", 0.01), ("all-linear", "relative", 0.05), ("all-linear", "equal", 0.01)],
+)
+def test_weights_are_those_of_the_reference(pruned: Pruning, text: Path, targets: str, weighting: Any, damping: float) -> None:
+    options: dict[str, Any] = {"targets": targets, "samples": 6}
+    refit = {"refit": True, "refit_weighting": weighting, "refit_damping": damping}
+    run, plain = pruned("float32", **options, **refit), pruned("float32", **options)
+    wanted = references(run.source, run.out, tokens_of(run.source, text, 6), damping, weighting == "relative")
+    assert wanted.keys() == run.report.matrices.keys() == run.report.fits.keys()
+    assert len(wanted) == (6 if targets == "mlp" else 14)
+    masks_are_equal(run, plain)
+    changed_bytes_are_of_targets(run.source, run.out, run)
+    for name, layer in wanted.items():
+        assert bool((layer.written <= layer.least * 1.001 + 1e-9).all()), name
+        fit = run.report.fits[name]
+        assert fit.tokens == 5 * 64
+        assert fit.damping == damping
+        assert fit.error_before == pytest.approx(layer.before, rel=1e-3)
+        assert fit.error_after == pytest.approx(layer.after, rel=1e-3)
+        assert fit.held_out_before == pytest.approx(layer.held_out_before, rel=1e-3)
+        assert fit.held_out_after == pytest.approx(layer.held_out_after, rel=1e-3)
+        weight = torch.from_numpy(oracle.weight(run.out, f"{name}.weight").copy())
+        assert float((weight - layer.exact).norm() / layer.exact.norm()) < 0.02, name
+    assert sum(layer.after for layer in wanted.values()) < 0.8 * sum(layer.before for layer in wanted.values())
+
+
+FAMILIES = ("llama", "gpt2", "opt", "gemma3", "gpt_neox", "phi3", "mixtral", "qwen3_moe", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose experts have fused matrices, stored transposed, and biases."""
+    values = tiny.GLU | {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "gpt_oss", ("GptOssConfig", values))
+        return tiny.make_model(tmp_path_factory.mktemp("gpt_oss") / "model", "gpt_oss", max_shard_size="150KB")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract(pruned: Pruning, gpt_oss: Path, text: Path, family: str) -> None:
+    """The error is lower, the masks stay, nothing else changes, and verify finds no difference."""
+    model: Any = gpt_oss if family == "gpt_oss" else family
+    plain, run = pruned(model, targets="all-linear"), pruned(model, targets="all-linear", refit=True)
+    masks_are_equal(run, plain)
+    changed_bytes_are_of_targets(run.source, run.out, run)
+    assert run.report.fits.keys() == run.report.matrices.keys()
+    assert run.errors("error_after") < 0.85 * run.errors("error_before")
+    for fit in run.report.fits.values():
+        assert fit.error_before is None or fit.error_after is None or fit.error_after <= 1.001 * fit.error_before
+    assert run.report.targets == plain.report.targets
+    check_verified(run)
+    tokens = tokens_of(run.source, text)
+    with torch.no_grad():
+        dense, masked, fitted = (loaded(each)(tokens).logits.float() for each in (run.source, plain.out, run.out))
+    assert float((fitted - dense).square().mean()) < float((masked - dense).square().mean())
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "wanda": {"method": "wanda", "sparsity": 0.6},
+    "magnitude": {"method": "magnitude"},
+    "relative": {"method": "relative"},
+    "emp-relative": {"method": "emp-relative"},
+    "emp-wanda": {"method": "emp-wanda", "beta": 0.8},
+    "emp to a sparsity": {"method": "emp-relative", "sparsity": 0.5},
+    "ria": {"method": "ria"},
+    "2:4": {"method": "wanda", "pattern": "2:4"},
+    "owl": {"method": "wanda", "shares": "owl"},
+    "group matrix": {"method": "wanda", "group": "matrix"},
+    "group all": {"method": "emp-magnitude", "group": "all"},
+    "relative weighting": {"method": "wanda", "refit_weighting": "relative"},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_every_method_stay(pruned: Pruning, name: str) -> None:
+    options = MASKS[name]
+    without = {key: value for key, value in options.items() if key != "refit_weighting"}
+    plain, run = pruned("llama", **without), pruned("llama", refit=True, **options)
+    masks_are_equal(run, plain)
+    assert run.errors("error_after") < 0.9 * run.errors("error_before")
+    before, after = oracle.tensors(plain.out), oracle.tensors(run.out)
+    for entry in run.report.matrices.values():
+        assert not np.array_equal(oracle.bits(before[entry.tensor]), oracle.bits(after[entry.tensor]))
+    assert run.report.matrices == plain.report.matrices
+    refit = run.report.recipe.refit
+    assert refit is not None
+    assert refit.weighting == options.get("refit_weighting", "equal")
+    check_verified(run)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"sparsity": 0.3}), ("llama", {"pattern": "2:4"}), ("gpt2", {"pattern": "2:4"}), ("mixtral", {})],
+)
+def test_sparsegpt(pruned: Pruning, family: str, options: dict[str, Any]) -> None:
+    """It removes exactly as much of each matrix as asked for; a refit of its masks lowers the error further."""
+    run = pruned(family, "sparsegpt", **options)
+    refitted = pruned(family, "sparsegpt", refit=True, **options)
+    for each in (run, refitted):
+        for layer, mask in each.masks().items():
+            entry = each.report.matrices[layer]
+            assert (
+                np.count_nonzero(mask)
+                == entry.kept
+                == entry.rows * entry.columns - int(options.get("sparsity", 0.5) * mask.size)
+            )
+            if "pattern" in options:
+                rows = mask.T if family == "gpt2" else mask
+                assert (rows.reshape(len(rows), -1, 4).sum(2) == 2).all()
+        assert each.errors("error_after") < each.errors("error_before")
+        changed_bytes_are_of_targets(each.source, each.out, each)
+        check_verified(each)
+    assert refitted.errors("error_after") < run.errors("error_after")
