@@ -224,3 +224,102 @@ def test_sparsegpt(pruned: Pruning, family: str, options: dict[str, Any]) -> Non
         changed_bytes_are_of_targets(each.source, each.out, each)
         check_verified(each)
     assert refitted.errors("error_after") < run.errors("error_after")
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_float16(tmp_path_factory: pytest.TempPathFactory, pruned: Pruning) -> None:
+    model = tiny.make_model(tmp_path_factory.mktemp("float16") / "llama", dtype=torch.float16)
+    plain, run = pruned(model), pruned(model, refit=True)
+    masks_are_equal(run, plain)
+    changed_bytes_are_of_targets(run.source, run.out, run)
+    assert run.errors("error_after") < 0.85 * run.errors("error_before")
+    check_verified(run)
+
+
+def test_from_disk_as_from_memory(pruned: Pruning) -> None:
+    """Offloaded weights and hidden states in a file give the same bytes; so does a second run."""
+    run = pruned("llama", refit=True, targets="all-linear")
+    for other in ({"device_map": "disk", "hidden_states": "disk"}, {"verbose": False}):
+        assert bytes_of(pruned("llama", refit=True, targets="all-linear", **other).out) == bytes_of(run.out)
+
+
+def test_batches_change_only_the_rounding(pruned: Pruning) -> None:
+    options: dict[str, Any] = {"method": "magnitude", "refit": True, "samples": 6}
+    one, other = pruned("float32", batch_size=1, **options), pruned("float32", batch_size=4, **options)
+    masks_are_equal(one, other)
+    for name, fit in one.report.fits.items():
+        assert fit.tokens == other.report.fits[name].tokens
+        assert fit.error_after == pytest.approx(other.report.fits[name].error_after, rel=2e-3)
+        assert fit.held_out_after == pytest.approx(other.report.fits[name].held_out_after, rel=2e-2)
+
+
+def test_on_norms_of_pruned_blocks(pruned: Pruning) -> None:
+    options: dict[str, Any] = {"propagate": "pruned", "targets": "all-linear"}
+    plain, run = pruned("llama", **options), pruned("llama", refit=True, **options)
+    masks_are_equal(run, plain)
+    assert run.errors("error_after") < 0.85 * run.errors("error_before")
+    check_verified(run)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_experts_with_few_tokens_keep_their_weights(pruned: Pruning, method: str) -> None:
+    run = pruned("mixtral", method, refit=method == "wanda", min_expert_tokens=1000, targets="all-linear")
+    experts = {name for name in run.report.fits if ".experts." in name}
+    assert len(experts) == 24
+    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
+    for name, fit in run.report.fits.items():
+        tensor = run.report.matrices[name].tensor
+        dense, written = oracle.bits(before[tensor]), oracle.bits(after[tensor])
+        kept = written != 0
+        assert np.array_equal(written[kept], dense[kept]) == (name in experts)
+        assert (fit.error_after is None) == (name in experts)
+        assert (fit.damping is None) == (name in experts)
+        assert fit.tokens < 1000
+    assert any(fit.tokens > 0 for name, fit in run.report.fits.items() if name in experts)
+    (said,) = [each for each in run.report.warnings if "too few tokens" in each]
+    assert said.startswith("24 of 32 matrices saw too few tokens for a fit and keep their weights, such as model.layers.0.")
+    check_verified(run)
+
+
+def test_fewer_tokens_than_inputs(pruned: Pruning) -> None:
+    """The damping decides what the tokens do not, and the report says so."""
+    plain, run = (pruned("llama", samples=2, seqlen=40, refit=refit) for refit in (False, True))
+    masks_are_equal(run, plain)
+    assert run.errors("error_after") < 0.5 * run.errors("error_before")
+    (said,) = [each for each in run.report.warnings if "fewer tokens than" in each]
+    assert said.startswith(
+        "2 of 6 matrices were fitted on fewer tokens than they have inputs, such as model.layers.0.mlp.down_proj"
+    )
+    assert "40 tokens, 80 inputs" in said
+    assert "--samples" in said
+    assert not any("fewer tokens than" in each for each in pruned("llama", refit=True).report.warnings)
+
+
+@pytest.mark.parametrize("options", [{"refit": True}, {"method": "sparsegpt"}], ids=["refit", "sparsegpt"])
+def test_a_layer_whose_inputs_are_zero(pruned: Pruning, models: Callable[[str], Path], tmp_path: Path, options: Any) -> None:
+    gate, down = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"
+    model = oracle.edited_copy(models("llama"), tmp_path / "model", f"{gate}.weight", lambda bits: bits.fill(0))
+    run = pruned(model, **options)
+    for fit in run.report.fits.values():
+        assert fit.error_after is not None
+        assert fit.error_before is not None
+        assert 0 <= fit.error_after <= fit.error_before
+    assert run.report.fits[gate].error_after == run.report.fits[down].error_after == 0
+    weight = oracle.weight(run.out, f"{down}.weight")
+    assert np.isfinite(weight).all()
+    dense = oracle.weight(model, f"{down}.weight")
+    assert np.array_equal(weight[weight != 0], dense[weight != 0])
+    check_verified(run)
+
+
+def test_a_raised_damping_is_said(pruned: Pruning) -> None:
+    run = pruned("llama", samples=2, seqlen=8, refit=True, refit_damping=1e-30, targets="all-linear")
+    raised = [name for name, fit in run.report.fits.items() if (fit.damping or 0) > 1e-30]
+    assert raised
+    (said,) = [each for each in run.report.warnings if "damping" in each and "raised" in each]
+    assert said.startswith(f"the damping of {len(raised)} of 14 matrices was raised, up to ")
+    assert all(np.isfinite(oracle.weight(run.out, entry.tensor)).all() for entry in run.report.matrices.values())
+    assert not any("raised" in each for each in pruned("llama", refit=True).report.warnings)
