@@ -1,5 +1,6 @@
 """`prune --refit` and `--method sparsegpt`: the weights are those of a plain float64 reference, for every family and method."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_on_norms_of_pruned_blocks(pruned: Pruning) -> None:
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_experts_with_few_tokens_keep_their_weights(pruned: Pruning, method: str) -> None:
-    run = pruned("mixtral", method, refit=method == "wanda", min_expert_tokens=1000, targets="all-linear")
+    run = pruned("mixtral", method, refit=method == "wanda", min_expert_tokens=1000, targets="all-linear", sparsity=0.3)
     experts = {name for name in run.report.fits if ".experts." in name}
     assert len(experts) == 24
     before, after = oracle.tensors(run.source), oracle.tensors(run.out)
@@ -323,3 +324,51 @@ def test_a_raised_damping_is_said(pruned: Pruning) -> None:
     assert said.startswith(f"the damping of {len(raised)} of 14 matrices was raised, up to ")
     assert all(np.isfinite(oracle.weight(run.out, entry.tensor)).all() for entry in run.report.matrices.values())
     assert not any("raised" in each for each in pruned("llama", refit=True).report.warnings)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_layers_outside_the_blocks_are_not_fitted(
+    pruned: Pruning, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, values = tiny.FAMILIES["opt"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 18}))
+        model = tiny.make_model(tmp_path / "model", "opt-350m")
+    run = pruned(model, method, refit=method == "wanda", targets="all-linear", sparsity=0.3)
+    outside = run.report.matrices.keys() - run.report.fits.keys()
+    assert outside == {"model.decoder.project_in", "model.decoder.project_out"}
+    assert re.search(r"model\.decoder\.project_(in|out) is outside the decoder blocks; it is pruned", caplog.text)
+    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
+    for layer in outside:
+        tensor = run.report.matrices[layer].tensor
+        kept = oracle.bits(after[tensor]) != 0
+        assert 0.6 < kept.mean() < 0.75
+        assert np.array_equal(oracle.bits(after[tensor])[kept], oracle.bits(before[tensor])[kept])
+    check_verified(run)
+
+
+@pytest.mark.parametrize("match_by", ["total", "matrix"])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_as_many_weights_as_another_run(pruned: Pruning, method: str, match_by: Any) -> None:
+    other = pruned("llama", "emp-wanda", beta=0.8)
+    run = pruned("llama", method, refit=True, match=other.out, match_by=match_by)
+    assert run.report.targets.zeros == other.report.targets.zeros
+    if match_by == "matrix":
+        assert {n: m.kept for n, m in run.report.matrices.items()} == {n: m.kept for n, m in other.report.matrices.items()}
+    assert run.errors("error_after") < run.errors("error_before")
+    check_verified(run)
+
+
+def test_verify_finds_a_changed_weight(pruned: Pruning, tmp_path: Path) -> None:
+    """A removed weight that is not zero, and a kept one that is not finite."""
+    name = "model.layers.0.mlp.up_proj"
+    run = pruned("llama", refit=True, targets="all-linear")
+    kept = run.masks()[name]
+    for number, (place, value) in enumerate([(np.argwhere(~kept)[0], 0x3F80), (np.argwhere(kept)[0], 0x7FC0)]):
+
+        def edit(bits: Any, place: Any = place, value: int = value) -> None:
+            bits[tuple(place)] = value
+
+        changed = oracle.edited_copy(run.out, tmp_path / f"{number}", f"{name}.weight", edit)
+        differences = verify(changed, source=str(run.source)).differences
+        assert f"{name}: 1 weight not as the recipe decides." in differences
