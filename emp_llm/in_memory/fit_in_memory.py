@@ -17,7 +17,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.packing.masks import rows_in
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.refit.fitted_weights import FittedInMemory
-from emp_llm.runs.stages.refitting import check_refittable, log_fits, refit_pass
+from emp_llm.runs.stages.refitting import check_refittable, refit_pass
 
 
 def check_fit(model: nn.Module, recipe: Recipe, pruner: Pruner, data: Any, tokenizer: Any) -> None:
@@ -55,7 +55,6 @@ def fit_model(
     store = FittedInMemory()
     with in_evaluation_mode(model):
         refit_pass(pruner, recipe, text.tokens, options).run(model, store)
-    log_fits(store.figures())
     return store
 
 

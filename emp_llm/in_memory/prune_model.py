@@ -39,7 +39,7 @@ from emp_llm.pruning.row_pruners import PrunedBlock
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.refit.fitted_rows import FittedRows
 from emp_llm.runs.stages.calibrating import check_images
-from emp_llm.runs.stages.refitting import fit_records
+from emp_llm.runs.stages.refitting import fit_records, fit_warnings
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
 
@@ -182,7 +182,9 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     record = assemble_report(source, plan, recipe, LoadingOptions(), pruner, outcomes, about)
     record.recipe.dtype = record.recipe.device_map = None
     record.stages = stage_records(stopwatch)
-    record.fits = {} if store is None else fit_records(store.figures())
+    if store is not None:
+        record.fits = fit_records(store.figures())
+        record.warnings = [*fit_warnings(store.figures(), pruner, recipe), *record.warnings]
     report = ModelReport(record, masks, norms, pruner.scheme, model)
     return report, _Weights(pruner.targets, {} if store is None else store.weights())
 

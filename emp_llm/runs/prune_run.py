@@ -29,7 +29,7 @@ from emp_llm.runs.stages.calibrating import (
     prepare_calibration,
     warn_if_foreign,
 )
-from emp_llm.runs.stages.refitting import RefitStage, fit_disk, fit_memory, fit_records, refit_stage
+from emp_llm.runs.stages.refitting import RefitStage, fit_disk, fit_memory, fit_records, fit_warnings, refit_stage
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import Stage
@@ -236,7 +236,9 @@ class PruneRun:
             about = self.refit[0].origin()
         report = assemble_report(source, self._plan, self._options, self._options, self._pruner, outcomes, about)
         if self.refit:
-            report.fits = fit_records(self.refit[0].files.figures())
+            figures = self.refit[0].files.figures()
+            report.fits = fit_records(figures)
+            report.warnings = [*fit_warnings(figures, self._pruner, self._options), *report.warnings]
         return report
 
     def _signature(self, calibration: "ForwardPasses | None") -> dict[str, Any]:

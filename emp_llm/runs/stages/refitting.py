@@ -1,6 +1,5 @@
 """The stage that fits the kept weights to the calibration text: a refit of the masks, or SparseGPT."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from emp_llm.calibration.calibration import Calibration, ForwardPasses
     from emp_llm.refit.fitters import Fitted, Fitter
     from emp_llm.refit.refit_pass import RefitPass
-
-logger = logging.getLogger(__name__)
 
 
 class RefitStage:
@@ -83,7 +80,6 @@ class RefitStage:
         with self._models.stopwatch(self.name):
             refit_pass(self._pruner, self._recipe, self._calibration.text.tokens, self._options).run(model, self.files)
         if ranks().main:
-            log_fits(self.files.figures())
             self._work.note(refitted=dict(self._models.stopwatch.record))
 
     def origin(self) -> CalibrationRecord:
@@ -169,13 +165,24 @@ def fit_records(figures: "dict[str, Fitted]") -> dict[str, FitRecord]:
     }
 
 
-def log_fits(figures: "dict[str, Fitted]") -> None:
-    """Warn about targets whose fit is weak."""
-    left = [name for name, each in figures.items() if each.weight is None and each.damping is None]
+def fit_warnings(figures: "dict[str, Fitted]", pruner: Pruner, recipe: Recipe) -> list[str]:
+    """Sentences about targets whose fit is weak: left out, on few tokens, or with a higher damping than asked for."""
+    inputs, total = {target.name: target.matrix.columns for target in pruner.targets}, len(figures)
+    left = [name for name, each in figures.items() if each.damping is None]
+    few = [name for name, each in figures.items() if name not in left and each.tokens < inputs[name]]
+    raised = [name for name, each in figures.items() if each.damping is not None and each.damping > recipe.damping]
+    said = []
     if left:
-        logger.warning(
-            "warning: %d of %d matrices saw too few tokens for a refit and keep their weights, such as %s.",
-            len(left),
-            len(figures),
-            left[0],
+        said.append(f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their weights, such as {left[0]}.")
+    if few:
+        said.append(
+            f"{len(few)} of {total} matrices were fitted on fewer tokens than they have inputs, such as {few[0]} "
+            f"({figures[few[0]].tokens} tokens, {inputs[few[0]]} inputs). Give more --samples."
         )
+    if raised:
+        most = max(figures[name].damping or 0.0 for name in raised)
+        said.append(
+            f"the damping of {len(raised)} of {total} matrices was raised, up to {most:g}, because their second moments are "
+            f"singular, such as {raised[0]}. Give more --samples, or a higher --refit-damping."
+        )
+    return said

@@ -1,0 +1,374 @@
+"""`prune --refit` and `--method sparsegpt`: the weights are those of a plain float64 reference, for every family and method."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+from refit_reference import references
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
+from emp_llm.verify import verify
+
+GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64, "batch_size": 3, "device_map": "cpu"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: from where, to where, and its report."""
+
+    source: Path
+    out: Path
+    report: RunReport
+
+    def masks(self) -> dict[str, Any]:
+        """Which weights of each target are not zero, as they are stored."""
+        stored = oracle.tensors(self.out)
+        return {layer: oracle.bits(stored[entry.tensor]) != 0 for layer, entry in self.report.matrices.items()}
+
+    def errors(self, name: str) -> float:
+        """The mean of an error over the fitted targets."""
+        values = [getattr(fit, name) for fit in self.report.fits.values()]
+        return float(np.mean([value for value in values if value is not None]))
+
+
+Pruning = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama in float32."""
+    return tiny.make_model(tmp_path_factory.mktemp("float32") / "llama", dtype=torch.float32, max_shard_size="150KB")
+
+
+@pytest.fixture(scope="module")
+def pruned(models: Callable[[str], Path], float32: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pruning:
+    """Prune a tiny model in-process; each combination once."""
+    made: dict[str, Run] = {}
+
+    def call(family: str | Path, method: str = "wanda", **options: Any) -> Run:
+        key = f"{family} {method} {sorted(options.items())}"
+        if key not in made:
+            source = float32 if family == "float32" else models(family) if isinstance(family, str) else family
+            out = tmp_path_factory.mktemp("pruned") / "out"
+            report = prune(model=source, output=out, method=method, **{"calibration": str(text)} | GIVEN | options)
+            assert isinstance(report, RunReport)
+            made[key] = Run(source, out, report)
+        return made[key]
+
+    return call
+
+
+def tokens_of(source: Path, text: Path, samples: int = 4) -> torch.Tensor:
+    """The calibration tokens: the first of the text."""
+    ids = AutoTokenizer.from_pretrained(source)(text.read_text())["input_ids"]
+    return torch.tensor(ids[: samples * 64]).reshape(samples, 64)
+
+
+def changed_bytes_are_of_targets(before: Path, after: Path, run: Run) -> None:
+    """Two checkpoints differ in the bytes of targets only."""
+    targets = {entry.tensor for entry in run.report.matrices.values()}
+    one, other = oracle.tensors(before), oracle.tensors(after)
+    assert one.keys() == other.keys()
+    for name in one.keys() - targets:
+        assert np.array_equal(oracle.bits(one[name]), oracle.bits(other[name])), name
+    for shard in before.glob("*.safetensors"):
+        assert oracle.header(shard) == oracle.header(after / shard.name)
+    for path in before.iterdir():
+        if path.suffix != ".safetensors":
+            assert path.read_bytes() == (after / path.name).read_bytes()
+
+
+def check_verified(run: Run) -> None:
+    """verify finds no difference, and has looked at every target."""
+    findings = verify(run.out, source=str(run.source))
+    assert findings.differences == []
+    assert findings.checked["targets"] == len(run.report.matrices)
+
+
+def loaded(folder: Path) -> Any:
+    """A model loaded without a word."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def masks_are_equal(one: Run, other: Run) -> None:
+    masks, others = one.masks(), other.masks()
+    assert masks.keys() == others.keys()
+    for layer, mask in masks.items():
+        assert np.array_equal(mask, others[layer]), layer
+
+
+@pytest.mark.parametrize(
+    ("targets", "weighting", "damping"),
+    [("mlp", "equal", 0.01), ("all-linear", "relative", 0.05), ("all-linear", "equal", 0.01)],
+)
+def test_weights_are_those_of_the_reference(pruned: Pruning, text: Path, targets: str, weighting: Any, damping: float) -> None:
+    options: dict[str, Any] = {"targets": targets, "samples": 6}
+    refit = {"refit": True, "refit_weighting": weighting, "refit_damping": damping}
+    run, plain = pruned("float32", **options, **refit), pruned("float32", **options)
+    wanted = references(run.source, run.out, tokens_of(run.source, text, 6), damping, weighting == "relative")
+    assert wanted.keys() == run.report.matrices.keys() == run.report.fits.keys()
+    assert len(wanted) == (6 if targets == "mlp" else 14)
+    masks_are_equal(run, plain)
+    changed_bytes_are_of_targets(run.source, run.out, run)
+    for name, layer in wanted.items():
+        assert bool((layer.written <= layer.least * 1.001 + 1e-9).all()), name
+        fit = run.report.fits[name]
+        assert fit.tokens == 5 * 64
+        assert fit.damping == damping
+        assert fit.error_before == pytest.approx(layer.before, rel=1e-3)
+        assert fit.error_after == pytest.approx(layer.after, rel=1e-3)
+        assert fit.held_out_before == pytest.approx(layer.held_out_before, rel=1e-3)
+        assert fit.held_out_after == pytest.approx(layer.held_out_after, rel=1e-3)
+        weight = torch.from_numpy(oracle.weight(run.out, f"{name}.weight").copy())
+        assert float((weight - layer.exact).norm() / layer.exact.norm()) < 0.02, name
+    assert sum(layer.after for layer in wanted.values()) < 0.8 * sum(layer.before for layer in wanted.values())
+
+
+FAMILIES = ("llama", "gpt2", "opt", "gemma3", "gpt_neox", "phi3", "mixtral", "qwen3_moe", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose experts have fused matrices, stored transposed, and biases."""
+    values = tiny.GLU | {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "gpt_oss", ("GptOssConfig", values))
+        return tiny.make_model(tmp_path_factory.mktemp("gpt_oss") / "model", "gpt_oss", max_shard_size="150KB")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract(pruned: Pruning, gpt_oss: Path, text: Path, family: str) -> None:
+    """The error is lower, the masks stay, nothing else changes, and verify finds no difference."""
+    model: Any = gpt_oss if family == "gpt_oss" else family
+    plain, run = pruned(model, targets="all-linear"), pruned(model, targets="all-linear", refit=True)
+    masks_are_equal(run, plain)
+    changed_bytes_are_of_targets(run.source, run.out, run)
+    assert run.report.fits.keys() == run.report.matrices.keys()
+    assert run.errors("error_after") < 0.85 * run.errors("error_before")
+    for fit in run.report.fits.values():
+        assert fit.error_before is None or fit.error_after is None or fit.error_after <= 1.001 * fit.error_before
+    assert run.report.targets == plain.report.targets
+    check_verified(run)
+    tokens = tokens_of(run.source, text)
+    with torch.no_grad():
+        dense, masked, fitted = (loaded(each)(tokens).logits.float() for each in (run.source, plain.out, run.out))
+    assert float((fitted - dense).square().mean()) < float((masked - dense).square().mean())
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "wanda": {"method": "wanda", "sparsity": 0.6},
+    "magnitude": {"method": "magnitude"},
+    "relative": {"method": "relative"},
+    "emp-relative": {"method": "emp-relative"},
+    "emp-wanda": {"method": "emp-wanda", "beta": 0.8},
+    "emp to a sparsity": {"method": "emp-relative", "sparsity": 0.5},
+    "ria": {"method": "ria"},
+    "2:4": {"method": "wanda", "pattern": "2:4"},
+    "owl": {"method": "wanda", "shares": "owl"},
+    "group matrix": {"method": "wanda", "group": "matrix"},
+    "group all": {"method": "emp-magnitude", "group": "all"},
+    "relative weighting": {"method": "wanda", "refit_weighting": "relative"},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_every_method_stay(pruned: Pruning, name: str) -> None:
+    options = MASKS[name]
+    without = {key: value for key, value in options.items() if key != "refit_weighting"}
+    plain, run = pruned("llama", **without), pruned("llama", refit=True, **options)
+    masks_are_equal(run, plain)
+    assert run.errors("error_after") < 0.9 * run.errors("error_before")
+    before, after = oracle.tensors(plain.out), oracle.tensors(run.out)
+    for entry in run.report.matrices.values():
+        assert not np.array_equal(oracle.bits(before[entry.tensor]), oracle.bits(after[entry.tensor]))
+    assert run.report.matrices == plain.report.matrices
+    refit = run.report.recipe.refit
+    assert refit is not None
+    assert refit.weighting == options.get("refit_weighting", "equal")
+    check_verified(run)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"sparsity": 0.3}), ("llama", {"pattern": "2:4"}), ("gpt2", {"pattern": "2:4"}), ("mixtral", {})],
+)
+def test_sparsegpt(pruned: Pruning, family: str, options: dict[str, Any]) -> None:
+    """It removes exactly as much of each matrix as asked for; a refit of its masks lowers the error further."""
+    run = pruned(family, "sparsegpt", **options)
+    refitted = pruned(family, "sparsegpt", refit=True, **options)
+    for each in (run, refitted):
+        for layer, mask in each.masks().items():
+            entry = each.report.matrices[layer]
+            assert (
+                np.count_nonzero(mask)
+                == entry.kept
+                == entry.rows * entry.columns - int(options.get("sparsity", 0.5) * mask.size)
+            )
+            if "pattern" in options:
+                rows = mask.T if family == "gpt2" else mask
+                assert (rows.reshape(len(rows), -1, 4).sum(2) == 2).all()
+        assert each.errors("error_after") < each.errors("error_before")
+        changed_bytes_are_of_targets(each.source, each.out, each)
+        check_verified(each)
+    assert refitted.errors("error_after") < run.errors("error_after")
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_float16(tmp_path_factory: pytest.TempPathFactory, pruned: Pruning) -> None:
+    model = tiny.make_model(tmp_path_factory.mktemp("float16") / "llama", dtype=torch.float16)
+    plain, run = pruned(model), pruned(model, refit=True)
+    masks_are_equal(run, plain)
+    changed_bytes_are_of_targets(run.source, run.out, run)
+    assert run.errors("error_after") < 0.85 * run.errors("error_before")
+    check_verified(run)
+
+
+def test_from_disk_as_from_memory(pruned: Pruning) -> None:
+    """Offloaded weights and hidden states in a file give the same bytes; so does a second run."""
+    run = pruned("llama", refit=True, targets="all-linear")
+    for other in ({"device_map": "disk", "hidden_states": "disk"}, {"verbose": False}):
+        assert bytes_of(pruned("llama", refit=True, targets="all-linear", **other).out) == bytes_of(run.out)
+
+
+def test_batches_change_only_the_rounding(pruned: Pruning) -> None:
+    options: dict[str, Any] = {"method": "magnitude", "refit": True, "samples": 6}
+    one, other = pruned("float32", batch_size=1, **options), pruned("float32", batch_size=4, **options)
+    masks_are_equal(one, other)
+    for name, fit in one.report.fits.items():
+        assert fit.tokens == other.report.fits[name].tokens
+        assert fit.error_after == pytest.approx(other.report.fits[name].error_after, rel=2e-3)
+        assert fit.held_out_after == pytest.approx(other.report.fits[name].held_out_after, rel=2e-2)
+
+
+def test_on_norms_of_pruned_blocks(pruned: Pruning) -> None:
+    options: dict[str, Any] = {"propagate": "pruned", "targets": "all-linear"}
+    plain, run = pruned("llama", **options), pruned("llama", refit=True, **options)
+    masks_are_equal(run, plain)
+    assert run.errors("error_after") < 0.85 * run.errors("error_before")
+    check_verified(run)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_experts_with_few_tokens_keep_their_weights(pruned: Pruning, method: str) -> None:
+    run = pruned("mixtral", method, refit=method == "wanda", min_expert_tokens=1000, targets="all-linear", sparsity=0.3)
+    experts = {name for name in run.report.fits if ".experts." in name}
+    assert len(experts) == 24
+    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
+    for name, fit in run.report.fits.items():
+        tensor = run.report.matrices[name].tensor
+        dense, written = oracle.bits(before[tensor]), oracle.bits(after[tensor])
+        kept = written != 0
+        assert np.array_equal(written[kept], dense[kept]) == (name in experts)
+        assert (fit.error_after is None) == (name in experts)
+        assert (fit.damping is None) == (name in experts)
+        assert fit.tokens < 1000
+    assert any(fit.tokens > 0 for name, fit in run.report.fits.items() if name in experts)
+    (said,) = [each for each in run.report.warnings if "too few tokens" in each]
+    assert said.startswith("24 of 32 matrices saw too few tokens for a fit and keep their weights, such as model.layers.0.")
+    check_verified(run)
+
+
+def test_fewer_tokens_than_inputs(pruned: Pruning) -> None:
+    """The damping decides what the tokens do not, and the report says so."""
+    plain, run = (pruned("llama", samples=2, seqlen=40, refit=refit) for refit in (False, True))
+    masks_are_equal(run, plain)
+    assert run.errors("error_after") < 0.5 * run.errors("error_before")
+    (said,) = [each for each in run.report.warnings if "fewer tokens than" in each]
+    assert said.startswith(
+        "2 of 6 matrices were fitted on fewer tokens than they have inputs, such as model.layers.0.mlp.down_proj"
+    )
+    assert "40 tokens, 80 inputs" in said
+    assert "--samples" in said
+    assert not any("fewer tokens than" in each for each in pruned("llama", refit=True).report.warnings)
+
+
+@pytest.mark.parametrize("options", [{"refit": True}, {"method": "sparsegpt"}], ids=["refit", "sparsegpt"])
+def test_a_layer_whose_inputs_are_zero(pruned: Pruning, models: Callable[[str], Path], tmp_path: Path, options: Any) -> None:
+    gate, down = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"
+    model = oracle.edited_copy(models("llama"), tmp_path / "model", f"{gate}.weight", lambda bits: bits.fill(0))
+    run = pruned(model, **options)
+    for fit in run.report.fits.values():
+        assert fit.error_after is not None
+        assert fit.error_before is not None
+        assert 0 <= fit.error_after <= fit.error_before
+    assert run.report.fits[gate].error_after == run.report.fits[down].error_after == 0
+    weight = oracle.weight(run.out, f"{down}.weight")
+    assert np.isfinite(weight).all()
+    dense = oracle.weight(model, f"{down}.weight")
+    assert np.array_equal(weight[weight != 0], dense[weight != 0])
+    check_verified(run)
+
+
+def test_a_raised_damping_is_said(pruned: Pruning) -> None:
+    run = pruned("llama", samples=2, seqlen=8, refit=True, refit_damping=1e-30, targets="all-linear")
+    raised = [name for name, fit in run.report.fits.items() if (fit.damping or 0) > 1e-30]
+    assert raised
+    (said,) = [each for each in run.report.warnings if "damping" in each and "raised" in each]
+    assert said.startswith(f"the damping of {len(raised)} of 14 matrices was raised, up to ")
+    assert all(np.isfinite(oracle.weight(run.out, entry.tensor)).all() for entry in run.report.matrices.values())
+    assert not any("raised" in each for each in pruned("llama", refit=True).report.warnings)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_layers_outside_the_blocks_are_not_fitted(
+    pruned: Pruning, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, values = tiny.FAMILIES["opt"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 18}))
+        model = tiny.make_model(tmp_path / "model", "opt-350m")
+    run = pruned(model, method, refit=method == "wanda", targets="all-linear", sparsity=0.3)
+    outside = run.report.matrices.keys() - run.report.fits.keys()
+    assert outside == {"model.decoder.project_in", "model.decoder.project_out"}
+    assert re.search(r"model\.decoder\.project_(in|out) is outside the decoder blocks; it is pruned", caplog.text)
+    before, after = oracle.tensors(run.source), oracle.tensors(run.out)
+    for layer in outside:
+        tensor = run.report.matrices[layer].tensor
+        kept = oracle.bits(after[tensor]) != 0
+        assert 0.6 < kept.mean() < 0.75
+        assert np.array_equal(oracle.bits(after[tensor])[kept], oracle.bits(before[tensor])[kept])
+    check_verified(run)
+
+
+@pytest.mark.parametrize("match_by", ["total", "matrix"])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_as_many_weights_as_another_run(pruned: Pruning, method: str, match_by: Any) -> None:
+    other = pruned("llama", "emp-wanda", beta=0.8)
+    run = pruned("llama", method, refit=True, match=other.out, match_by=match_by)
+    assert run.report.targets.zeros == other.report.targets.zeros
+    if match_by == "matrix":
+        assert {n: m.kept for n, m in run.report.matrices.items()} == {n: m.kept for n, m in other.report.matrices.items()}
+    assert run.errors("error_after") < run.errors("error_before")
+    check_verified(run)
+
+
+def test_verify_finds_a_changed_weight(pruned: Pruning, tmp_path: Path) -> None:
+    """A removed weight that is not zero, and a kept one that is not finite."""
+    name = "model.layers.0.mlp.up_proj"
+    run = pruned("llama", refit=True, targets="all-linear")
+    kept = run.masks()[name]
+    for number, (place, value) in enumerate([(np.argwhere(~kept)[0], 0x3F80), (np.argwhere(kept)[0], 0x7FC0)]):
+
+        def edit(bits: Any, place: Any = place, value: int = value) -> None:
+            bits[tuple(place)] = value
+
+        changed = oracle.edited_copy(run.out, tmp_path / f"{number}", f"{name}.weight", edit)
+        differences = verify(changed, source=str(run.source)).differences
+        assert f"{name}: 1 weight not as the recipe decides." in differences
