@@ -15,7 +15,7 @@ _WINDOW = 3  # steps; the decrease in the last of them, against that in those be
 _SLOWEST, _FASTEST = 20.0, 0.5  # bounds on that gain, relative to the decrease in the last steps
 _ROUNDING = 1e-7  # relative decrease of an objective that float32 no longer sees
 _SAFETY = 0.15  # factor on the tolerance: decreases can pause and go on
-_SHRINK = 0.75  # share of the rows below which those that have converged are taken out
+_SHRINK = 0.9  # share of the rows below which those that have converged are taken out
 _WITHOUT_ENERGY = 0.1  # factor on the tolerance when only the gain of a fit is known, and not the error that remains
 
 

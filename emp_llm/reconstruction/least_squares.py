@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.reconstruction.conjugate_gradients import IndefiniteError, Solution, System, solve
-from emp_llm.reconstruction.precision import full_float32
+from emp_llm.reconstruction.precision import all_finite, full_float32
 from emp_llm.reconstruction.preconditioner import rank_for
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 
@@ -227,7 +227,7 @@ def _check(
     if not 0 <= damping < float("inf") or not 0 < tolerance < 1 or limit < 1:
         raise ValueError(f"damping must be at least 0, tolerance in (0, 1), limit at least 1: {damping}, {tolerance}, {limit}")
     for name, values in (("weight", weight), ("gram", gram), ("cross", cross)):
-        if values is not None and not bool(values.isfinite().all()):
+        if values is not None and not all_finite(values):
             raise NonFiniteError(f"{name} holds NaN or infinity")
 
 

@@ -1,9 +1,10 @@
-"""Matrix products in full float32."""
+"""Matrix products in full float32, and a check of what goes into them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -20,6 +21,11 @@ def full_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite: then, and only then, their float64 sum is finite. One pass, without a copy."""
+    return bool(values.sum(dtype=torch.float64).isfinite())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emp_llm.reconstruction.precision import full_float32
+from emp_llm.reconstruction.precision import all_finite, full_float32
 from emp_llm.selection.arithmetic.definitions import NonFiniteError, floor_count
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, pattern_mask
 
@@ -153,5 +153,5 @@ def _check_arguments(
     if block < 1 or not 0 <= damping < float("inf"):
         raise ValueError(f"block must be at least 1 and damping at least 0, got {block} and {damping:g}")
     for name, values in (("weight", weight), ("gram", gram)):
-        if not bool(values.isfinite().all()):
+        if not all_finite(values):
             raise NonFiniteError(f"{name} holds NaN or infinity")
