@@ -75,7 +75,7 @@ def levels_of(model: nn.Module, step: Step, targets: list[Target], number: int, 
         if any(own[0] in level.targets for level in order.values()):
             return
         if own[0].layer.routed:
-            order.setdefault(_stack(own[0]), Level(True)).inputs[own[0].name] = own
+            order.setdefault(_stack(own[0]), Level(True))
             return
         if last and last[0][0] is inputs:
             last[0][1].inputs[last[0][2]] += own
@@ -85,9 +85,8 @@ def levels_of(model: nn.Module, step: Step, targets: list[Target], number: int, 
 
     with layer_hooks(model, [target.layer for target in targets], observe):
         step.output(number, states)
-    called = {target.name for level in order.values() for target in level.targets}
-    for target in targets:  # experts to which no token of this batch was routed
-        if target.layer.routed and target.name not in called:
+    for target in targets:  # experts in one order on all ranks, whichever of them this batch reached
+        if target.layer.routed:
             inputs = order.setdefault(_stack(target), Level(True)).inputs
             leader = next((name for name in inputs if _same_matrix(by_name[name], target)), target.name)
             inputs[leader] = [*inputs.get(leader, []), target]

@@ -1,0 +1,196 @@
+"""Refits that are interrupted, and refits by several ranks: the same weights as in one undisturbed run."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import tiny
+import torch
+import torture
+from conftest import Run
+from launch import launch
+
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.pruning.output.shard_writer import ShardWriter
+from emp_llm.pruning.recipe import read_report
+from emp_llm.refit.block_refit import BlockRefit
+from emp_llm.refit.fitted_weights import FittedFiles
+from emp_llm.verify import verify
+
+Models = Callable[[str], Path]
+METHODS: dict[str, dict[str, Any]] = {
+    "refit": {"method": "wanda", "refit": True, "targets": "all-linear"},
+    "sparsegpt": {"method": "sparsegpt"},
+}
+
+
+class _Killed(BaseException):
+    pass
+
+
+@pytest.fixture(params=METHODS)
+def options(request: pytest.FixtureRequest, models: Models, text: Path, tmp_path: Path) -> dict[str, Any]:
+    given = {"samples": 3, "seqlen": 48, "calibration": str(text), "device_map": "cpu"}
+    return {"model": str(models("llama")), "output": tmp_path / "killed" / "out", **given, **METHODS[request.param]}
+
+
+@pytest.fixture
+def whole(options: dict[str, Any], tmp_path: Path) -> torture.Bytes:
+    """The files of the undisturbed run."""
+    prune(**options | {"output": tmp_path / "whole" / "out"})
+    return torture.snapshot(tmp_path / "whole")
+
+
+def stop_at_block(patch: pytest.MonkeyPatch, block: int, stop: Callable[[], None]) -> None:
+    """Stop a run when it is about to keep the weights of a block."""
+    put = FittedFiles.put
+
+    def stopping(self: FittedFiles, number: int, fitted: Any) -> None:
+        if number == block:
+            stop()
+        put(self, number, fitted)
+
+    patch.setattr(FittedFiles, "put", stopping)
+
+
+def kill() -> None:
+    raise _Killed
+
+
+def killed_at_block(options: dict[str, Any], block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_block(patch, block, kill)
+        with pytest.raises(_Killed):
+            prune(**options)
+
+
+def count_fits(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by one for every block that is fitted."""
+    fits: list[int] = []
+    run = BlockRefit.run
+
+    def counted(self: BlockRefit) -> Any:
+        fits.append(self._step.index)
+        return run(self)
+
+    patch.setattr(BlockRefit, "run", counted)
+    return fits
+
+
+def test_a_killed_fit_resumes(
+    options: dict[str, Any], whole: torture.Bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_at_block(options, 1)
+    (kept,) = (tmp_path / "killed" / ".out.partial" / "fitted").iterdir()
+    assert kept.name == "block-00000.safetensors"
+    fits = count_fits(monkeypatch)
+    prune(**options)
+    assert fits == [1], "the first block was fitted before"
+    assert torture.snapshot(tmp_path / "killed") == whole
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"]
+    assert verify(tmp_path / "killed" / "out", source=options["model"]).differences == []
+
+
+def test_a_kill_while_the_checkpoint_is_written(
+    options: dict[str, Any], whole: torture.Bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "end", lambda *_: kill())
+        with pytest.raises(_Killed):
+            prune(**options)
+    fits = count_fits(monkeypatch)
+    prune(**options)
+    assert fits == []
+    assert torture.snapshot(tmp_path / "killed") == whole
+    assert read_report(tmp_path / "killed" / "out").stages.keys() >= {"refit", "prune"}
+
+
+def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_at_block(options, 1)
+    change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
+    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit\.damping|sparsity) 0\.\d+, .*--overwrite"):
+        prune(**options | change)
+    fits = count_fits(monkeypatch)
+    prune(**options | change, overwrite=True)
+    assert fits == [0, 1]
+    prune(**options | change | {"output": tmp_path / "fresh" / "out"})
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "fresh")
+
+
+def test_damaged_fitted_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    killed_at_block(options, 1)
+    (kept,) = (tmp_path / "killed" / ".out.partial" / "fitted").iterdir()
+    kept.write_bytes(kept.read_bytes()[:200])
+    match = r"block-00000\.safetensors: the fitted weights cannot be read \(.*\)\. Delete .*\.out\.partial\.$"
+    with pytest.raises(UserError, match=match):
+        prune(**options)
+
+
+def test_ctrl_c(models: Models, text: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["prune", "--model", models("llama"), "--method", "wanda", "--refit", "--calibration", text, "--samples", 3]
+    line += ["--seqlen", 48, "--device-map", "cpu", "--output", tmp_path / "killed" / "out"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            stop_at_block(patch, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+            done = command(*line)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert ".out.partial; the same command resumes from there" in done.stderr
+    fits = count_fits(monkeypatch)
+    assert command(*line).returncode == 0
+    assert fits == [1]
+    assert command(*line[:-1], tmp_path / "whole" / "out").returncode == 0
+    one, other = torture.snapshot(tmp_path / "killed"), torture.snapshot(tmp_path / "whole")
+    assert {name: raw for name, raw in one.items() if name != "emp_report.json"} == {
+        name: raw for name, raw in other.items() if name != "emp_report.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture in float32 of more experts than a short text reaches; a rank may see experts that the others do not."""
+    name, values = tiny.FAMILIES["mixtral"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "many", (name, values | {"num_local_experts": 8, "intermediate_size": 24}))
+        return tiny.make_model(tmp_path_factory.mktemp("many") / "model", "many", torch.float32, max_shard_size="200KB")
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_two_ranks(
+    many_experts: Path, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, method: str
+) -> None:
+    given: dict[str, Any] = {"samples": 19, "seqlen": 5, "batch_size": 1, "min_expert_tokens": 8, "targets": "all-linear"}
+    refit = method == "wanda"
+    one = tmp_path / "one"
+    prune(many_experts, method=method, refit=refit, output=one, calibration=str(text), device_map="cpu", **given)
+    words = [str(word) for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
+    words += ["--refit"] if refit else []
+    line = ["prune", "--model", many_experts, "--method", method, "--calibration", text, "--device-map", "cpu", *words]
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, "--output", "two")
+    assert done.codes == [0, 0], done.error
+    assert done.output.count("of the targets") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    mine, theirs = (read_report(tmp_path / name) for name in ("one", "two"))
+    assert mine.fits.keys() == theirs.fits.keys()
+    assert any(fit.tokens == 0 for fit in mine.fits.values()) or any(fit.error_after is None for fit in mine.fits.values())
+    for name, fit in mine.fits.items():
+        other = theirs.fits[name]
+        assert fit.tokens == other.tokens, name
+        for error in ("error_before", "error_after", "held_out_before", "held_out_after"):
+            here, there = getattr(fit, error), getattr(other, error)
+            assert here == (None if there is None else pytest.approx(there, rel=1e-2, abs=1e-6)), name
+    if refit:
+        for entry in mine.matrices.values():
+            a, b = oracle.weight(one, entry.tensor), oracle.weight(tmp_path / "two", entry.tensor)
+            assert np.array_equal(a != 0, b != 0)
+            np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+    assert verify(tmp_path / "two", source=str(many_experts)).differences == []
