@@ -19,6 +19,7 @@ from emp_llm.reconstruction.precision import all_finite, full_float32
 from emp_llm.selection.arithmetic.definitions import NonFiniteError, floor_count
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, pattern_mask
 
+SPARSEGPT_DAMPING = 0.01  # the paper's
 _MOST_RAISES = 12
 _FIRST_RAISE = 1e-3  # the damping after 0
 
@@ -46,7 +47,7 @@ def sparsegpt(
     sparsity: float | None = None,
     pattern: tuple[int, int] | None = None,
     block: int = 128,
-    damping: float = 0.01,
+    damping: float = SPARSEGPT_DAMPING,
 ) -> SparseGPTResult:
     """Prune a layer by SparseGPT, to a sparsity of the matrix or to an N:M pattern.
 

@@ -170,11 +170,7 @@ def fit_warnings(figures: "dict[str, Fitted]", pruner: Pruner, recipe: Recipe) -
     inputs, total = {target.name: target.matrix.columns for target in pruner.targets}, len(figures)
     left = [name for name, each in figures.items() if each.damping is None]
     few = [name for name, each in figures.items() if name not in left and each.tokens < inputs[name]]
-    raised = [
-        name
-        for name, each in figures.items()
-        if each.damping is not None and each.damping > 1.001 * _asked(recipe, inputs[name], each.tokens)
-    ]
+    raised = [name for name, each in figures.items() if (each.damping or 0.0) > _asked(recipe, inputs[name], each.tokens)]
     said = []
     if left:
         said.append(f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their weights, such as {left[0]}.")
@@ -195,7 +191,8 @@ def fit_warnings(figures: "dict[str, Fitted]", pruner: Pruner, recipe: Recipe) -
 def _asked(recipe: Recipe, inputs: int, tokens: int) -> float:
     """The damping that a fit begins with."""
     from emp_llm.reconstruction.least_squares import damping_for
+    from emp_llm.reconstruction.sparsegpt import SPARSEGPT_DAMPING
 
-    if recipe.refit_damping is not None:
-        return recipe.refit_damping
-    return damping_for(inputs, tokens)
+    if not recipe.refit:
+        return SPARSEGPT_DAMPING
+    return damping_for(inputs, tokens) if recipe.refit_damping is None else recipe.refit_damping
