@@ -19,7 +19,10 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+import transformers
 from conftest import Run
+from pictures import make_llava, make_pictures
+from test_fp8 import make_fp8
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
@@ -97,7 +100,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "neff-dtype": (r"^--neff-dtype must be float64 or bfloat16", {"neff_dtype": "float32"}),
     "neff-dtype with an order": (r"^--neff-dtype bfloat16.*order 2", {"neff_dtype": "bfloat16", "order": 1.0}),
     "match of no run": (r"no-run: no emp_report.json.*--output", {"method": "wanda", "match": Path("no-run")}),
-    "method": (r"'sparsegpt'.*emp-wanda", {"method": "sparsegpt"}),
+    "method": (r"'obs' is not one of emp-wanda", {"method": "obs"}),
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
     "targets without a match": (r"^--targets 'w1,w2' match nothing.*mlp.down_proj", {"targets": "w1,w2"}),
@@ -128,6 +131,72 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "model missing": (r"/nothing: no such model folder", {"model": "/nothing"}),
     "revision of a folder": (r"--revision main", {"revision": "main"}),
 }
+
+REFITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no text for a data-free method": (
+        r"^--refit fits weights to a calibration text, and method magnitude needs none\. Leave out --refit, or .*--calibration",
+        {"method": "magnitude", "refit": True, "calibration": None, "samples": None, "seqlen": None},
+    ),
+    "activations and no text": (
+        r"^--refit .*--activations holds only its norms\. Leave out --activations, or --refit; or .*--calibration",
+        {"method": "wanda", "refit": True, "calibration": None, "activations": Path("norms.safetensors")},
+    ),
+    "sparsegpt with activations and no text": (
+        r"^--method sparsegpt fits .*--activations holds only its norms\. Leave out --activations; or .*--calibration",
+        {"method": "sparsegpt", "calibration": None, "activations": Path("norms.safetensors")},
+    ),
+    "quantised": (r"^--refit cannot change quantised weights; leave out --load-in-8bit", {"refit": True, "load_in_8bit": True}),
+    "sparsegpt quantised": (
+        r"^--method sparsegpt cannot change quantised weights; leave out --load-in-8bit",
+        {"method": "sparsegpt", "load_in_4bit": True},
+    ),
+    "damping of zero": (r"^--refit-damping must be above 0 and at most 1, got 0", {"refit": True, "refit_damping": 0.0}),
+    "damping NaN": (r"^--refit-damping must be above 0 and at most 1, got nan", {"refit": True, "refit_damping": float("nan")}),
+    "damping above 1": (r"^--refit-damping must be above 0", {"refit": True, "refit_damping": 1.5}),
+    "damping alone": (r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out", {"refit_damping": 0.1}),
+    "weighting alone": (r"^--refit-weighting has no effect without --refit", {"refit_weighting": "relative"}),
+    "weighting": (r"^--refit-weighting 'own' is not one of equal, relative", {"refit": True, "refit_weighting": "own"}),
+    "weighting with sparsegpt": (
+        r"^--refit-weighting has no effect without --refit",
+        {"method": "sparsegpt", "refit_weighting": "relative"},
+    ),
+    "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
+    "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
+    "beta with sparsegpt": (r"^--beta does not go with method sparsegpt.*Use --sparsity", {"method": "sparsegpt", "beta": 1.0}),
+    "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
+    "shares with sparsegpt": (r"^--shares owl .*--method wanda", {"method": "sparsegpt", "shares": "owl"}),
+    "propagation with sparsegpt": (
+        r"^--propagate pruned .*sparsegpt needs none",
+        {"method": "sparsegpt", "propagate": "pruned"},
+    ),
+    "text too short": (r"text\.txt: [\d,]+ tokens, too short for 4000 samples", {"refit": True, "samples": 4000}),
+}
+
+
+@pytest.mark.parametrize(("match", "options"), parameters(REFITS))
+def test_wrong_options_of_a_refit(refused: Refused, match: str, options: dict[str, Any]) -> None:
+    refused(match, **options)
+
+
+@pytest.mark.parametrize("options", [{"method": "wanda", "refit": True}, {"method": "sparsegpt"}], ids=["refit", "sparsegpt"])
+def test_models_that_cannot_be_refitted(
+    refused: Refused, models: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    flag = "--refit" if "refit" in options else "--method sparsegpt"
+    remedy = "Leave out --refit" if "refit" in options else "Use --method wanda"
+    t5 = tmp_path / "t5"
+    config = transformers.T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(t5)
+    tiny.make_tokenizer().save_pretrained(t5)
+    refused(rf"^{flag} runs block by block, which an encoder-decoder model cannot\. {remedy}", model=str(t5), **options)
+    llava, rows = make_llava(tmp_path / "llava"), make_pictures(tmp_path)
+    source = f"{rows}/rows.jsonl,image=picture"
+    refused(
+        rf"^{flag} runs block by block, on text alone\. {remedy}, or leave out image= in --calibration",
+        model=str(llava), calibration=source, seqlen=24, **options,
+    )  # fmt: skip
+    fp8 = make_fp8(models("llama"), tmp_path / "fp8")
+    refused(rf"_proj is stored in FP8, whose scales {flag} would change\. Use the unquantised model", model=str(fp8), **options)
 
 
 @pytest.mark.parametrize(("match", "options"), parameters(OPTIONS))
@@ -387,9 +456,10 @@ def check_command(call: Callable[..., Any], folder: Path, options: dict[str, obj
 COMMAND_LINES: dict[str, tuple[str, dict[str, object]]] = {
     "missing model": (r"^error: .*nothing: no such model folder", {"--model": "/nothing"}),
     "model not in the cache": (r"^error: nobody/nothing: .*cache.*cannot be reached", {"--model": "nobody/nothing"}),
-    "method": (r"'sparsegpt'", {"--method": "sparsegpt"}),
+    "method": (r"'obs'", {"--method": "obs"}),
     "pattern": (r"^error: .*multiple of 5", {"--method": "wanda", "--pattern": "3:5", "--targets": "q_proj"}),
     "text too short": (r"^error: .*too short", {"--samples": "4000"}),
+    "refit damping": (r"^error: --refit-damping must be above 0", {"--refit-damping": "0"}),
     "data set not in the cache": (
         r"^error: nobody/nothing/train: the data set cannot be loaded",
         {"--calibration": "nobody/nothing"},

@@ -59,15 +59,15 @@ class PruneOptions(
 
     def _check_fits(self) -> None:
         """Raise UserError if weights cannot be fitted, because there is no text to fit them to or they are quantised."""
-        flag = "--refit" if self.refit else f"--method {self.method}"
+        flag, fits = self.fit_flag, CRITERIA[self.criterion_name].fits
         if self.load_in_8bit or self.load_in_4bit:
             raise UserError(f"{flag} cannot change quantised weights; leave out --load-in-8bit and --load-in-4bit.")
-        if self.calibration is not None or (self.activations is None and CRITERIA[self.criterion_name].fits):
+        if self.calibration is not None or (self.activations is None and fits):
             return
         if self.activations is not None:
             raise UserError(
                 f"{flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
-                f"--activations{', or --refit' if self.refit else ''}; or name the text with --calibration."
+                f"--activations{'' if fits else ', or --refit'}; or name the text with --calibration."
             )
         if not self.needs_activations:
             raise UserError(

@@ -115,6 +115,16 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
         return self.refit or CRITERIA[self.criterion_name].fits
 
     @property
+    def fit_flag(self) -> str:
+        """The option that asks for a fit."""
+        return f"--method {self.method}" if CRITERIA[self.criterion_name].fits else "--refit"
+
+    @property
+    def without_fit(self) -> str:
+        """What to do for a run without a fit, as the beginning of a sentence."""
+        return "Use --method wanda" if CRITERIA[self.criterion_name].fits else "Leave out --refit"
+
+    @property
     def relative(self) -> bool:
         """Whether the norms are those relative to the outputs."""
         return CRITERIA[self.criterion_name].relative or self.score == "relative"

@@ -100,11 +100,12 @@ def refit_stage(
     """The stage of a run; raises UserError if its data or its model cannot be used for a fit."""
     from emp_llm.calibration.calibration import Calibration
 
-    check_refittable(pruner)
+    check_refittable(pruner, options.fit_flag)
+    by_blocks = f"{options.fit_flag} runs block by block"
     if not isinstance(calibration, Calibration):
-        raise UserError("--refit runs block by block, on text alone. Leave out --refit, or image= in --calibration.")
+        raise UserError(f"{by_blocks}, on text alone. {options.without_fit}, or leave out image= in --calibration.")
     if pruner.checkpoint.config.get("is_encoder_decoder"):
-        raise UserError("--refit runs block by block, which an encoder-decoder model cannot. Leave out --refit.")
+        raise UserError(f"{by_blocks}, which an encoder-decoder model cannot. {options.without_fit}.")
     return RefitStage(models, pruner, options, calibration, options, work, norms)
 
 
@@ -143,11 +144,11 @@ def fit_disk(pruner: Pruner) -> int:
     return sum(target.matrix.numel * target.matrix.itemsize for target in pruner.targets)
 
 
-def check_refittable(pruner: Pruner) -> None:
-    """Raise UserError if the targets are stored in a form whose values cannot be fitted."""
+def check_refittable(pruner: Pruner, flag: str) -> None:
+    """Raise UserError if the targets are stored in a form whose values cannot be fitted; `flag` asks for the fit."""
     scaled = next((target for target in pruner.targets if target.matrix.scales is not None), None)
     if scaled is not None:
-        raise UserError(f"{scaled.name} is stored in FP8, whose scales a refit would change. Refit the unquantised model.")
+        raise UserError(f"{scaled.name} is stored in FP8, whose scales {flag} would change. Use the unquantised model.")
 
 
 def fit_records(figures: "dict[str, Fitted]") -> dict[str, FitRecord]:
