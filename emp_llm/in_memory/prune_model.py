@@ -130,8 +130,8 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    if recipe is not None and recipe.refit:
-        recipe = replace(recipe, refit=False, refit_weighting=None, refit_damping=None)  # the masks do not depend on it
+    if recipe is not None and recipe.refit:  # the masks do not depend on it
+        recipe = replace(recipe, refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, _Calibration(data, tokenizer, **how))[0].masks
 
 

@@ -7,6 +7,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 
 Weighting = Literal["equal", "relative"]
+FitTarget = Literal["block", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,10 @@ class RefitOptions(Options):
     refit_weighting: Annotated[
         Weighting | None, Opt("Weight of each token: equal, or relative to its output; default: equal.")
     ] = None
+    refit_target: Annotated[
+        FitTarget | None,
+        Opt("What the last layer of a block restores: the outputs of the block, or of the layer; default: block."),
+    ] = None
     refit_damping: Annotated[
         float | None,
         Opt("Pull towards the dense weights, as a share of the mean second moment; default: inputs / tokens, at least 0.01."),
@@ -26,12 +31,19 @@ class RefitOptions(Options):
     def weighting(self) -> Weighting:
         return self.refit_weighting or "equal"
 
+    @property
+    def restored(self) -> FitTarget:
+        """What the last layer of a block restores."""
+        return self.refit_target or "block"
+
     def check_refit(self) -> None:
         """Raise UserError for an invalid value, or one without --refit."""
         if self.refit_weighting is not None and self.refit_weighting not in get_args(Weighting):
             raise UserError(f"--refit-weighting {self.refit_weighting!r} is not one of {', '.join(get_args(Weighting))}.")
+        if self.refit_target is not None and self.refit_target not in get_args(FitTarget):
+            raise UserError(f"--refit-target {self.refit_target!r} is not one of {', '.join(get_args(FitTarget))}.")
         if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
             raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
-        for name in ("refit_weighting", "refit_damping"):
+        for name in ("refit_weighting", "refit_target", "refit_damping"):
             if not self.refit and getattr(self, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} has no effect without --refit. Add --refit, or leave it out.")

@@ -75,7 +75,7 @@ def recipe_record(recipe: Recipe, scheme: Scheme | None = None) -> RecipeRecord:
         blocks=recipe.blocks,
     )
     if recipe.refit:
-        record.refit = RefitRecord(weighting=recipe.weighting, damping=recipe.refit_damping)
+        record.refit = RefitRecord(weighting=recipe.weighting, target=recipe.restored, damping=recipe.refit_damping)
     record.tower = None if recipe.tower == "language" else recipe.tower
     record.score = "relative" if recipe.relative else None
     record.count_by = "magnitude" if recipe.counts_by == "magnitude" else None

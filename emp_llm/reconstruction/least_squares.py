@@ -65,6 +65,7 @@ def refit_rows(
     tolerance: float = 1e-3,
     limit: int = 200,
     energy: Tensor | None = None,
+    wanted: Tensor | None = None,
 ) -> Refit:
     """Move the kept weights of each row to the least-squares optimum F of this module.
 
@@ -82,20 +83,23 @@ def refit_rows(
         energy: sum_t omega_t (w_r . x_t)^2 of each row, shape (outputs,). With `cross` it makes the errors complete, and the
             tolerance relative to F. Without it, the tolerance is relative to a tenth of what the fit has gained. Without
             `cross` it is not needed.
+        wanted: sum_t omega_t y_t xhat_t^T, float32, shape (outputs, inputs): the outputs y_t to return in place of w . x_t.
+            Instead of `cross`; `energy` is then sum_t omega_t y_tr^2.
 
     Raises:
         ValueError: shapes do not fit, or damping, tolerance or limit is out of range.
         NonFiniteError: gram, cross or weight holds NaN or infinity.
     """
-    _check(weight, mask, gram, cross, damping, tolerance, limit)
+    _check(weight, mask, gram, cross, damping, tolerance, limit, wanted)
+    rights = _Rights(gram, cross, wanted)
     scale = float(gram.diagonal().double().mean())
     for _ in range(_MOST_RAISES if scale > 0 else 0):
         try:
             with full_float32(), torch.no_grad():
-                return _refit(weight, mask, System.of(gram, scale, damping), cross, energy, tolerance, limit)
+                return _refit(weight, mask, System.of(gram, scale, damping), rights, energy, tolerance, limit)
         except IndefiniteError:
             damping = max(10 * damping, _FIRST_RAISE)
-    error = output_error(weight * mask, weight, gram, cross, energy)
+    error = output_error(weight * mask, weight, gram, cross, energy, wanted)
     return Refit((weight * mask).float(), damping, 0, 0.0, 0, error, error.clone())
 
 
@@ -109,25 +113,31 @@ def damping_for(inputs: int, tokens: int) -> float:
 
 
 def output_error(
-    weight: Tensor, dense: Tensor, gram: Tensor, cross: Tensor | None = None, energy: Tensor | None = None
+    weight: Tensor,
+    dense: Tensor,
+    gram: Tensor,
+    cross: Tensor | None = None,
+    energy: Tensor | None = None,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """E of each row: sum_t omega_t (v . xhat_t - w . x_t)^2, float64, shape (outputs,).
 
     Args:
         weight: v, shape (outputs, inputs).
         dense: w, the same shape.
-        gram, cross, energy: as for `refit_rows`. With `cross` and without `energy`, the constant is missing: v G v - 2 v C w.
+        gram, cross, energy, wanted: as for `refit_rows`. With `cross` or `wanted` and without `energy`, the constant is
+            missing: v G v - 2 v C w.
     """
-    parts = []
+    parts, rights = [], _Rights(gram, cross, wanted)
     with full_float32(), torch.no_grad():
         for rows in _blocks(*weight.shape):
             v, w = weight[rows].float(), dense[rows].float()
-            if cross is None:
+            if rights.dense_outputs:
                 parts.append(_dot(v - w, (v - w) @ gram))
             else:
-                parts.append(_dot(v, v @ gram) - 2 * _dot(v, w @ cross.T))
+                parts.append(_dot(v, v @ gram) - 2 * _dot(v, rights.of(w, rows)))
     error = torch.cat(parts)
-    return error if cross is None or energy is None else error + energy.double()
+    return error if rights.dense_outputs or energy is None else error + energy.double()
 
 
 def workspace_bytes(outputs: int, inputs: int) -> int:
@@ -158,11 +168,31 @@ def exact_rows(weight: Tensor, mask: Tensor, gram: Tensor, cross: Tensor | None 
     return fitted
 
 
+@dataclass(frozen=True)
+class _Rights:
+    """The right-hand sides C w of the normal equations."""
+
+    gram: Tensor
+    cross: Tensor | None
+    wanted: Tensor | None
+
+    @property
+    def dense_outputs(self) -> bool:
+        """Whether the fit is to the dense weights' outputs on the same inputs, so that C is G."""
+        return self.cross is None and self.wanted is None
+
+    def of(self, dense: Tensor, rows: slice) -> Tensor:
+        """C w for some rows, in memory of its own."""
+        if self.wanted is not None:
+            return self.wanted[rows].clone()
+        return dense @ (self.gram if self.cross is None else self.cross).T
+
+
 def _refit(
     weight: Tensor,
     mask: Tensor,
     system: System,
-    cross: Tensor | None,
+    rights: "_Rights",
     energy: Tensor | None,
     tolerance: float,
     limit: int,
@@ -172,10 +202,10 @@ def _refit(
     for rows in _blocks(*weight.shape):
         dense, kept = weight[rows].float(), mask[rows].float()
         torch.mul(dense, kept, out=fitted[rows])
-        right, error = _unfitted(dense, fitted[rows], system, cross, None if energy is None else energy[rows])
+        right, error = _unfitted(dense, fitted[rows], system, rights, rows, None if energy is None else energy[rows])
         right.mul_(kept)
         del dense
-        known = error if cross is None or energy is not None else None
+        known = error if rights.dense_outputs or energy is not None else None
         solution = solve(system, kept, right, known, tolerance, limit)
         gains.append(_keep_what_helps(solution, system, right))
         fitted[rows] += solution.change
@@ -189,14 +219,14 @@ def _refit(
 
 
 def _unfitted(
-    dense: Tensor, start: Tensor, system: System, cross: Tensor | None, energy: Tensor | None
+    dense: Tensor, start: Tensor, system: System, rights: "_Rights", rows: slice, energy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """C w - G v and E(v) for the unmoved kept weights v, both divided by the scale of the system."""
-    if cross is None:
+    if rights.dense_outputs:
         removed = dense - start
         right = (removed @ system.gram).div_(system.scale)
         return right, torch.linalg.vecdot(removed, right)
-    right = dense @ cross.T
+    right = rights.of(dense, rows)
     error = torch.linalg.vecdot(start, right).mul_(-2)
     product = start @ system.gram
     error += torch.linalg.vecdot(start, product)
@@ -216,7 +246,14 @@ def _keep_what_helps(solution: Solution, system: System, right: Tensor) -> Tenso
 
 
 def _check(
-    weight: Tensor, mask: Tensor, gram: Tensor, cross: Tensor | None, damping: float, tolerance: float, limit: int
+    weight: Tensor,
+    mask: Tensor,
+    gram: Tensor,
+    cross: Tensor | None,
+    damping: float,
+    tolerance: float,
+    limit: int,
+    wanted: Tensor | None,
 ) -> None:
     inputs = weight.shape[1]
     if mask.shape != weight.shape or mask.dtype != torch.bool:
@@ -224,9 +261,11 @@ def _check(
     for name, moments in (("gram", gram), ("cross", cross)):
         if moments is not None and (moments.shape != (inputs, inputs) or moments.dtype != torch.float32):
             raise ValueError(f"{name} must be float32 of shape {(inputs, inputs)}, got {moments.dtype} {tuple(moments.shape)}")
+    if wanted is not None and (wanted.shape != weight.shape or wanted.dtype != torch.float32 or cross is not None):
+        raise ValueError(f"wanted must be float32 of shape {tuple(weight.shape)}, and given without cross")
     if not 0 <= damping < float("inf") or not 0 < tolerance < 1 or limit < 1:
         raise ValueError(f"damping must be at least 0, tolerance in (0, 1), limit at least 1: {damping}, {tolerance}, {limit}")
-    for name, values in (("weight", weight), ("gram", gram), ("cross", cross)):
+    for name, values in (("weight", weight), ("gram", gram), ("cross", cross), ("wanted", wanted)):
         if values is not None and not all_finite(values):
             raise NonFiniteError(f"{name} holds NaN or infinity")
 

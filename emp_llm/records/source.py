@@ -78,11 +78,13 @@ class RefitRecord(Part, kw_only=True):
 
     Attributes:
         weighting: of the tokens, "equal" or "relative" to each target's output.
+        target: what the last layer of a block restores, the outputs of the "block" or of the "layer".
         damping: pull towards the dense weights, as a share of the mean second moment; missing: inputs / tokens of the layer,
             at least 0.01.
     """
 
     weighting: str = "equal"
+    target: str = msgspec.field(default_factory=lambda: "block")
     damping: float | None = None
 
 

@@ -25,6 +25,9 @@ from emp_llm.refit.levels import Level, MomentSize, levels_of
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
 
 
+_SAME = 0.01  # rounding of bfloat16, relative
+
+
 class _AllSeen(Exception):
     """All inputs of a level are seen; the rest of the block's pass is not needed."""
 
@@ -38,12 +41,14 @@ class Streams:
         pruned: the hidden states of the pruned model.
         fitted_on: numbers of the batches on which weights are fitted.
         held_out: numbers of the others, which only measure the error.
+        restores_blocks: as for `RefitPass`.
     """
 
     walk: Walk
     pruned: HiddenStates
     fitted_on: Sequence[int]
     held_out: Sequence[int]
+    restores_blocks: bool
 
 
 class BlockRefit:
@@ -80,6 +85,8 @@ class BlockRefit:
         fitted: dict[str, Fitted] = {}
         streams = self._streams
         levels = levels_of(self._model, self._step, self._targets, streams.fitted_on[0], streams.walk.hidden)
+        if streams.restores_blocks and levels:
+            levels[-1].closing = self._is_added(levels[-1])
         with closing(self._dense_pass(levels)) as dense:
             for number, level in enumerate(levels):
                 for part in level.parts(MOMENT_BYTES, MomentSize(self._weighting != "equal")):
@@ -103,6 +110,10 @@ class BlockRefit:
         dense = {target.name: self._weights.dense(target).float() for target in level.targets}
         for number, leader, pruned, inputs in self._inputs(level, held, place, self._streams.fitted_on):
             targets = level.inputs[leader]
+            if level.closing:
+                assert inputs is not None
+                moments.add_wanted(targets[0], pruned, inputs, held.share(number, targets[0]))
+                continue
             if inputs is not None:
                 moments.add(targets, pruned, inputs, [held.share(number, target) for target in targets])
                 continue
@@ -111,7 +122,7 @@ class BlockRefit:
             moments.add(targets, pruned, None, shares)
             for target, each, share in zip(targets, outputs, shares, strict=True):
                 moments.add_energy(targets, target, energy_of(each, share))
-        if not level.routed:
+        if not level.routed and not level.closing:
             for target in level.targets:
                 moments.add_energy(level.targets, target, held.energy[target.name])
         moments.reduce()
@@ -130,12 +141,13 @@ class BlockRefit:
                 self._weights.put(target, outcome.weight)
         outcomes = {name: outcome for name, (outcome, _) in fitted.items()}
         held_out = self._inputs(level, held, place, self._streams.held_out)
-        self._measure(level, held_out, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
+        self._measure(level, held, held_out, dense, outcomes, {name: mask for name, (_, mask) in fitted.items()})
         return {target.name: outcomes[target.name] for target in level.targets}
 
     def _measure(
         self,
         level: Level,
+        held: DenseBlock,
         held_out: "Inputs",
         dense: dict[str, Tensor],
         fitted: dict[str, Fitted],
@@ -143,12 +155,15 @@ class BlockRefit:
     ) -> None:
         """Set the errors on the sequences held out."""
         sums = {target.name: torch.zeros(3, dtype=torch.float64) for target in level.targets}
-        for _, leader, pruned, inputs in held_out:
+        for number, leader, pruned, inputs in held_out:
             for target in level.inputs[leader]:
                 weight, outcome = dense[target.name], fitted[target.name]
-                wanted = (pruned if inputs is None else inputs) @ weight.T
-                bias = self._biases[target.name]
-                share = token_weights(self._weighting, wanted if bias is None else wanted + bias)
+                if level.closing and inputs is not None:
+                    wanted, share = inputs, held.share(number, target)
+                else:
+                    wanted = (pruned if inputs is None else inputs) @ weight.T
+                    bias = self._biases[target.name]
+                    share = token_weights(self._weighting, wanted if bias is None else wanted + bias)
                 masked = weight * masks[target.name].to(weight.device)
                 new = masked if outcome.weight is None else outcome.weight.to(weight.device).float()
                 errors = [pruned @ masked.T - wanted, pruned @ new.T - wanted, wanted]
@@ -178,6 +193,9 @@ class BlockRefit:
             if not level.routed and len(seen) == len(leaders):
                 raise _AllSeen
 
+        if level.closing:
+            yield from self._wanted(level, numbers)
+            return
         with layer_hooks(self._model, leaders, observe):
             for number in numbers:
                 with self._weights.pruned(), suppress(_AllSeen):
@@ -186,6 +204,55 @@ class BlockRefit:
                 for leader, parts in pruned.items():
                     inputs = torch.cat(parts)
                     yield number, leader, inputs, None if level.routed else held.inputs(number, place, inputs.device)
+
+    def _wanted(self, level: Level, numbers: Sequence[int]) -> "Inputs":
+        """As `_inputs` for the closing level, with the outputs that its target shall return in place of the dense inputs.
+
+        Added to what the rest of the pruned block returns, they are the outputs of the dense block.
+        """
+        (leader,) = level.inputs
+        target, seen = level.inputs[leader][0], list[tuple[Tensor, Tensor]]()
+        bias = self._biases[leader]
+
+        def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+            seen.append((inputs.detach().flatten(0, -2).float(), outputs.detach().flatten(0, -2).float()))
+
+        with layer_hooks(self._model, [target.layer], observe):
+            for number in numbers:
+                with self._weights.pruned():
+                    output = self._step.output(number, self._streams.pruned)
+                ((inputs, own),) = seen
+                seen.clear()
+                dense = self._streams.walk.hidden.get(number, output.device)
+                wanted = (dense.float() - output.float()).flatten(0, -2) + own
+                yield number, leader, inputs, wanted if bias is None else wanted - bias.float()
+
+    def _is_added(self, level: Level) -> bool:
+        """Whether a level is one layer, called once, whose output is added to the block's as it is."""
+        if level.routed or len(level.targets) != 1:
+            return False
+        target, calls = level.targets[0], list[Tensor]()
+        number, states = self._streams.fitted_on[0], self._streams.walk.hidden
+        before = self._step.output(number, states)
+        if target.matrix.rows != before.shape[-1]:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        scale = float(before.float().std())
+        change = (scale * torch.randn(before.shape, generator=generator)).to(before.device, before.dtype)
+
+        def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
+            calls.append(output)
+            return output + change.view(output.shape)
+
+        handle = self._model.get_submodule(target.layer.name).register_forward_hook(add)
+        try:
+            after = self._step.output(number, states)
+        except RuntimeError:  # another shape
+            return False
+        finally:
+            handle.remove()
+        difference = after.float() - before.float() - change.float()
+        return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
 
 
 # (number of the batch, name of the first target, inputs in the pruned model, inputs in the dense model), for each batch.

@@ -25,7 +25,7 @@ class Fitted:
         weight: in the dtype in which it is stored, shape (outputs, inputs), on the CPU; None: the kept weights stay.
         tokens: number of tokens of the fit.
         damping: pull towards the dense weights, as a share of the mean second moment.
-        before, after: relative output error sum w ||What xhat - W x||^2 / sum w ||W x||^2 on the calibration tokens, of the
+        before, after: relative output error sum w ||What xhat - y||^2 / sum w ||y||^2 on the calibration tokens, of the
             masked and of the fitted weights; None without tokens.
         held_out_before, held_out_after: the same on the sequences held out; None without them.
     """
@@ -131,7 +131,8 @@ def refit_with(target: Target, weight: Tensor, mask: Tensor, moments: LayerMomen
     """The refit of a target's kept weights; `damping` as for `MaskedFitter`."""
     damping = damping_for(weight.shape[1], moments.tokens) if damping is None else damping
     energy = moments.energy[target.name]
-    result = refit_rows(weight, mask, moments.gram, moments.cross, damping=damping, energy=energy)
+    gram, cross, wanted = moments.gram, moments.cross, moments.wanted
+    result = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
     stored = _as_stored(target, result.weight, mask)
     before, after = _errors(weight, mask, stored, moments, target)
     return Fitted(stored.cpu(), moments.tokens, result.damping, before, after)
@@ -151,5 +152,6 @@ def _errors(weight: Tensor, mask: Tensor, stored: Tensor, moments: LayerMoments,
     if total <= 0:
         return 0.0, 0.0
     values = (weight * mask, stored.float())
-    one, other = (float(output_error(each, weight, moments.gram, moments.cross, energy).sum()) / total for each in values)
+    how = (weight, moments.gram, moments.cross, energy, moments.wanted)
+    one, other = (float(output_error(each, *how).sum()) / total for each in values)
     return max(0.0, one), max(0.0, other)

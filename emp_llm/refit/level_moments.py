@@ -18,7 +18,9 @@ class LayerMoments:
     Attributes:
         gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape (inputs, inputs).
         cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32; None: equal to `gram`.
-        energy: sum_t w_t (W x_t)_r^2 of each output r by target, float64, shape (outputs,).
+        energy: sum_t w_t y_tr^2 of each wanted output r by target, float64, shape (outputs,).
+        wanted: sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs); None: y_t = W x_t, or
+            W xhat_t without `cross`.
         tokens: number of tokens.
     """
 
@@ -26,6 +28,26 @@ class LayerMoments:
     cross: Tensor | None
     energy: dict[str, Tensor]
     tokens: int = 0
+    wanted: Tensor | None = None
+
+    def to(self, device: torch.device) -> "LayerMoments":
+        """The moments on a device."""
+        cross, wanted = (None if each is None else each.to(device) for each in (self.cross, self.wanted))
+        energy = {name: each.to(device) for name, each in self.energy.items()}
+        return LayerMoments(self.gram.to(device), cross, energy, self.tokens, wanted)
+
+    @classmethod
+    def total(cls, parts: "list[LayerMoments]") -> "LayerMoments":
+        """The sum of the moments of several ranks, in their order."""
+        cross, wanted = _sum([part.cross for part in parts]), _sum([part.wanted for part in parts])
+        energy = {name: torch.stack([part.energy[name] for part in parts]).sum(0) for name in parts[0].energy}
+        gram = torch.stack([part.gram for part in parts]).sum(0)
+        return cls(gram, cross, energy, sum(part.tokens for part in parts), wanted)
+
+
+def _sum(parts: list[Tensor | None]) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.stack(known).sum(0) if known else None
 
 
 class LevelMoments:
@@ -60,6 +82,21 @@ class LevelMoments:
             if dense is not None and moments.cross is not None:
                 moments.cross.addmm_(left, dense)
 
+    def add_wanted(self, target: Target, pruned: Tensor, wanted: Tensor, share: Tensor | None) -> None:
+        """Add the inputs of one batch, and the outputs that a target without company shall return.
+
+        Args:
+            pruned: inputs in the pruned model, float32, shape (tokens, inputs).
+            wanted: float32, shape (tokens, outputs).
+            share: the weights of the tokens.
+        """
+        self.add([target], pruned, None, [share])
+        moments = self._moments[target.name]
+        if moments.wanted is None:
+            moments.wanted = pruned.new_zeros(wanted.shape[1], pruned.shape[1])
+        moments.wanted.addmm_((wanted if share is None else wanted * share[:, None]).T, pruned)
+        self.add_energy([target], target, energy_of(wanted, share))
+
     def add_energy(self, targets: list[Target], target: Target, energy: Tensor) -> None:
         """Add to the energy of a target, one of those that share its input: float64, shape (outputs,)."""
         moments = self.of(targets, target)
@@ -78,20 +115,14 @@ class LevelMoments:
             UserError: a moment is not finite.
         """
         if ranks().count > 1:
-            own = {
-                k: (m.gram.cpu(), None if m.cross is None else m.cross.cpu(), m.energy, m.tokens)
-                for k, m in self._moments.items()
-            }
-            shares = ranks().gather(own)
-            for key in dict.fromkeys(key for share in shares for key in share):
-                held = [share[key] for share in shares if key in share]
-                device = self._moments[key].gram.device if key in self._moments else held[0][0].device
-                gram = torch.stack([gram for gram, _, _, _ in held]).sum(0).to(device)
-                cross = None if held[0][1] is None else torch.stack([cross for _, cross, _, _ in held]).sum(0).to(device)
-                energy = {name: sum(each[name].cpu() for _, _, each, _ in held) for name in held[0][2]}
-                self._moments[key] = LayerMoments(gram, cross, energy, sum(tokens for *_, tokens in held))
+            shares = ranks().gather({name: moments.to(torch.device("cpu")) for name, moments in self._moments.items()})
+            for name in dict.fromkeys(name for share in shares for name in share):
+                held = [share[name] for share in shares if name in share]
+                device = self._moments[name].gram.device if name in self._moments else torch.device("cpu")
+                self._moments[name] = LayerMoments.total(held).to(device)
         for name, moments in self._moments.items():
-            if not bool(torch.isfinite(moments.gram).all() and (moments.cross is None or torch.isfinite(moments.cross).all())):
+            known = [each for each in (moments.gram, moments.cross, moments.wanted) if each is not None]
+            if not all(bool(torch.isfinite(each).all()) for each in known):
                 raise UserError(
                     f"{name}: the second moments of its inputs hold NaN or infinity, so it cannot be refitted. Try --dtype "
                     "float32, or leave out --refit."

@@ -19,10 +19,12 @@ class Level:
     Attributes:
         inputs: name of the first target of each distinct input -> the targets that it feeds.
         routed: the targets are experts, which see only the tokens routed to them.
+        closing: it is one target, whose output is added to that of the block; it restores the block's output.
     """
 
     routed: bool
     inputs: dict[str, list[Target]] = field(default_factory=dict)
+    closing: bool = False
 
     @property
     def targets(self) -> list[Target]:
@@ -35,7 +37,7 @@ class Level:
         for leader, targets in self.inputs.items():
             needed = size.of(targets)
             if not parts or held + needed > limit:
-                parts.append(Level(self.routed))
+                parts.append(Level(self.routed, closing=self.closing))
                 held = 0
             parts[-1].inputs[leader] = targets
             held += needed

@@ -41,6 +41,8 @@ class RefitPass:
         fitter: computes the weights.
         weighting: of the tokens.
         blocks: name of the list of decoder blocks; None: detected.
+        restores_blocks: the last layer of a block is fitted so that the block, not the layer, returns what it returns in the
+            dense model, where its output is added to that of the block.
     """
 
     targets: list[Target]
@@ -49,6 +51,7 @@ class RefitPass:
     fitter: Fitter
     weighting: Weighting = "equal"
     blocks: str | None = None
+    restores_blocks: bool = False
 
     def run(self, model: PreTrainedModel, store: FittedWeights) -> None:
         """Fit all blocks that the store does not hold yet, and put them there. The model is unchanged afterwards.
@@ -69,7 +72,7 @@ class RefitPass:
             numbers = range(len(walk.batches))
             for number in numbers:
                 pruned.put(number, walk.hidden.get(number, walk.device))
-            streams = Streams(walk, pruned, numbers[: len(fit)], numbers[len(fit) :])
+            streams = Streams(walk, pruned, numbers[: len(fit)], numbers[len(fit) :], self.restores_blocks)
             for step in walk.steps():
                 own = [target for target in self.targets if target.name.startswith(f"{step.name}.")]
                 weights = BlockWeights(model, own)

@@ -129,7 +129,8 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
         budget = pruner.scheme.budget
         pattern = (budget.n, budget.m) if isinstance(budget, PatternBudget) else None
         fitter = SparseGptFitter(partial(removed_of, pruner), pattern, recipe.refit, recipe.refit_damping, masks.of, least)
-    return RefitPass(in_blocks(pruner.targets), tokens, options, fitter, recipe.weighting, recipe.blocks)
+    targets, restores = in_blocks(pruner.targets), recipe.restored == "block"
+    return RefitPass(targets, tokens, options, fitter, recipe.weighting, recipe.blocks, restores)
 
 
 def fit_memory(pruner: Pruner, recipe: Recipe) -> int:
