@@ -51,7 +51,7 @@ def fit_model(
     """
     text = calibration_text(data, tokenizer, options, max_context(model.config))
     if text is None:
-        raise UserError("data: batches cannot run block by block, as a refit does; give texts or token ids.")
+        raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
     store = FittedInMemory()
     with in_evaluation_mode(model):
         refit_pass(pruner, recipe, text.tokens, options).run(model, store)
