@@ -31,7 +31,7 @@ def check_fit(model: nn.Module, recipe: Recipe, pruner: Pruner, data: Any, token
         raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
     if holds_images(data, tokenizer):
         raise UserError(f"{flag} runs block by block, on text alone; give data without images.")
-    check_refittable(pruner, flag)
+    check_refittable(pruner, recipe)
 
 
 def fit_model(
