@@ -36,13 +36,14 @@ class Reference:
 
 
 def references(
-    source: Path, pruned: Path, tokens: Tensor, damping: float = 0.01, relative: bool = False
+    source: Path, pruned: Path, tokens: Tensor, damping: float = 0.01, relative: bool = False, block: bool = False
 ) -> dict[str, Reference]:
     """The references of all layers whose weights differ between two checkpoints, by name.
 
     Args:
         tokens: of the calibration, shape (samples, length).
         damping: as a share of the mean second moment.
+        block: the last layer of a block restores the outputs of the block.
         relative: tokens have the weight 1 / (square of the layer's dense output), instead of 1.
     """
     dense, after = _load(source), _load(pruned)
@@ -56,8 +57,9 @@ def references(
             names = [n for n in names if not torch.equal(_weight(dense, n), _weight(after, n))]
             inputs, wanted = _inputs(fitted, names, tokens), _inputs(dense, names, tokens)
             for name in names:
+                missing = _missing(dense, fitted, number, tokens) if block and name.endswith("down_proj") else None
                 found[name] = _reference(
-                    _weight(dense, name), _weight(after, name), inputs[name], wanted[name], held, damping, relative
+                    _weight(dense, name), _weight(after, name), inputs[name], wanted[name], missing, held, damping, relative
                 )
                 _weight(fitted, name).copy_(_weight(after, name))
     return found
@@ -85,15 +87,29 @@ def _inputs(model: PreTrainedModel, names: list[str], tokens: Tensor) -> dict[st
     return seen
 
 
+def _missing(dense: PreTrainedModel, fitted: PreTrainedModel, number: int, tokens: Tensor) -> Tensor:
+    """What the attention of the fitted model's block does not add to its hidden states, and that of the dense model does."""
+    before = [_inputs(model, [f"model.layers.{number}.post_attention_layernorm"], tokens) for model in (dense, fitted)]
+    one, other = (next(iter(each.values())) for each in before)
+    return one - other
+
+
 def _reference(
-    dense: Tensor, written: Tensor, pruned_inputs: Tensor, dense_inputs: Tensor, held: int, damping: float, relative: bool
+    dense: Tensor,
+    written: Tensor,
+    pruned_inputs: Tensor,
+    dense_inputs: Tensor,
+    missing: Tensor | None,
+    held: int,
+    damping: float,
+    relative: bool,
 ) -> Reference:
     mask = written != 0
     parts = []
-    for inputs, other in ((pruned_inputs[:-held], dense_inputs[:-held]), (pruned_inputs[-held:], dense_inputs[-held:])):
-        x, y = inputs.flatten(0, 1), other.flatten(0, 1) @ dense.T
+    for part in (slice(None, -held), slice(-held, None)):
+        x, y = pruned_inputs[part].flatten(0, 1), dense_inputs[part].flatten(0, 1) @ dense.T
         shares = 1 / y.square().sum(1, keepdim=True) if relative else torch.ones(len(y), 1, dtype=torch.float64)
-        parts.append((x, y, shares))
+        parts.append((x, y if missing is None else y + missing[part].flatten(0, 1), shares))
     x, y, shares = parts[0]
     gram, cross = x.T @ (shares * x), x.T @ (shares * y)
     pull = damping * gram.diagonal().mean()

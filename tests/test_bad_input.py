@@ -160,6 +160,14 @@ REFITS: dict[str, tuple[str, dict[str, Any]]] = {
         r"^--refit-weighting has no effect without --refit",
         {"method": "sparsegpt", "refit_weighting": "relative"},
     ),
+    "no target in a block": (
+        r"^--refit moves weights of the language model's decoder blocks, and no target is in one\. Leave out --refit",
+        {"method": "magnitude", "refit": True, "targets": "lm_head"},
+    ),
+    "sparsegpt outside of the blocks": (
+        r"^--method sparsegpt moves weights .* no target is in one\. Use --method wanda",
+        {"method": "sparsegpt", "targets": "lm_head"},
+    ),
     "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
     "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
     "beta with sparsegpt": (r"^--beta does not go with method sparsegpt.*Use --sparsity", {"method": "sparsegpt", "beta": 1.0}),

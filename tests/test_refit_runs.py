@@ -194,3 +194,22 @@ def test_two_ranks(
             assert np.array_equal(a != 0, b != 0)
             np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
     assert verify(tmp_path / "two", source=str(many_experts)).differences == []
+
+
+def test_a_layer_that_is_not_called(text: Path, tmp_path: Path) -> None:
+    """Mamba takes the weight of dt_proj and does not call the layer: it is pruned as it is, also in a resumed run."""
+    values = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "state_size": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "mamba", ("MambaConfig", values))
+        model = tiny.make_model(tmp_path / "model", "mamba")
+    options = {"model": str(model), "method": "sparsegpt", "targets": "all-linear", "calibration": str(text)}
+    options |= {"samples": 3, "seqlen": 48, "device_map": "cpu"}
+    report = prune(**options, output=tmp_path / "whole" / "out")
+    left = {name for name, fit in report.fits.items() if fit.tokens == 0}
+    assert left == {f"backbone.layers.{block}.mixer.dt_proj" for block in (0, 1)}
+    assert report.fits.keys() == report.matrices.keys()
+    assert any(each.startswith("2 of 8 matrices saw too few tokens for a fit") for each in report.warnings)
+    options["output"] = tmp_path / "killed" / "out"
+    killed_at_block(options, 1)
+    prune(**options)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")

@@ -31,7 +31,7 @@ def check_fit(model: nn.Module, recipe: Recipe, pruner: Pruner, data: Any, token
         raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
     if holds_images(data, tokenizer):
         raise UserError(f"{flag} runs block by block, on text alone; give data without images.")
-    check_refittable(pruner, flag)
+    check_refittable(pruner, recipe)
 
 
 def fit_model(
@@ -51,7 +51,7 @@ def fit_model(
     """
     text = calibration_text(data, tokenizer, options, max_context(model.config))
     if text is None:
-        raise UserError("data: batches cannot run block by block, as a refit does; give texts or token ids.")
+        raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
     store = FittedInMemory()
     with in_evaluation_mode(model):
         refit_pass(pruner, recipe, text.tokens, options).run(model, store)

@@ -42,6 +42,7 @@ from emp_llm.runs.stages.calibrating import check_images
 from emp_llm.runs.stages.refitting import fit_records, fit_warnings
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
+from emp_llm.selection.criteria import CRITERIA
 
 if TYPE_CHECKING:
     from emp_llm.storage.buffers import Block
@@ -130,7 +131,7 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    if recipe is not None and recipe.refit:  # the masks do not depend on it
+    if recipe is not None and recipe.refit and not CRITERIA[recipe.criterion_name].fits:  # the masks do not depend on it
         recipe = replace(recipe, refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, _Calibration(data, tokenizer, **how))[0].masks
 

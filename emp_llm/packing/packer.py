@@ -44,12 +44,17 @@ class Packer:
         layout: of the packed folder.
 
     Raises:
-        UserError: zstandard is not installed, or the folder holds other weights that would be shipped with a mask.
+        UserError: zstandard is not installed; or a mask is asked for, and the folder holds other weights or fitted ones.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: PackLayout) -> None:
         self.checkpoint, self.layout = checkpoint, layout
         self.coder = Zstd("--zstd") if layout.codec == "zstd" else None
+        if layout.kind == "mask" and _is_fitted(checkpoint.folder):
+            raise UserError(
+                f"{checkpoint.folder}: its kept weights were fitted, so the dense model and a mask do not make it. Leave out "
+                "--mask-only."
+            )
         self.files = [path for path in _files(checkpoint.folder) if checkpoint.folder / path not in checkpoint.shards]
         for path in self.files:
             if path.name.endswith(SUFFIX):
@@ -113,6 +118,13 @@ class Packer:
         path = self.checkpoint.folder / REPORT_NAME
         source = read_json(path).get("source") if path.is_file() else None
         return source if isinstance(source, dict) else None
+
+
+def _is_fitted(folder: Path) -> bool:
+    """Whether a run changed kept weights of a checkpoint."""
+    path = folder / REPORT_NAME
+    fits = read_json(path).get("fits") if path.is_file() else None
+    return isinstance(fits, dict) and any(isinstance(fit, dict) and fit.get("error_after") is not None for fit in fits.values())
 
 
 def _files(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from emp_llm.common.file_names import ACTIVATIONS_NAME
 from emp_llm.common.tables import Rows, markdown_table
+from emp_llm.common.wording import count_of
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
 from emp_llm.hub.destination import Destination
@@ -27,6 +28,7 @@ _METHODS = {
     "relative": "relative scores (weight magnitude times input norm relative to each token's output)",
     "ria": "RIA (relative importance and activations)",
     "magnitude": "weight magnitude",
+    "sparsegpt": "SparseGPT",
 }
 _GLOSSARY = (
     "*kept*: the share of weights that were kept, overall and by row; *N_eff/N*: the effective number of weights in a row, "
@@ -133,6 +135,8 @@ class Card:
             how += ", with a sparsity for each block by its outliers (OWL)"
         if recipe.count_by == "magnitude":
             how += ", and as many weights in each group as its magnitudes are worth"
+        if recipe.refit is not None:
+            how += ", with a refit of the kept weights"
         lines = "\n".join(f"- {line}" for line in pruning_lines(self._report))
         return f"{self._base}, pruned by {how} after training, without retraining.\n\n{lines}"
 
@@ -140,11 +144,18 @@ class Card:
         zeros = 100 * (self._report.targets.sparsity_of_all_parameters or 0.0)
         return (
             f"The files are plain safetensors with the names, shapes and dtypes of the base model. {zeros:.1f} % of the "
-            "parameters are zero; all other bytes are those of the base model. The checkpoint loads wherever the base model "
+            f"parameters are zero. {self._other_bytes()} The checkpoint loads wherever the base model "
             "loads. **By itself it is neither smaller nor faster**: dense kernels multiply by the zeros too. To benefit from "
             "the zeros, compress the files (sparse storage), run kernels that skip zeros, or train further and keep the zeros "
             "(an ordinary optimizer step or a merged adapter fills them)."
         )
+
+    def _other_bytes(self) -> str:
+        fitted = sum(fit.error_after is not None for fit in self._report.fits.values())
+        if not fitted:
+            return "All other bytes are those of the base model."
+        which = count_of(fitted, "matrix", "matrices")
+        return f"The kept weights of {which} were fitted to the calibration text; all other bytes are those of the base model."
 
     def _use(self) -> str:
         branch = f', revision="{self._to.branch}"' if self._to.branch else ""
@@ -173,7 +184,7 @@ class Card:
             rows.append(["commit of the base model", f"`{self._origin.revision}`"])
         if source.identity:
             rows.append(["identity of its weights (BLAKE3)", f"`{source.identity}`"])
-        rows += [[name, f"`{json.dumps(value)}`"] for name, value in recipe.items() if value is not None]
+        rows += [[name, f"`{json.dumps(msgspec.to_builtins(value))}`"] for name, value in recipe.items() if value is not None]
         for name, value in {} if calibration is None else calibration.as_dict().items():
             if name in ("text", "texts", "tokens", "dtype", "propagate"):
                 rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])

@@ -82,16 +82,24 @@ class BlockRefit:
             self._masks = {target.name: self._fitter.mask(target) for target in self._targets}
             for target in self._targets:
                 self._weights.mask(target, self._masks[target.name])
-        fitted: dict[str, Fitted] = {}
         streams = self._streams
         levels = levels_of(self._model, self._step, self._targets, streams.fitted_on[0], streams.walk.hidden)
         if streams.restores_blocks and levels:
             levels[-1].closing = self._is_added(levels[-1])
+        fitted = self._uncalled(levels)
         with closing(self._dense_pass(levels)) as dense:
             for number, level in enumerate(levels):
                 for part in level.parts(MOMENT_BYTES, MomentSize(self._weighting != "equal")):
                     fitted |= self._fit(part, dense, number)
         return fitted
+
+    def _uncalled(self, levels: list[Level]) -> dict[str, Fitted]:
+        """Prune the targets whose layers the block does not call, although it may use their weights; they are not fitted."""
+        called = {target.name for level in levels for target in level.targets}
+        left = [target for target in self._targets if target.name not in called]
+        for target in left if self._fitter.chooses else ():
+            self._weights.mask(target, self._fitter.mask(target))
+        return {target.name: Fitted(None, 0) for target in left}
 
     def _dense_pass(self, levels: list[Level]) -> DenseBlock:
         """Pass all batches through the dense block, which advances their hidden states; returns what its targets saw."""

@@ -4,7 +4,6 @@ Each target is fitted so that, on the inputs which its pruned and fitted predece
 returns on its dense inputs: min over What with the mask of sum_t w_t ||What xhat_t - W x_t||^2.
 """
 
-import logging
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from emp_llm.refit.block_weights import BlockWeights
 from emp_llm.refit.fitted_weights import FittedWeights
 from emp_llm.refit.fitters import Fitted, Fitter
 
-logger = logging.getLogger(__name__)
 _HELD_OUT = 16  # one sequence of this many
 
 
@@ -103,15 +101,6 @@ class RefitPass:
 def held_out(samples: int) -> int:
     """How many of the calibration sequences only measure the error of a refit."""
     return 0 if samples < 2 else max(1, samples // _HELD_OUT)
-
-
-def in_blocks(targets: list[Target]) -> list[Target]:
-    """The targets that can be refitted: those in decoder blocks of the language model."""
-    inside = [target for target in targets if target.layer.block is not None and target.layer.tower == "language"]
-    if len(inside) < len(targets):
-        name = next(target.name for target in targets if target not in inside)
-        logger.warning("warning: %s is outside the decoder blocks; it is pruned and not refitted.", name)
-    return inside
 
 
 def fit_bytes(targets: list[Target], weighting: Weighting) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from emp_llm.architecture.targets import Target
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.options.calibration import CalibrationOptions
@@ -100,7 +101,7 @@ def refit_stage(
     """The stage of a run; raises UserError if its data or its model cannot be used for a fit."""
     from emp_llm.calibration.calibration import Calibration
 
-    check_refittable(pruner, options.fit_flag)
+    check_refittable(pruner, options)
     by_blocks = f"{options.fit_flag} runs block by block"
     if not isinstance(calibration, Calibration):
         raise UserError(f"{by_blocks}, on text alone. {options.without_fit}, or leave out image= in --calibration.")
@@ -118,7 +119,7 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
         options: of the forward passes.
     """
     from emp_llm.refit.fitters import MaskedFitter, SparseGptFitter
-    from emp_llm.refit.refit_pass import RefitPass, in_blocks
+    from emp_llm.refit.refit_pass import RefitPass
     from emp_llm.selection.budgets import PatternBudget
 
     least, masks = recipe.min_expert_tokens, KeptMasks(pruner)
@@ -129,7 +130,7 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
         budget = pruner.scheme.budget
         pattern = (budget.n, budget.m) if isinstance(budget, PatternBudget) else None
         fitter = SparseGptFitter(partial(removed_of, pruner), pattern, recipe.refit, recipe.refit_damping, masks.of, least)
-    targets, restores = in_blocks(pruner.targets), recipe.restored == "block"
+    targets, restores = fittable(pruner.targets), recipe.restored == "block"
     return RefitPass(targets, tokens, options, fitter, recipe.weighting, recipe.blocks, restores)
 
 
@@ -145,11 +146,22 @@ def fit_disk(pruner: Pruner) -> int:
     return sum(target.matrix.numel * target.matrix.itemsize for target in pruner.targets)
 
 
-def check_refittable(pruner: Pruner, flag: str) -> None:
-    """Raise UserError if the targets are stored in a form whose values cannot be fitted; `flag` asks for the fit."""
+def check_refittable(pruner: Pruner, recipe: Recipe) -> None:
+    """Raise UserError if no target can be fitted, or one is stored in a form whose values cannot."""
+    if not fittable(pruner.targets):
+        raise UserError(
+            f"{recipe.fit_flag} moves weights of the language model's decoder blocks, and no target is in one. "
+            f"{recipe.without_fit}."
+        )
     scaled = next((target for target in pruner.targets if target.matrix.scales is not None), None)
     if scaled is not None:
+        flag = recipe.fit_flag
         raise UserError(f"{scaled.name} is stored in FP8, whose scales {flag} would change. Use the unquantised model.")
+
+
+def fittable(targets: list[Target]) -> list[Target]:
+    """The targets that can be fitted: those in decoder blocks of the language model."""
+    return [target for target in targets if target.layer.block is not None and target.layer.tower == "language"]
 
 
 def fit_records(figures: "dict[str, Fitted]") -> dict[str, FitRecord]:
@@ -173,7 +185,13 @@ def fit_warnings(figures: "dict[str, Fitted]", pruner: Pruner, recipe: Recipe) -
     left = [name for name, each in figures.items() if each.damping is None]
     few = [name for name, each in figures.items() if name not in left and each.tokens < inputs[name]]
     raised = [name for name, each in figures.items() if (each.damping or 0.0) > _asked(recipe, inputs[name], each.tokens)]
+    outside = [name for name in inputs if name not in figures]
     said = []
+    if outside:
+        said.append(
+            f"{len(outside)} of {len(inputs)} matrices lie outside the decoder blocks and were not fitted, such as "
+            f"{outside[0]}."
+        )
     if left:
         said.append(f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their weights, such as {left[0]}.")
     if few:

@@ -1,0 +1,162 @@
+"""Refits of models in memory, and refitted checkpoints in the other commands."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_client import Client, card_of, contents
+from hub_server import Hub
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, report, unpack, verify
+from emp_llm.common.errors import UserError
+from emp_llm.pruning.recipe import read_report
+from emp_llm.records.run_report import RunReport
+from emp_llm.refit.refit_pass import RefitPass
+from emp_llm.reporting.fit_tables import fit_lines
+
+Models = Callable[[str], Path]
+GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def refitted(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, pruned by Wanda and refitted, by the command; and pruned without a refit in "plain" beside it."""
+    folder = tmp_path_factory.mktemp("refitted")
+    (folder / "suite.toml").write_text('[perplexity]\nfile = "heldout.txt"\nseqlen = 64\n')
+    (folder / "heldout.txt").write_text(text.read_text()[-3000:])
+    common: dict[str, Any] = {"calibration": str(text), "device_map": "cpu", "method": "wanda", "targets": "all-linear"}
+    common |= {"evaluate": str(folder / "suite.toml")} | GIVEN
+    prune(models("llama"), output=folder / "refitted", refit=True, **common)
+    prune(models("llama"), output=folder / "plain", baseline=folder / "refitted", **common)
+    return folder / "refitted"
+
+
+CASES: dict[str, tuple[str, Recipe]] = {
+    "refit": ("llama", Recipe(method="wanda", targets="all-linear", refit=True)),
+    "Conv1D": ("gpt2", Recipe(method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02)),
+    "experts": ("mixtral", Recipe(method="magnitude", refit=True)),
+    "sparsegpt": ("qwen3_moe", Recipe(method="sparsegpt", targets="all-linear")),
+    "sparsegpt 2:4 and refit": ("llama", Recipe(method="sparsegpt", pattern="2:4", refit=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, case: str) -> None:
+    family, recipe = CASES[case]
+    source, out = models(family), tmp_path / "out"
+    options = {name: value for name, value in vars(recipe).items() if value != getattr(Recipe(), name) or name == "method"}
+    written = prune(model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN)
+    assert isinstance(written, RunReport)
+    model = load(source)
+    found = prune_model(model, recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
+    assert same(state(model), state(load(out)))
+    assert found.record.fits == written.fits
+    assert found.matrices == written.matrices
+    assert found.targets == written.targets
+    assert found.record.recipe.refit == written.recipe.refit
+    assert found.warnings == written.warnings
+    folder = tmp_path / "saved"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    found.save(folder)
+    assert verify(folder).differences == []
+    assert reapply_mask(load(folder), folder) == 0
+    masks = masks_of(load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
+    assert masks.keys() == found.masks.keys()
+    assert all(torch.equal(masks[name], found.masks[name]) for name in masks)
+
+
+@pytest.mark.parametrize("method", ["wanda", "magnitude", "sparsegpt"])
+def test_wrong_input_in_memory(models: Models, text: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays as it was."""
+    recipe = Recipe(method=method, refit=method != "sparsegpt")
+    model, tokenizer = load(models("llama")), AutoTokenizer.from_pretrained(models("llama"))
+    before = state(model)
+    flag = "method sparsegpt" if method == "sparsegpt" else r"Recipe\(refit=True\)"
+    with pytest.raises(UserError, match=rf"^{flag} fits weights to calibration data; give data="):
+        prune_model(model, recipe)
+    with pytest.raises(UserError, match=r"^data: batches cannot run block by block.*give texts or token ids"):
+        prune_model(model, recipe, DataLoader(torch.arange(256).reshape(4, 64), batch_size=2))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"^{flag} runs a model of transformers block by block; Sequential is none"):
+        prune_model(nn.Sequential(nn.Linear(8, 8)), Recipe(method=method, refit=recipe.refit, targets=".*"), torch.randn(4, 8))
+    run = RefitPass.run
+
+    def fail(self: RefitPass, *arguments: Any) -> None:
+        run(self, *arguments)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(RefitPass, "run", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        prune_model(model, recipe, str(text), tokenizer, **GIVEN)
+    assert same(state(model), before)
+
+
+def test_pack_and_unpack(refitted: Path, models: Models, tmp_path: Path) -> None:
+    pack(refitted, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(refitted)
+    assert verify(tmp_path / "again", source=str(models("llama"))).differences == []
+
+
+def test_a_packed_mask_cannot_bring_fitted_weights_back(refitted: Path, tmp_path: Path) -> None:
+    """The dense model does not hold them."""
+    with pytest.raises(UserError, match=r"its kept weights were fitted.*Leave out --mask-only"):
+        pack(refitted, tmp_path / "mask", mask_only=True)
+    assert not (tmp_path / "mask").exists()
+
+
+def test_reapply_mask(refitted: Path) -> None:
+    model = load(refitted)
+    weights = state(model)
+    removed = sum(int((tensor == 0).sum()) for name, tensor in weights.items() if "_proj" in name)
+    for name, parameter in model.named_parameters():
+        if "_proj" in name:
+            parameter.data += parameter.data.eq(0)
+    assert reapply_mask(model, refitted) == removed > 0
+    assert same(state(model), weights)
+
+
+def test_pushed_with_a_card_that_says_so(hub: Hub, client: Client, refitted: Path) -> None:
+    done = client.call("push", folder=refitted, repository="user/refitted")
+    assert "result" in done, done
+    _, body = card_of(hub, "user/refitted")
+    assert "refit" in body.partition("## Benefits")[0]
+    assert "The kept weights of 14 matrices were fitted to the calibration text; all other bytes are those" in body
+    assert '| refit | `{"damping": 0.01}` |' in body
+    assert client.call("weights", name="user/refitted")["result"] == client.call("weights", name=str(refitted))["result"]
+
+
+def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
+    summary = report([refitted, refitted.parent / "plain"], output=tmp_path / "report", no_plots=True)
+    (study,) = summary.page.studies
+    assert len(set(study.points)) == 2
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "largest held out after %" in page
+    record = read_report(refitted)
+    rows = list(csv.DictReader((tmp_path / "report" / "fits.csv").read_text().splitlines()))
+    assert {row["layer"]: float(row["held_out_after"]) for row in rows} == {
+        name: fit.held_out_after for name, fit in record.fits.items()
+    }
+    assert len(rows) == 14
+    assert any("output error, mean of 14 layers" in line for line in fit_lines(record))
+    points = list(csv.DictReader((tmp_path / "report" / "points.csv").read_text().splitlines()))
+    assert sum("refit" in json.dumps(row) for row in points) >= 1
