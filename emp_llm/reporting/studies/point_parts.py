@@ -116,7 +116,8 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
     words += _score_words(recipe)
     words += [f"OWL shares, λ {recipe.owl_lambda:g}, M {recipe.owl_m:g}"] if recipe.shares == "owl" else []
     if recipe.refit is not None:
-        words.append("refit" if recipe.refit.weighting == "equal" else f"refit, {recipe.refit.weighting} weights")
+        words.append("refit" if recipe.refit.target == "block" else "refit of single layers")
+        words += [f"{recipe.refit.weighting} weights"] if recipe.refit.weighting != "equal" else []
     if recipe.group != "row":
         words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
     match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"
