@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from huggingface_hub import EvalResult, ModelCardData
@@ -184,7 +185,7 @@ class Card:
             rows.append(["commit of the base model", f"`{self._origin.revision}`"])
         if source.identity:
             rows.append(["identity of its weights (BLAKE3)", f"`{source.identity}`"])
-        rows += [[name, f"`{json.dumps(msgspec.to_builtins(value))}`"] for name, value in recipe.items() if value is not None]
+        rows += [[name, f"`{_as_json(value)}`"] for name, value in recipe.items() if value is not None]
         for name, value in {} if calibration is None else calibration.as_dict().items():
             if name in ("text", "texts", "tokens", "dtype", "propagate"):
                 rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
@@ -208,6 +209,13 @@ class Card:
         if name:
             return f"The licence of the base model, {name}, applies: a pruned model is a derived work.{text_links}"
         return f"The licence of the base model, {self._base}, applies. The base model's card names none.{text_links}"
+
+
+def _as_json(value: Any) -> str:
+    """A value of a recipe as JSON; a record with all of its fields."""
+    if isinstance(value, msgspec.Struct):
+        value = {name: each for name, each in msgspec.structs.asdict(value).items() if each is not None}
+    return json.dumps(value)
 
 
 def by_suite(evaluated: list[EvaluatedModel]) -> list[list[EvaluatedModel]]:
