@@ -22,9 +22,11 @@ from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner
+from emp_llm.pruning.recipe import read_report
 from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.sweep import sweep
+from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -219,3 +221,25 @@ def test_sparsegpt_on_the_gpu_agrees_with_the_cpu(options: dict[str, Any]) -> No
     assert float((here.mask != there.mask.cpu()).double().mean()) < 1e-3
     errors = [float(output_error(found.weight.cpu(), weight, gram).sum()) for found in (here, there)]
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
+
+
+REFITS: dict[str, dict[str, Any]] = {
+    "wanda": {"method": "wanda"},
+    "sparsegpt": {"method": "sparsegpt"},
+    "relative": {"method": "emp-relative", "targets": "all-linear", "refit_weighting": "relative"},
+}
+
+
+@pytest.mark.parametrize("options", REFITS.values(), ids=REFITS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_a_refit_on_the_gpu_restores_as_much_as_one_on_the_cpu(
+    tmp_path: Path, text: Path, family: str, options: dict[str, Any]
+) -> None:
+    source = tiny.make_model(tmp_path / "model", family, torch.float32)
+    errors = []
+    for device in ("cpu", "cuda:0"):
+        out = tmp_path / device.replace(":", "")
+        prune(model=source, output=out, calibration=str(text), samples=16, seqlen=32, refit=True, device_map=device, **options)
+        assert verify(out, source=str(source)).differences == []
+        errors.append([fit.error_after for fit in read_report(out).fits.values()])
+    assert errors[1] == pytest.approx(errors[0], rel=0.05, abs=1e-4)
