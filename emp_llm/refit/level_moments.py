@@ -93,8 +93,8 @@ class LevelMoments:
         for name, moments in self._moments.items():
             if not bool(torch.isfinite(moments.gram).all() and (moments.cross is None or torch.isfinite(moments.cross).all())):
                 raise UserError(
-                    f"{name}: the second moments of its inputs hold NaN or infinity, so it cannot be refitted. Try --dtype "
-                    "float32, or leave out --refit."
+                    f"{name}: the second moments of its inputs hold NaN or infinity, so it cannot be fitted. Try --dtype "
+                    "float32, or prune without a fit."
                 )
 
 
