@@ -13,6 +13,7 @@ import torch
 from refit_reference import references
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.verify import verify
@@ -381,3 +382,34 @@ def test_verify_finds_a_changed_weight(pruned: Pruning, tmp_path: Path) -> None:
         changed = oracle.edited_copy(run.out, tmp_path / f"{number}", f"{name}.weight", edit)
         differences = verify(changed, source=str(run.source)).differences
         assert f"{name}: 1 weight not as the recipe decides." in differences
+
+
+def test_norms_of_a_file_and_a_text_for_the_fit(pruned: Pruning, norms: Callable[[str], Path]) -> None:
+    """The same norms choose the same masks, and the fit of the same text gives the same weights."""
+    run = pruned("llama", refit=True)
+    other = pruned("llama", refit=True, activations=norms("llama"), dtype="bfloat16")
+    assert bytes_of(other.out) == bytes_of(run.out)
+    assert verify(other.out, source=str(other.source), activations=norms("llama")).differences == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "magnitude", "refit": True}, {"method": "sparsegpt"}], ids=["refit", "sparsegpt"]
+)
+def test_weights_that_are_not_finite(pruned: Pruning, models: Callable[[str], Path], tmp_path: Path, options: Any) -> None:
+    for name, match in (
+        (
+            "mlp.down_proj",
+            r"model\.layers\.0\.mlp\.down_proj.* holds NaN or infinity.* is damaged; download it again",
+        ),
+        (
+            "self_attn.q_proj",
+            r"model\.layers\.0\.mlp\.gate_proj: the second moments of its inputs hold NaN or infinity.*Try --dtype float32",
+        ),
+    ):
+
+        def edit(bits: Any) -> None:
+            bits[0, 0] = 0x7FC0
+
+        damaged = oracle.edited_copy(models("llama"), tmp_path / name, f"model.layers.0.{name}.weight", edit)
+        with pytest.raises(UserError, match=match):
+            pruned(damaged, **options)

@@ -15,6 +15,7 @@ import torture
 from conftest import Run
 from launch import launch
 
+from emp_llm.calibration.calibration import Calibration
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.pruning.output.shard_writer import ShardWriter
@@ -212,4 +213,17 @@ def test_a_layer_that_is_not_called(text: Path, tmp_path: Path) -> None:
     options["output"] = tmp_path / "killed" / "out"
     killed_at_block(options, 1)
     prune(**options)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+def test_a_fit_behind_pruned_blocks_resumes(models: Models, text: Path, tmp_path: Path) -> None:
+    """Its norms were collected before the fit, and are not collected again."""
+    options: dict[str, Any] = {"model": str(models("mixtral")), "refit": True, "propagate": "pruned", "calibration": str(text)}
+    options |= {"samples": 3, "seqlen": 48, "device_map": "disk", "refit_weighting": "relative", "targets": "all-linear"}
+    prune(**options, output=tmp_path / "whole" / "out")
+    options["output"] = tmp_path / "killed" / "out"
+    killed_at_block(options, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibration, "run", lambda *_, **__: kill())
+        prune(**options)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")

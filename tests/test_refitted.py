@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from hub_client import Client, card_of, contents
 from hub_server import Hub
+from pictures import make_llava, make_pictures
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, report, unpack, verify
 from emp_llm.common.errors import UserError
@@ -108,6 +110,26 @@ def test_wrong_input_in_memory(models: Models, text: Path, method: str, monkeypa
     with pytest.raises(RuntimeError, match="out of luck"):
         prune_model(model, recipe, str(text), tokenizer, **GIVEN)
     assert same(state(model), before)
+
+
+def test_a_model_that_is_offloaded(models: Models, text: Path) -> None:
+    source, recipe = models("llama"), Recipe(method="wanda", refit=True)
+    plain, offloaded = load(source), load(source)
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    for model in (plain, offloaded):
+        prune_model(model, recipe, str(text), source, **GIVEN)
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, offloaded(ids).logits)
+
+
+def test_images_are_refused_in_memory(tmp_path: Path) -> None:
+    folder = make_llava(tmp_path / "llava")
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    source = f"{make_pictures(tmp_path)}/rows.jsonl,image=picture"
+    for recipe in (Recipe(method="magnitude", refit=True), Recipe(method="sparsegpt")):
+        with pytest.raises(UserError, match="runs block by block, on text alone; give data without images"):
+            prune_model(model, recipe, source, folder)
 
 
 def test_pack_and_unpack(refitted: Path, models: Models, tmp_path: Path) -> None:

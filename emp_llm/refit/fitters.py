@@ -10,6 +10,7 @@ from torch import Tensor
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.matrix import torch_dtype
+from emp_llm.common.errors import UserError
 from emp_llm.reconstruction.least_squares import damping_for, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.refit.level_moments import LayerMoments
@@ -115,6 +116,8 @@ class SparseGptFitter:
     def fit(self, target: Target, weight: Tensor, moments: LayerMoments | None, mask: Tensor | None) -> tuple[Fitted, Tensor]:
         if moments is None or moments.tokens < (self.least_tokens if target.layer.routed else 1):
             return Fitted(None, 0 if moments is None else moments.tokens), self.mask(target).to(weight.device)
+        if not bool(weight.isfinite().all()):
+            raise UserError(f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is damaged; download it again.")
         if self.pattern is not None:
             result = sparsegpt(weight, moments.gram, pattern=self.pattern)
         else:

@@ -124,8 +124,8 @@ class LevelMoments:
             known = [each for each in (moments.gram, moments.cross, moments.wanted) if each is not None]
             if not all(bool(torch.isfinite(each).all()) for each in known):
                 raise UserError(
-                    f"{name}: the second moments of its inputs hold NaN or infinity, so it cannot be refitted. Try --dtype "
-                    "float32, or leave out --refit."
+                    f"{name}: the second moments of its inputs hold NaN or infinity, so it cannot be fitted. Try --dtype "
+                    "float32, or prune without a fit."
                 )
 
 
