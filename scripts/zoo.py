@@ -13,7 +13,8 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -137,15 +138,13 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(ZOO), default=list(ZOO), help="models; default: all")
     parser.add_argument("--output", type=Path, help="Markdown file to write as well")
     arguments = parser.parse_args(line)
-    logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     messages: dict[str, int] = {}
     rows = [["model", *COMMANDS]]
-    for name in arguments.only:
-        with tempfile.TemporaryDirectory() as scratch:
-            rows.append([name, *answers(name, Path(scratch), messages)])
-            print(f"{name}: {', '.join(rows[-1][1:])}", file=sys.stderr)
+    with _silence():
+        for name in arguments.only:
+            with tempfile.TemporaryDirectory() as scratch:
+                rows.append([name, *answers(name, Path(scratch), messages)])
+                print(f"{name}: {', '.join(rows[-1][1:])}", file=sys.stderr)
     notes = [f"{number}. {message}" for message, number in messages.items()]
     table = "\n".join([markdown_table(rows), "", *notes])
     print(table)
@@ -155,6 +154,21 @@ def main(line: list[str] | None = None) -> None:
         head += f"Written by `{command}`. Numbers in brackets are messages, below; exit code 2.\n\n"
         arguments.output.write_text(head + table + "\n", encoding="utf-8")
     sys.exit(1 if any("DEFECT" in cell for row in rows for cell in row) else 0)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Inside this context, neither warnings nor progress are shown."""
+    verbosity = transformers.logging.get_verbosity()
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
 
 
 def answers(name: str, scratch: Path, messages: dict[str, int]) -> list[str]:
