@@ -144,7 +144,7 @@ def test_weights_are_those_of_the_reference(
     assert sum(layer.after for layer in wanted.values()) < 0.8 * sum(layer.before for layer in wanted.values())
 
 
-FAMILIES = ("llama", "gpt2", "opt", "gemma3", "gpt_neox", "phi3", "mixtral", "qwen3_moe", "gpt_oss")
+FAMILIES = ("llama", "gpt2", "opt", "gemma3", "gpt_neox", "mixtral", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +179,10 @@ def test_contract(pruned: Pruning, gpt_oss: Path, text: Path, family: str) -> No
 
 
 MASKS: dict[str, dict[str, Any]] = {
-    "wanda": {"method": "wanda", "sparsity": 0.6},
     "magnitude": {"method": "magnitude"},
     "relative": {"method": "relative"},
-    "emp-relative": {"method": "emp-relative"},
+    "emp-relative": {"method": "emp-relative", "sparsity": 0.5},
     "emp-wanda": {"method": "emp-wanda", "beta": 0.8},
-    "emp to a sparsity": {"method": "emp-relative", "sparsity": 0.5},
     "ria": {"method": "ria"},
     "2:4": {"method": "wanda", "pattern": "2:4"},
     "owl": {"method": "wanda", "shares": "owl"},
@@ -357,8 +355,7 @@ def test_layers_outside_the_blocks_are_not_fitted(pruned: Pruning, tmp_path: Pat
     check_verified(run)
 
 
-@pytest.mark.parametrize("match_by", ["total", "matrix"])
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize(("method", "match_by"), [("wanda", "total"), ("sparsegpt", "matrix")])
 def test_as_many_weights_as_another_run(pruned: Pruning, method: str, match_by: Any) -> None:
     other = pruned("llama", "emp-wanda", beta=0.8)
     run = pruned("llama", method, refit=True, match=other.out, match_by=match_by)

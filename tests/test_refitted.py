@@ -182,3 +182,12 @@ def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
     assert any("output error, mean of 14 layers" in line for line in fit_lines(record))
     points = list(csv.DictReader((tmp_path / "report" / "points.csv").read_text().splitlines()))
     assert sum("refit" in json.dumps(row) for row in points) >= 1
+
+
+def test_a_card_for_scores_of_ones_own(hub: Hub, client: Client, models: Models, tmp_path: Path) -> None:
+    """A recipe may hold records: here the criterion."""
+    (tmp_path / "mine.py").write_text("def size(weight):\n    return weight.abs()\n")
+    prune(models("llama"), output=tmp_path / "out", criterion=f"{tmp_path}/mine.py:size")
+    done = client.call("push", folder=tmp_path / "out", repository="user/own")
+    assert "result" in done, done
+    assert '| criterion | `{"function": ' in card_of(hub, "user/own")[1]
