@@ -77,6 +77,7 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
         Case("prune, a matrix at a time", prune, data_free | {"group": "matrix"}),
         Case("prune, all targets as one", prune, data_free | {"group": "all"}),
         Case("prune with calibration", prune, blocks | {"method": "emp-wanda"}),
+        Case("prune with a refit", prune, blocks | {"method": "wanda", "refit": True}),
         Case("calibrate", calibrate, blocks),
     ]
 

@@ -30,7 +30,14 @@ from emp_llm.storage.output import journal
 from emp_llm.storage.output.lock import FileLock
 
 Models = Callable[[str], Path]
-CASES = ["prune, rows", "prune, a matrix at a time", "prune, all targets as one", "prune with calibration", "calibrate"]
+CASES = [
+    "prune, rows",
+    "prune, a matrix at a time",
+    "prune, all targets as one",
+    "prune with calibration",
+    "prune with a refit",
+    "calibrate",
+]
 
 
 @pytest.fixture(autouse=True)
