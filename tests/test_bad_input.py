@@ -156,6 +156,8 @@ REFITS: dict[str, tuple[str, dict[str, Any]]] = {
     "damping alone": (r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out", {"refit_damping": 0.1}),
     "weighting alone": (r"^--refit-weighting has no effect without --refit", {"refit_weighting": "relative"}),
     "weighting": (r"^--refit-weighting 'own' is not one of equal, relative", {"refit": True, "refit_weighting": "own"}),
+    "target": (r"^--refit-target 'model' is not one of \w+, \w+", {"refit": True, "refit_target": "model"}),
+    "target alone": (r"^--refit-target has no effect without --refit", {"refit_target": "layer"}),
     "weighting with sparsegpt": (
         r"^--refit-weighting has no effect without --refit",
         {"method": "sparsegpt", "refit_weighting": "relative"},
