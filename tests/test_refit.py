@@ -410,3 +410,17 @@ def test_weights_that_are_not_finite(pruned: Pruning, models: Callable[[str], Pa
         damaged = oracle.edited_copy(models("llama"), tmp_path / name, f"model.layers.0.{name}.weight", edit)
         with pytest.raises(UserError, match=match):
             pruned(damaged, **options)
+
+
+def test_a_block_that_writes_into_the_outputs_of_its_layers(pruned: Pruning, tmp_path: Path) -> None:
+    """Falcon adds the attention to the output of the last layer in place. In float32, no conversion makes a copy of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.FAMILIES, "falcon", ("FalconConfig", tiny.GLU | {"bias": True}))
+        narrow = tiny.make_model(tmp_path / "bfloat16", "falcon")
+    wide = tmp_path / "float32"
+    AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32).save_pretrained(wide)
+    tiny.make_tokenizer().save_pretrained(wide)
+    runs = [pruned(model, "magnitude", refit=True, targets="all-linear") for model in (narrow, wide)]
+    for name, fit in runs[0].report.fits.items():
+        assert fit.error_before == pytest.approx(runs[1].report.fits[name].error_before, rel=0.05), name
+        assert fit.error_after == pytest.approx(runs[1].report.fits[name].error_after, rel=0.05), name

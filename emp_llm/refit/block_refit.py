@@ -85,7 +85,7 @@ class BlockRefit:
         streams = self._streams
         levels = levels_of(self._model, self._step, self._targets, streams.fitted_on[0], streams.walk.hidden)
         if streams.restores_blocks and levels:
-            levels[-1].closing = self._is_added(levels[-1])
+            levels[-1].closing = all(ranks().gather(self._is_added(levels[-1])))
         fitted = self._uncalled(levels)
         with closing(self._dense_pass(levels)) as dense:
             for number, level in enumerate(levels):
@@ -223,7 +223,8 @@ class BlockRefit:
         bias = self._biases[leader]
 
         def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
-            seen.append((inputs.detach().flatten(0, -2).float(), outputs.detach().flatten(0, -2).float()))
+            copies = [each.detach().flatten(0, -2).to(torch.float32, copy=True) for each in (inputs, outputs)]
+            seen.append((copies[0], copies[1]))  # the block may write into them
 
         with layer_hooks(self._model, [target.layer], observe):
             for number in numbers:
