@@ -188,6 +188,6 @@ def test_a_card_for_scores_of_ones_own(hub: Hub, client: Client, models: Models,
     """A recipe may hold records: here the criterion."""
     (tmp_path / "mine.py").write_text("def size(weight):\n    return weight.abs()\n")
     prune(models("llama"), output=tmp_path / "out", criterion=f"{tmp_path}/mine.py:size")
-    done = client.call("push", folder=tmp_path / "out", repository="user/own")
+    done = client.call("push", folder=tmp_path / "out", repository="user/own-scores")
     assert "result" in done, done
-    assert '| criterion | `{"function": ' in card_of(hub, "user/own")[1]
+    assert '| criterion | `{"function": ' in card_of(hub, "user/own-scores")[1]
