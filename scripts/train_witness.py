@@ -17,6 +17,7 @@ import json
 import lzma
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -26,10 +27,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_helpers import hardware
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from witness_rows import Budget, rows_of_the_table, write_texts
+
+sys.path.insert(0, str(Path(__file__).parent / "demo"))
+
+from train import make_tokenizer
 
 TRAIN, HELD_OUT = "wikipedia_train.jsonl.xz", "wikipedia_heldout.jsonl.xz"
 
@@ -115,7 +119,7 @@ def make(folder: Path, articles: list[str], plan: Plan, device: str, compiled: b
     """Train the tokenizer and the model, and write them with a record of the training."""
     torch.manual_seed(0)
     start = time.perf_counter()
-    tokenizer = make_tokenizer(articles, plan.vocabulary)
+    tokenizer = make_tokenizer(articles[::4], plan.vocabulary)
     stream = encode(tokenizer, articles)
     model = make_model(plan, len(tokenizer)).to(device)
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -129,23 +133,6 @@ def make(folder: Path, articles: list[str], plan: Plan, device: str, compiled: b
     tokenizer.save_pretrained(folder)
     counts: dict[str, object] = {"parameters": parameters, "text_tokens": len(stream), "preparation_seconds": round(prepared)}
     (folder / "training.json").write_text(json.dumps(asdict(plan) | counts | found) + "\n", encoding="utf-8")
-
-
-def make_tokenizer(articles: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with <s> and </s>, trained on every fourth article. It adds no tokens to plain text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(articles[::4], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
-    )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, articles: list[str]) -> np.ndarray:

@@ -225,6 +225,11 @@ def test_sparsegpt(pruned: Pruning, family: str, options: dict[str, Any]) -> Non
                 == entry.kept
                 == entry.rows * entry.columns - int(options.get("sparsity", 0.5) * mask.size)
             )
+            dense = oracle.tensors(each.source)[entry.tensor]
+            magnitudes = np.abs(oracle.values(oracle.bits(dense), dense.dtype)).reshape(mask.shape)
+            assert entry.kept_mass == pytest.approx((magnitudes * mask).sum() / magnitudes.sum(), rel=1e-5)
+            assert each.report.sizes is not None
+            assert each.report.sizes.mask == 0  # a mask alone does not restore it
             if "pattern" in options:
                 rows = mask.T if family == "gpt2" else mask
                 assert (rows.reshape(len(rows), -1, 4).sum(2) == 2).all()

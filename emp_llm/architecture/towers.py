@@ -84,7 +84,7 @@ def _embedding_of(model: Any) -> str:
     getter = getattr(model, "get_input_embeddings", None)  # modules of other libraries have none
     try:
         embedding = None if getter is None else getter()
-    except NotImplementedError:  # transformers raises it for a class that does not name its embedding: found below by its size
+    except NotImplementedError:  # of a class that does not name its embedding; the size of the vocabulary finds it below
         embedding = None
     named = dict(model.named_modules())
     found = next((name for name, module in named.items() if module is embedding), "")

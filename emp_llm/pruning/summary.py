@@ -73,8 +73,12 @@ def warnings_of(matrices: dict[str, MatrixRecord], pruner: Pruner) -> list[str]:
     return warnings
 
 
-def sizes_record(outcomes: list[Outcome], checkpoint: Checkpoint) -> SizesRecord:
-    """Bytes of a pruned checkpoint's tensors: dense; packed raw without the targets' zeros; as a mask of the targets."""
+def sizes_record(outcomes: list[Outcome], checkpoint: Checkpoint, fitted: bool) -> SizesRecord:
+    """Bytes of a pruned checkpoint's tensors: dense; packed raw without the targets' zeros; as a mask of the targets.
+
+    Args:
+        fitted: kept weights were changed, so that a mask alone does not restore the checkpoint; its size is 0.
+    """
     zeros: Counter[str] = Counter()
     for outcome in outcomes:
         zeros[outcome.target.matrix.stored.name] += outcome.zeros
@@ -84,7 +88,7 @@ def sizes_record(outcomes: list[Outcome], checkpoint: Checkpoint) -> SizesRecord
         tensor = checkpoint.tensors[name]
         words = words_in(tensor)
         sizes.packed -= tensor.end - tensor.start - packed_bytes(words, word_bytes(tensor), removed)
-        sizes.mask += mask_bytes(words)
+        sizes.mask += 0 if fitted else mask_bytes(words)
     return sizes
 
 

@@ -115,7 +115,7 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
 
 
 class SizesRecord(Part, kw_only=True):
-    """Sizes of a pruned checkpoint's tensors in bytes: dense, packed raw, and as a mask of the targets."""
+    """Sizes of a pruned checkpoint's tensors in bytes: dense, packed raw, and as a mask of the targets; 0 after a refit."""
 
     dense: int
     packed: int

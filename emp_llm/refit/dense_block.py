@@ -15,7 +15,9 @@ from emp_llm.refit.levels import Level
 
 
 class DenseBlock:
-    """The inputs and outputs of a block's targets in the dense model, batch by batch. Experts are left out.
+    """The inputs of a block's targets in the dense model, and the weights of their tokens, batch by batch.
+
+    Experts are left out: other tokens may be routed to them there.
 
     Args:
         levels: of the block.
@@ -29,12 +31,21 @@ class DenseBlock:
     """
 
     def __init__(self, levels: list[Level], walk: Walk, weighting: Weighting, biases: dict[str, Tensor | None]) -> None:
-        own = {target.name: (number, target) for number, level in enumerate(levels) for target in level.targets}
-        self._levels = {name: number for name, (number, target) in own.items() if not levels[number].routed}
-        self._leaders = {name for level in levels if not level.routed for name in level.inputs}
-        self.layers = [target.layer for name, (_, target) in own.items() if name in self._levels]
+        single = [level for level in levels if not level.routed]
+        self.layers = [target.layer for level in single for target in level.targets]
+        # The closing level is fitted to the outputs of the block, and needs neither its dense inputs nor their energy.
+        self._leaders = {
+            name: number
+            for number, level in enumerate(levels)
+            if level in single and not level.closing
+            for name in level.inputs
+        }
+        self._fitted = {target.name for level in single if not level.closing for target in level.targets}
         self.energy: dict[str, Tensor] = {}
         self._count = len(levels)
+        self._width = sum(
+            targets[0].matrix.columns for level in single if not level.closing for targets in level.inputs.values()
+        )
         self._walk = walk
         self._weighting = weighting
         self._biases = biases
@@ -47,7 +58,7 @@ class DenseBlock:
         """Take the inputs and outputs of a call; for `layer_hooks`."""
         name = layers[0].name
         if name in self._leaders:  # a copy, because the block may write into it
-            self._inputs.setdefault(self._levels[name], []).append(inputs.detach().reshape(-1, inputs.shape[-1]).clone())
+            self._inputs.setdefault(self._leaders[name], []).append(inputs.detach().reshape(-1, inputs.shape[-1]).clone())
         self._outputs.setdefault(name, []).append(outputs.detach().reshape(-1, outputs.shape[-1]).clone())
 
     def end_of_batch(self, number: int, fitted_on: bool) -> None:
@@ -64,7 +75,7 @@ class DenseBlock:
             share = token_weights(self._weighting, outputs)
             if share is not None:
                 self._shares[number, name] = share
-            if fitted_on:
+            if fitted_on and name in self._fitted:
                 energy = energy_of(outputs if bias is None else outputs - bias, share)
                 self.energy[name] = self.energy[name] + energy if name in self.energy else energy
         self._inputs.clear()
@@ -86,6 +97,7 @@ class DenseBlock:
 
     def _put(self, number: int, level: int, inputs: Tensor) -> None:
         if self._states is None:
-            size = inputs.nbytes * len(self._walk.batches) * self._count
+            tokens = sum(batch.numel() for batch in self._walk.batches)
+            size = tokens * self._width * inputs.element_size()
             self._states = HiddenStates(choose_place(self._walk.runner.hidden_states, size, inputs.device))
         self._states.put(number * self._count + level, inputs)

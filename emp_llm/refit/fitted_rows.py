@@ -21,12 +21,13 @@ class FittedRows:
 
     Args:
         weights: by the name of the target, shape (outputs, inputs), on the CPU: tensors, or slices of files.
-        chosen: the fit chose the masks, so that the figures of the rows follow from the fitted weights.
+        kept_mass: by the name of the target, the share of sum |W| in the kept weights, if the fit chose the masks; the
+            figures of the rows then follow from the fitted weights. None: it did not.
     """
 
-    def __init__(self, weights: Mapping[str, Any], chosen: bool) -> None:
+    def __init__(self, weights: Mapping[str, Any], kept_mass: Mapping[str, float] | None) -> None:
         self._weights = weights
-        self._chosen = chosen
+        self._kept_mass = kept_mass
 
     def replace(self, target: str, first: int, words: Words, figures: RowFigures) -> RowFigures:
         """Put the fitted rows in the place of a block of pruned rows, in memory.
@@ -38,7 +39,8 @@ class FittedRows:
             figures: of the pruned rows.
 
         Returns:
-            The figures of the fitted rows. Where the fit chose the mask, N_eff and masses stay those of the magnitudes.
+            The figures of the fitted rows. Where the fit chose the mask, scores are magnitudes, and the kept mass of a row is
+            the matrix's share of the row's mass.
         """
         weight = self._weights.get(target)
         if weight is None:
@@ -47,7 +49,9 @@ class FittedRows:
         words[:] = rows.view(_INTEGER[rows.element_size()]).numpy().view(WORD[rows.element_size()])
         kept = np.count_nonzero(words, axis=1)
         changed = figures._replace(zeros=words.shape[1] - kept)
-        return changed._replace(kept=kept) if self._chosen else changed
+        if self._kept_mass is None:
+            return changed
+        return changed._replace(kept=kept, kept_mass=self._kept_mass[target] * figures.mass)
 
 
 class FittedFileRows(FittedRows):
@@ -55,14 +59,14 @@ class FittedFileRows(FittedRows):
 
     Args:
         paths: of the files; each holds some targets.
-        chosen: as for `FittedRows`.
+        kept_mass: as for `FittedRows`.
     """
 
-    def __init__(self, paths: list[Path], chosen: bool) -> None:
+    def __init__(self, paths: list[Path], kept_mass: Mapping[str, float] | None) -> None:
         self._paths = paths
         self._stack = ExitStack()
         self._slices: dict[str, Any] = {}
-        super().__init__(self._slices, chosen)
+        super().__init__(self._slices, kept_mass)
 
     def __enter__(self) -> "FittedFileRows":
         for path in self._paths:

@@ -58,8 +58,8 @@ class FittedInMemory:
         return {name: weight for name, weight in fitted if weight is not None}
 
     def rows(self, chosen: bool) -> FittedRows:
-        """The fitted weights, for reading by rows; `chosen` as for `FittedRows`."""
-        return FittedRows(self.weights(), chosen)
+        """The fitted weights, for reading by rows; `chosen`: the fit chose the masks."""
+        return FittedRows(self.weights(), _kept_mass(self.figures()) if chosen else None)
 
 
 class FittedFiles:
@@ -98,8 +98,8 @@ class FittedFiles:
         return found
 
     def rows(self, chosen: bool) -> FittedFileRows:
-        """The fitted weights, for reading by rows; `chosen` as for `FittedRows`."""
-        return FittedFileRows(self._paths(), chosen)
+        """The fitted weights, for reading by rows; `chosen`: the fit chose the masks."""
+        return FittedFileRows(self._paths(), _kept_mass(self.figures()) if chosen else None)
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("block-*.safetensors"))
@@ -116,6 +116,10 @@ class FittedFiles:
             raise UserError(
                 f"{path}: the fitted weights cannot be read ({reason(error)}). Delete {self.folder.parent}."
             ) from error
+
+
+def _kept_mass(figures: dict[str, Fitted]) -> dict[str, float]:
+    return {name: fitted.kept_mass for name, fitted in figures.items()}
 
 
 def _metadata(file: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Fitted:
     Attributes:
         weight: in the dtype in which it is stored, shape (outputs, inputs), on the CPU; None: the kept weights stay.
         tokens: number of tokens of the fit.
+        kept_mass: share of sum |W| in the kept weights.
         damping: pull towards the dense weights, as a share of the mean second moment.
         before, after: relative output error sum w ||What xhat - y||^2 / sum w ||y||^2 on the calibration tokens, of the
             masked and of the fitted weights; None without tokens.
@@ -33,6 +34,7 @@ class Fitted:
 
     weight: Tensor | None
     tokens: int
+    kept_mass: float = 1.0
     damping: float | None = None
     before: float | None = None
     after: float | None = None
@@ -127,7 +129,8 @@ class SparseGptFitter:
             return refit_with(target, weight, result.mask, moments, self.damping), result.mask
         stored = _as_stored(target, result.weight, result.mask)
         before, after = _errors(weight, result.mask, stored, moments, target)
-        return Fitted(stored.cpu(), moments.tokens, result.damping, before, after), result.mask
+        mass = _kept_mass(weight, result.mask)
+        return Fitted(stored.cpu(), moments.tokens, mass, result.damping, before, after), result.mask
 
 
 def refit_with(target: Target, weight: Tensor, mask: Tensor, moments: LayerMoments, damping: float | None) -> Fitted:
@@ -138,7 +141,13 @@ def refit_with(target: Target, weight: Tensor, mask: Tensor, moments: LayerMomen
     result = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
     stored = _as_stored(target, result.weight, mask)
     before, after = _errors(weight, mask, stored, moments, target)
-    return Fitted(stored.cpu(), moments.tokens, result.damping, before, after)
+    return Fitted(stored.cpu(), moments.tokens, _kept_mass(weight, mask), result.damping, before, after)
+
+
+def _kept_mass(weight: Tensor, mask: Tensor) -> float:
+    """The share of sum |W| in the kept weights; 1 for a matrix of zeros."""
+    total = float(weight.abs().sum(dtype=torch.float64))
+    return float((weight.abs() * mask).sum(dtype=torch.float64)) / total if total else 1.0
 
 
 def _as_stored(target: Target, weight: Tensor, mask: Tensor) -> Tensor:

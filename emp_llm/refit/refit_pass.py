@@ -98,25 +98,31 @@ class RefitPass:
             weights.mask(target, self.fitter.mask(target))
 
 
+def _widest(target: Target) -> int:
+    """The larger side of a matrix: moments with the outputs of a block have its shape in place of (inputs, inputs)."""
+    return max(target.matrix.rows, target.matrix.columns)
+
+
 def held_out(samples: int) -> int:
     """How many of the calibration sequences only measure the error of a refit."""
     return 0 if samples < 2 else max(1, samples // _HELD_OUT)
 
 
 def fit_bytes(targets: list[Target], weighting: Weighting) -> int:
-    """An upper bound on the memory of a fit beside the model and the hidden states, in bytes.
+    """An upper bound on the memory of a fit beside the model, the hidden states and a block's inputs, in bytes.
 
-    It holds the second moments of one level, the work memory of one solution, and the second version of a block's targets.
+    It holds the second moments of one level and the work memory of one solution; and of each weight of a block's targets its
+    pruned version, its fitted version, its mask, and its dense value in float32.
     """
     by_block: dict[int | None, list[Target]] = {}
     for target in targets:
         by_block.setdefault(target.layer.block, []).append(target)
     most = 0
     for members in by_block.values():
-        single = max(8 * target.matrix.columns**2 for target in members)
+        single = max(4 * target.matrix.columns * (target.matrix.columns + _widest(target)) for target in members)
         several = weighting != "equal" or any(target.layer.routed for target in members)
         together = sum(8 * target.matrix.columns**2 for target in members) if several else single
         work = max(workspace_bytes(target.matrix.rows, target.matrix.columns) for target in members)
-        second = sum(target.matrix.numel * target.matrix.itemsize for target in members)
-        most = max(most, max(single, min(MOMENT_BYTES, together)) + work + second)
+        weights = sum(target.matrix.numel * (2 * target.matrix.itemsize + 1 + 4) for target in members)
+        most = max(most, max(single, min(MOMENT_BYTES, together)) + work + weights)
     return most

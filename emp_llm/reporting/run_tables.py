@@ -57,8 +57,8 @@ def pruning_lines(report: RunReport) -> list[str]:
         lines.append(f"all targets as one group: N_eff {targets.n_eff:,.0f}, s_eff {number_cell(targets.s_eff)}{bound}")
     if sizes is not None:
         lines.append(
-            f"weights: {format_bytes(sizes.dense)} dense, {format_bytes(sizes.packed)} packed (emp-llm pack), "
-            f"{format_bytes(sizes.mask)} as a mask"
+            f"weights: {format_bytes(sizes.dense)} dense, {format_bytes(sizes.packed)} packed (emp-llm pack)"
+            + (f", {format_bytes(sizes.mask)} as a mask" if sizes.mask else "")
         )
     return lines
 

@@ -148,7 +148,7 @@ def dry_run_table(plan: DryRun) -> str:
         )
     if plan.fit_bytes is not None and plan.fit_disk_bytes is not None:
         lines.append(
-            f"refit: up to {format_bytes(plan.fit_bytes)} more memory beside two sets of hidden states; "
+            f"refit: up to {format_bytes(plan.fit_bytes)} more memory, beside two sets of hidden states and a block's inputs; "
             f"{format_bytes(plan.fit_disk_bytes)} of disk beside the output until it is written"
         )
     if plan.push_to_hub is not None:

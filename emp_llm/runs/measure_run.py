@@ -176,7 +176,7 @@ class MeasureStage:
             score=chosen.score,
             count_by=chosen.count_by,
             targets=targets,
-            sizes=sizes_record(outcomes, self._plan.checkpoint),
+            sizes=sizes_record(outcomes, self._plan.checkpoint, fitted=False),
             matrices=matrices,
             curve=curve_points(self._betas, kept_of_outcomes(pruner, outcomes, self._betas), weights, parameters),
             warnings=warnings_of(matrices, pruner),

@@ -7,20 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from emp_llm.selection.arithmetic.definitions import floor_count
-from emp_llm.selection.budgets import PartsBudget
-from emp_llm.selection.kernels.interface import KeepRule
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.budgets import PartsBudget, UnsettledBudget
 
 
 @dataclass(frozen=True)
-class OwlBudget:
+class OwlBudget(UnsettledBudget):
     """A fixed sparsity of all targets, and of each block one that depends on its outliers.
 
     The share of outliers D of a block is that of its scores above `outlier` times their mean. The sparsities of the blocks are
@@ -51,19 +44,6 @@ class OwlBudget:
             )
         if not 0 < self.outlier < math.inf:
             raise ValueError(f"owl-m must be a number above 0 (the paper uses 5), got {self.outlier:g}")
-
-    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> list[int]:
-        raise ValueError("the shares of the blocks are not settled yet")
-
-    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
-        raise ValueError("the shares of the blocks are not settled yet")
-
-    @property
-    def has_kernel(self) -> bool:
-        return True
-
-    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
-        raise ValueError("the shares of the blocks are not settled yet")
 
 
 def block_sparsities(budget: OwlBudget, outliers: Sequence[Fraction | None], sizes: Sequence[int]) -> list[float]:

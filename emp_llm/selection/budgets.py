@@ -135,8 +135,27 @@ class EffectiveBudget:
         return KeepRule(beta=self.beta)
 
 
+class UnsettledBudget:
+    """A budget that needs the scores of all targets: another one takes its place before the first mask is decided."""
+
+    order: float
+
+    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> None:
+        return None
+
+    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
+        raise ValueError("the budget is not settled yet")
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.order == 2.0
+
+    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
+        raise ValueError("the budget is not settled yet")
+
+
 @dataclass(frozen=True)
-class RequestedBudget:
+class RequestedBudget(UnsettledBudget):
     """An `EffectiveBudget` whose beta is chosen so that a given share of all target weights is removed.
 
     It is settled before the first mask is decided, when the effective numbers of all groups are known.
@@ -160,19 +179,6 @@ class RequestedBudget:
     def kept_of(self, weights: int) -> int:
         """How many of all target weights are kept: all but floor(sparsity * weights)."""
         return weights - floor_count(self.sparsity * weights)
-
-    def fixed_counts(self, sizes: Sequence[int], offset: int = 0) -> None:
-        return None
-
-    def counts(self, moments: "Moments", offset: int = 0, rows: "Tensor | None" = None) -> "Tensor":
-        raise ValueError("the beta of a requested sparsity is not settled yet")
-
-    @property
-    def has_kernel(self) -> bool:
-        return self.order == 2.0
-
-    def keep_rule(self, shape: Sequence[int], offset: int = 0) -> KeepRule:
-        raise ValueError("the beta of a requested sparsity is not settled yet")
 
 
 @dataclass(frozen=True)

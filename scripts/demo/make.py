@@ -112,7 +112,7 @@ def make_the_model(world: World, corpus: list[str], held_out: str, options: argp
     """Train the tokenizer and the model, and write both."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
-    tokenizer = make_tokenizer("\n\n".join(corpus[:20_000]), options.vocab)
+    tokenizer = make_tokenizer("\n\n".join(corpus[:20_000]).split("\n\n"), options.vocab)
     stream: Tokens = encode(tokenizer, stream_pieces(corpus))
     model = make_model(len(tokenizer), options.hidden, options.intermediate, options.layers, CONTEXT)
     parameters = sum(p.numel() for p in model.parameters())

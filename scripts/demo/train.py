@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +47,7 @@ class Schedule:
         return self.learning_rate * cosine * min(1.0, (self.steps - step) / self.cooldown)
 
 
-def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with <s> and </s>. It adds no tokens to plain text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ def make_tokenizer(text: str, vocab: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(text.split("\n\n"), trainer)
+    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
     )

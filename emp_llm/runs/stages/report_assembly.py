@@ -40,7 +40,7 @@ def assemble_report(
         versions=versions(),
         stages={},
         targets=targets_record(outcomes, plan.coverage, pruner),
-        sizes=sizes_record(outcomes, plan.checkpoint),
+        sizes=sizes_record(outcomes, plan.checkpoint, recipe.fits),
         matrices=matrices,
         warnings=warnings_of(matrices, pruner),
     )
