@@ -34,6 +34,7 @@ class PackedShard:
         path, layout: as given.
         header: the original's header with the eight bytes of its length.
         size, digest: of the original; `hasher` computes such digests.
+        packed_digest: BLAKE3 of the file itself; None if an earlier version wrote it.
         tensors: those of the original, in the order of their bytes; their offsets are those in the original.
         forms: the form of each, by name.
 
@@ -52,6 +53,8 @@ class PackedShard:
             self.size = _natural(entry["bytes"])
             self._kind = "blake3" if "blake3" in entry else "xxh3_128"
             self.digest = str(entry[self._kind])
+            packed = entry.get("packed")
+            self.packed_digest = None if packed is None else str(packed["blake3"])
             self.tensors = parse_header(text, path, self.size)
             self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
             used: set[str] = set()

@@ -5,9 +5,10 @@ The packed folder of a model holds every shard `NAME.safetensors` as `NAME.packe
 restored from them.
 
 **emp_pack.json**: `format` is "emp-llm pack 3"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of
-words, a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `blake3` and the text of its
-`header`; `files` maps the path of each other file to its `bytes` and `blake3`; `base` is the source in the report of the
-pruning run, or null. In format 2 the hashes are `xxh3_128` of shards and `sha256` of files.
+words, a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `blake3`, the text of its
+`header`, and `packed`, the `blake3` of the packed file, which earlier versions left out; `files` maps the path of each other
+file to its `bytes` and `blake3`; `base` is the source in the report of the pruning run, or null. In format 2 the hashes are
+`xxh3_128` of shards and `sha256` of files.
 
 **Tensors** are sequences of words: numbers of 1, 2, 4 or 8 bytes in their stored order, whatever the shape; numbers of less
 than 8 bits are taken as bytes. A word is zero if no bit of it is set; -0.0 is a value. A packed shard holds a tensor

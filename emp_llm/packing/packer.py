@@ -96,6 +96,7 @@ class Packer:
             shard.name: {
                 "bytes": sizes[shard.name],
                 "blake3": checksums[shard.name],
+                "packed": {"blake3": file_hash(folder / packed_name(shard.name))},
                 "header": header_text(shard).decode("utf-8"),
             }
             for shard in self.checkpoint.shards

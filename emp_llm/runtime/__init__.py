@@ -1,0 +1,22 @@
+"""Pruned models that run from their packed weights: one bit for each weight, and the weights that are not zero.
+
+It reads what `packing` wrote, or packs a pruned checkpoint in memory, and makes models of transformers whose pruned linear
+layers are `SparseLinear`. `kernels` holds the products.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from emp_llm.runtime.loader import load as load
+    from emp_llm.runtime.sparse_linear import SparseLinear as SparseLinear
+
+_HOME = {"load": "loader", "SparseLinear": "sparse_linear"}
+__all__ = ["SparseLinear", "load"]
+
+
+def __getattr__(name: str) -> object:
+    """Import torch and transformers only when they are needed."""
+    if name in _HOME:
+        return getattr(import_module(f"emp_llm.runtime.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'emp_llm.runtime' has no attribute {name!r}")

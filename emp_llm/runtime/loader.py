@@ -1,0 +1,174 @@
+"""Loads a pruned or packed checkpoint as a model of transformers that computes from packed weights."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from emp_llm.architecture.skeleton import build_skeleton
+from emp_llm.architecture.stored_names import find_names
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.wording import count_of, format_bytes, quotable
+from emp_llm.execution.completeness import check_complete, load_report
+from emp_llm.hub.local_model import find_model
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
+from emp_llm.runtime.sparse_linear import SparseLinear
+from emp_llm.runtime.stored_weights import TORCH_DTYPES, StoredWeights, stored_weights
+
+logger = logging.getLogger(__name__)
+LEAST_ZEROS = 0.2  # of a layer that is loaded packed; see docs/runtime.md
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A linear layer to replace: the name of its module and of its stored tensor, and whether that is (inputs, outputs)."""
+
+    module: str
+    stored: str
+    transposed: bool
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    least_zeros: float = LEAST_ZEROS,
+    check: bool = True,
+) -> PreTrainedModel:
+    """A pruned model in evaluation mode, its pruned linear layers as `SparseLinear`.
+
+    The weights of a folder of `emp-llm pack` are mapped from its files. Those of an ordinary checkpoint are packed in memory,
+    one matrix after another. Linear layers with few zeros, embeddings, tied weights and experts in stacks stay dense.
+
+    Args:
+        model: a folder or Hub id: a pruned checkpoint, or one packed by `emp-llm pack`.
+        device: where the model runs.
+        dtype: of the dense weights and the activations; "auto": that of the checkpoint. Packed weights keep theirs.
+        revision: on the Hub.
+        trust_remote_code: run code from the folder.
+        least_zeros: the smallest share of zeros with which a layer is packed.
+        check: compare the hashes of a packed folder before anything runs.
+
+    Raises:
+        UserError: no such model, a damaged file, a quantised model, or a mask without weights.
+    """
+    source = find_model(str(model), revision, trust_remote_code)
+    weights = stored_weights(source.folder, check)
+    _check_kind(weights)
+    skeleton = build_skeleton(source.folder, trust_remote_code)
+    places = _places(skeleton, weights)
+    found = {place: _rows(weights, place, least_zeros) for place in places}
+    packed = {place: rows for place, rows in found.items() if rows is not None}
+    loaded = _load_others(source.folder, skeleton, weights, list(packed), dtype)
+    for place, rows in packed.items():
+        hole = loaded.get_submodule(place.module)
+        loaded.set_submodule(place.module, SparseLinear(rows, hole.bias, place.transposed))
+    _say(source.folder, len(places), list(packed.values()))
+    return loaded.to(device).eval()
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
+    """The packed layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+
+
+class _Hole(nn.Module):
+    """Stands in for a packed layer while transformers loads the other weights; it has the layer's bias."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self.weight = torch.empty(0)  # for models that initialise the weights of their layers by name
+
+
+def _check_kind(weights: StoredWeights) -> None:
+    """Raise UserError for a quantised model."""
+    kind = weights.checkpoint.config.get("quantization_config")
+    if kind is not None:
+        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+        raise UserError(
+            f"{weights.checkpoint.folder}: it is quantised ({quotable(str(method))}). The runtime takes bfloat16, float16 and "
+            "float32 weights; give the pruned model before quantisation."
+        )
+
+
+def _places(skeleton: PreTrainedModel, weights: StoredWeights) -> list[_Place]:
+    """The linear layers whose weights are matrices of their own in the checkpoint, in a dtype that can be packed."""
+    tensors = weights.checkpoint.tensors
+    stored = find_names(skeleton, weights.checkpoint, {}).names
+    shared = Counter(id(parameter) for _, parameter in skeleton.named_parameters(remove_duplicate=False))
+    places = []
+    for name, module in skeleton.named_modules():
+        if type(module) not in (nn.Linear, Conv1D) or shared[id(module.weight)] > 1:
+            continue
+        tensor = tensors.get(stored.get(f"{name}.weight", ""))
+        if tensor is not None and tensor.dtype in TORCH_DTYPES and tensor.shape == tuple(module.weight.shape):
+            places.append(_Place(name, tensor.name, isinstance(module, Conv1D)))
+    return places
+
+
+def _rows(weights: StoredWeights, place: _Place, least_zeros: float) -> PackedRows | None:
+    """The packed rows of a layer; None if it has too few zeros."""
+    parts = weights.packed(place.stored, least_zeros)
+    if parts is None:
+        return None
+    height, width = weights.checkpoint.tensors[place.stored].shape
+    try:
+        rows = rows_of(*parts, height, width)
+    except ValueError as error:
+        raise UserError(f"{weights.checkpoint.folder}: {quotable(place.stored)} is damaged ({reason(error)}).") from error
+    return pack_rows(rows.dense().T) if place.transposed else rows
+
+
+def _load_others(
+    folder: Path, skeleton: PreTrainedModel, weights: StoredWeights, packed: list[_Place], dtype: str | torch.dtype
+) -> PreTrainedModel:
+    """The model with its dense weights, and a hole in the place of each packed layer."""
+    kind = type(skeleton)
+
+    def build(self: Any, *arguments: Any, **keywords: Any) -> None:
+        kind.__init__(self, *arguments, **keywords)
+        for place in packed:
+            self.set_submodule(place.module, _Hole(self.get_submodule(place.module)))
+
+    with_holes = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    left = weights.checkpoint.tensors.keys() - {place.stored for place in packed}
+    with load_report() as report:
+        try:
+            model, info = with_holes.from_pretrained(  # type: ignore[attr-defined]
+                None,
+                config=skeleton.config,
+                state_dict={name: weights.dense(name) for name in weights.checkpoint.tensors if name in left},
+                dtype=dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype),
+                ignore_mismatched_sizes=True,  # listed in `info`, and refused below
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+            report.refuse_conversions(folder, error)
+            raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
+    check_complete(folder, model, info)
+    model.__class__ = kind
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _say(folder: Path, layers: int, packed: list[PackedRows]) -> None:
+    """Log how much of the model is packed."""
+    if not packed:
+        logger.warning("warning: %s has no linear layer with enough zeros to gain by packing; it runs dense.", folder)
+        return
+    dense = format_bytes(sum(rows.rows * rows.columns * rows.values.element_size() for rows in packed))
+    small = format_bytes(sum(rows.nbytes for rows in packed))
+    logger.info("%s: %d of %s packed, %s in place of %s.", folder, len(packed), count_of(layers, "linear layer"), small, dense)

@@ -1,0 +1,128 @@
+"""The rows of a matrix without their zeros: a bitmask and the values that are left. `packing.packed_format` describes both."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emp_llm.checkpoint.words import WORD, Words
+from emp_llm.packing.bits import Bytes, mask_of, nonzero_words, put_zeros_in
+from emp_llm.runtime.kernels import WORD_COLUMNS
+
+_ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
+_INTEGER = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A matrix of `rows` x `columns` weights in packed form, on one device.
+
+    Attributes:
+        mask: uint8, shape (rows, bytes): bit j of a row is 1 if weight j is stored, the lowest bit of a byte first; padded with
+            zeros to words of 64 bits.
+        values: the weights that are not zero, row by row, in their dtype; shape (number of them,).
+        offsets: int64, shape (rows + 1,): the position in `values` of each row's first one, and their number.
+        columns: number of inputs.
+    """
+
+    mask: Tensor
+    values: Tensor
+    offsets: Tensor
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return self.mask.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def words(self) -> int:
+        """Mask words of a row."""
+        return self.mask.shape[1] * 8 // WORD_COLUMNS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.mask.nbytes + self.values.nbytes + self.offsets.nbytes
+
+    @property
+    def zeros(self) -> float:
+        """The share of weights that are not stored."""
+        return 1 - self.values.numel() / max(1, self.rows * self.columns)
+
+    def to(self, device: torch.device | str) -> "PackedRows":
+        """The same rows on another device."""
+        return replace(self, mask=self.mask.to(device), values=self.values.to(device), offsets=self.offsets.to(device))
+
+    def dense(self) -> Tensor:
+        """The matrix, shape (rows, columns), bit for bit; on the CPU."""
+        values = self.values.cpu().view(_INTEGER[self.values.element_size()]).numpy()
+        words = put_zeros_in(self.mask.cpu().numpy().reshape(-1), _unsigned(values), self.rows * self.words * WORD_COLUMNS)
+        padded = torch.from_numpy(words.view(values.dtype)).view(self.values.dtype).view(self.rows, -1)
+        return padded[:, : self.columns].contiguous()
+
+
+def pack_rows(weight: Tensor) -> PackedRows:
+    """The packed form of a matrix, shape (outputs, inputs), of bfloat16, float16 or float32; a weight of -0.0 is stored."""
+    raw = _unsigned(weight.detach().cpu().contiguous().view(_INTEGER[weight.element_size()]).numpy())
+    mask, values = pack_words([raw.reshape(-1)], weight.dtype)
+    return rows_of(mask, values, weight.shape[0], weight.shape[1])
+
+
+def pack_words(blocks: Iterable[Words], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The mask and the values of a tensor, as they are in a packed file, from its words.
+
+    Args:
+        blocks: the words in order, in arrays whose lengths are multiples of 64, but for the last one.
+        dtype: of the tensor.
+    """
+    masks: list[Bytes] = []
+    kept: list[Words] = [np.empty(0, dtype=WORD[dtype.itemsize])]
+    for words in blocks:
+        masks.append(mask_of(words))
+        kept.append(nonzero_words(words).copy())
+    values = torch.from_numpy(np.concatenate(kept).view(f"<i{dtype.itemsize}")).view(dtype)
+    return torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *masks])), values
+
+
+def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows:
+    """The rows of a matrix, from its mask and values as they are in a packed file.
+
+    The mask is copied if a row does not begin with a word; the values never are.
+
+    Raises:
+        ValueError: the mask has another length, or another number of set bits than there are values.
+    """
+    padded = -(-columns // WORD_COLUMNS) * WORD_COLUMNS
+    if mask.numel() != -(-rows * columns // WORD_COLUMNS) * 8:
+        raise ValueError("a mask does not fit its matrix")
+    if padded == columns:
+        own = mask.view(rows, -1)
+    else:
+        bits = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
+        full = np.zeros((rows, padded), dtype=np.uint8)
+        full[:, :columns] = bits
+        own = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
+    height = max(1, (1 << 24) // max(1, own.shape[1]))
+    counts = torch.cat([_ones_in(own[first : first + height]) for first in range(0, rows, height)])
+    offsets = torch.zeros(rows + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    if int(offsets[-1]) != values.numel():
+        raise ValueError(f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values")
+    return PackedRows(own, values, offsets, columns)
+
+
+def _ones_in(mask: Tensor) -> Tensor:
+    """The number of set bits of each row, int64."""
+    if hasattr(np, "bitwise_count"):
+        return torch.from_numpy(np.bitwise_count(mask.numpy()).sum(axis=1, dtype=np.int64))
+    return _ONES[mask.int()].sum(dim=1, dtype=torch.int64)
+
+
+def _unsigned(words: np.ndarray) -> Words:
+    return words.view(f"<u{words.itemsize}")

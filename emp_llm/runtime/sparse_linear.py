@@ -1,0 +1,94 @@
+"""`SparseLinear`: a linear layer that computes from packed rows."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from emp_llm.runtime.cpu_products import CpuProducts, TorchProducts, compiles
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows
+
+
+class SparseLinear(nn.Module):
+    """y = x W^T + b, with W as packed rows. For inference only: it has no gradient.
+
+    Products are summed in float32 and rounded once to the dtype of x, whatever the dtype of W. In a state dict the weight is
+    dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model.
+
+    Args:
+        rows: W, shape (outputs, inputs).
+        bias: shape (outputs,), or None.
+        transposed: the state dict holds W as (inputs, outputs), like GPT-2's Conv1D.
+    """
+
+    mask: Tensor
+    values: Tensor
+    offsets: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, rows: PackedRows, bias: nn.Parameter | None = None, transposed: bool = False) -> None:
+        super().__init__()
+        self.out_features, self.in_features = rows.shape
+        self.transposed = transposed
+        self.register_parameter("bias", bias)
+        for name in ("mask", "values", "offsets"):
+            self.register_buffer(name, getattr(rows, name), persistent=False)
+        self._products: Any = None
+
+    @property
+    def rows(self) -> PackedRows:
+        """W in packed form."""
+        return PackedRows(self.mask, self.values, self.offsets, self.in_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """A dense copy of W, as it is in a state dict."""
+        dense: Tensor = self.rows.dense().to(self.values.device)
+        return dense.T.contiguous() if self.transposed else dense
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: shape (..., inputs); returns shape (..., outputs), in the dtype of x."""
+        if self._products is None:
+            self._products = products_of(self.rows)
+        y: Tensor = self._products(x.detach().reshape(-1, self.in_features))
+        if self.bias is not None:
+            y = y.add_(self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Its sizes and its share of zeros."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"zeros={self.rows.zeros:.1%}"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or convert; products on the new device are prepared at the next call."""
+        self._products = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_products": None}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None:
+            self._take(weight.T if self.transposed else weight)
+        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != f"{prefix}weight"}, prefix, *others)
+
+    def _take(self, weight: Tensor) -> None:
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
+        rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
+        self.mask, self.values, self.offsets, self._products = rows.mask, rows.values, rows.offsets, None
+
+
+def products_of(rows: PackedRows) -> Any:
+    """The fastest products of rows on their device: a function of x, shape (tokens, inputs)."""
+    device = rows.values.device.type
+    if device == "cpu" and compiles():
+        return CpuProducts(rows)
+    return TorchProducts(rows)
