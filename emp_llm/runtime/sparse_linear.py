@@ -1,11 +1,16 @@
 """`SparseLinear`: a linear layer that computes from packed rows."""
 
+import logging
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
-from emp_llm.runtime.cpu_products import CpuProducts, TorchProducts, compiles
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows
+from emp_llm.runtime.torch_products import TorchProducts
+
+logger = logging.getLogger(__name__)
 
 
 class SparseLinear(nn.Module):
@@ -88,7 +93,17 @@ class SparseLinear(nn.Module):
 
 def products_of(rows: PackedRows) -> Any:
     """The fastest products of rows on their device: a function of x, shape (tokens, inputs)."""
-    device = rows.values.device.type
-    if device == "cpu" and compiles():
+    if rows.values.device.type == "cpu" and _compiles():
+        from emp_llm.runtime.cpu_products import CpuProducts
+
         return CpuProducts(rows)
     return TorchProducts(rows)
+
+
+@cache
+def _compiles() -> bool:
+    """Whether the loops for CPUs can be compiled here; says once if not."""
+    if find_spec("llvmlite") is not None:
+        return True
+    logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
+    return False
