@@ -9,8 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from emp_llm.bench import bench as bench
     from emp_llm.calibrate import calibrate as calibrate
     from emp_llm.evaluate import evaluate as evaluate
+    from emp_llm.generate import generate as generate
     from emp_llm.in_memory.prune_model import masks_of, prune_model
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe
@@ -50,13 +52,27 @@ _HOME = {
     "SparsityCallback": "packing.reapply",
 }
 # Modules with the names of their functions.
-_COMMANDS = ("calibrate", "evaluate", "measure", "pack", "prune", "push", "report", "sweep", "unpack", "verify")
+_COMMANDS = (
+    "bench",
+    "calibrate",
+    "evaluate",
+    "generate",
+    "measure",
+    "pack",
+    "prune",
+    "push",
+    "report",
+    "sweep",
+    "unpack",
+    "verify",
+)
 
 __all__ = [
     "InputStatistics",
     "Masks",
     "Recipe",
     "SparsityCallback",
+    "bench",
     "calibrate",
     "effective_mask",
     "effective_mass",
@@ -64,6 +80,7 @@ __all__ = [
     "effective_number",
     "evaluate",
     "exponential",
+    "generate",
     "loss_change_bound",
     "masks_of",
     "measure",

@@ -16,8 +16,10 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from emp_llm.options.base import Opt
 
 COMMANDS = {
+    "bench": "Measure speed and memory of a pruned model against the dense one.",
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
+    "generate": "Continue a text with a pruned model, computed from its packed weights.",
     "measure": "Measure the redundancy of a model; no weights are written.",
     "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
     "prune": "Prune a model and write the pruned checkpoint.",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.common.errors import reason
+from emp_llm.common.provenance import cpu_fields, processor_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -179,25 +180,12 @@ def read_to_cache(folder: Path) -> None:
                 pass
 
 
-def processor_name() -> str:
-    """The name of the CPU."""
-    return _cpu_fields().get("model name") or platform.processor() or platform.machine()
-
-
 def processor() -> str:
     """The CPU for the head of a table: "Intel Xeon, 2 cores, without SHA instructions"."""
-    fields = _cpu_fields()
+    fields = cpu_fields()
     flags = (fields.get("flags") or fields.get("Features") or "").split()  # on x86 and on ARM
     sha = "with" if {"sha_ni", "sha2"} & set(flags) else "without"
     return f"{processor_name()}, {os.cpu_count()} cores, {f'{sha} SHA instructions' if flags else 'SHA instructions unknown'}"
-
-
-def _cpu_fields() -> dict[str, str]:
-    """The description of the last core in /proc/cpuinfo; empty without this file."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    return {key.strip(): " ".join(value.split()) for key, value in pairs}
 
 
 def hardware(device: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import FileRecord
+from emp_llm.records.bench import Bench
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.manifest import Manifest
 from emp_llm.records.measure import Measure
@@ -32,6 +33,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "results": (Results, "the output of emp-llm evaluate"),
     "sweep": (Sweep, "sweep.json"),
     "measure": (Measure, "the output of emp-llm measure"),
+    "bench": (Bench, "the output of emp-llm bench"),
     "report": (ReportPage, "report.json"),
     "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),

@@ -54,7 +54,12 @@ def remember_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> None:
 def identity_from_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> str:
     """The identity of a checkpoint, given BLAKE3 of each shard by name."""
     sizes = checkpoint.states
-    lines = [f"{name} {sizes[name][0]} {hashes[name]}\n" for name in sorted(hashes)]
+    return identity_from_files({name: (sizes[name][0], digest) for name, digest in hashes.items()})
+
+
+def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
+    """The identity of a checkpoint, given size and BLAKE3 of each shard by name."""
+    lines = [f"{name} {size} {digest}\n" for name, (size, digest) in sorted(files.items())]
     return blake3("".join(lines).encode()).hexdigest()
 
 

@@ -1,6 +1,7 @@
 """Available memory, and an out-of-memory error that names the options to lower."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +55,28 @@ def _left_in_group(root: Path, path: str) -> Iterator[int]:
             yield max(0, int((group / limit).read_text()) - int((group / usage).read_text()) + files)
         if group == root:
             return
+
+
+def peak_memory(device: "torch.device") -> int:
+    """The most bytes that this process has used so far: of a GPU's memory if `device` is one, else of the machine's."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # missing on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_memory(device: "torch.device") -> int:
+    """The bytes that this process uses now, mapped files included; `device` as for `peak_memory`."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    path = Path("/proc/self/statm")
+    pages = int(path.read_text().split()[1]) if path.is_file() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory() -> None:

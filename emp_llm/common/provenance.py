@@ -1,5 +1,6 @@
-"""Provenance of results: the versions of the packages, and the command."""
+"""Provenance of results: the versions of the packages, the command, and the processor."""
 
+import platform
 import shlex
 import sys
 from functools import cache
@@ -33,3 +34,16 @@ def command_line() -> str:
     else:
         start = [program.name]
     return shlex.join(start + sys.argv[1:])
+
+
+def processor_name() -> str:
+    """The name of the CPU."""
+    return cpu_fields().get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_fields() -> dict[str, str]:
+    """The description of the last core in /proc/cpuinfo; empty without this file."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key.strip(): " ".join(value.split()) for key, value in pairs}

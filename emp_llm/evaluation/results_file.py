@@ -11,12 +11,13 @@ import torch
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.identity import identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME
+from emp_llm.common.file_names import PACK_NAME, REPORT_NAME
 from emp_llm.common.provenance import command_line, versions
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.execution.quantization import Quantization, quantization_record
 from emp_llm.hub.local_model import LocalModel
+from emp_llm.packing.packed_folder import PackedFolder
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pruned_by
@@ -43,11 +44,12 @@ def new_results(
     dtype: str,
     device_map: str,
     quantization: Quantization | None = None,
+    runtime: str = "dense",
 ) -> Results:
     """Results of a suite and a model with nothing measured yet; UserError if the folder is not a checkpoint."""
     record = suite.record()
     identity = ModelIdentity(
-        identity=ranks().share(identity_of(Checkpoint(source.folder)) if ranks().main else None),
+        identity=ranks().share(_identity(source.folder, runtime) if ranks().main else None),
         sha256_of_config_and_tokenizer=_files_digest(source.folder),
     )
     made_by = MadeBy(
@@ -59,6 +61,7 @@ def new_results(
         dtype=dtype,
         quantization=quantization_record(quantization),
         device_map=device_map,
+        runtime=None if runtime == "dense" else runtime,
         ranks=ranks().count,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         versions=versions(),
@@ -81,6 +84,13 @@ def pruned_by_of(folder: Path) -> PrunedBy | None:
         return pruned_by(read_record(folder / REPORT_NAME, RunReport, 4 * INDEX_LIMIT))
     except UserError:
         return None
+
+
+def _identity(folder: Path, runtime: str) -> str | None:
+    """The identity of a model folder. A packed folder, which only the sparse runtime runs, has that of its original."""
+    if runtime == "sparse" and (folder / PACK_NAME).is_file():
+        return PackedFolder(folder).identity
+    return identity_of(Checkpoint(folder))
 
 
 class ResultsFile:

@@ -13,6 +13,7 @@ from emp_llm.options.loudness import LoudnessOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
 from emp_llm.options.recipe import Recipe, ShareOptions, TargetOptions
+from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
@@ -172,8 +173,20 @@ class EvaluateOptions(LoudnessOptions, QuantizationOptions, LoadingOptions, Suit
     baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None
     beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
     batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
+    runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
     form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
     prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
+
+    def check(self) -> None:
+        """Raise UserError for invalid or conflicting options."""
+        self.check_loading()
+        check_runtime(self.runtime)
+        if self.runtime == "dense":
+            return
+        if self.load_in_8bit or self.load_in_4bit:
+            raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
+        if DEVICE_NAME.fullmatch(self.device_map) is None:
+            raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {self.device_map}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.folder_checks import check_links
+from emp_llm.checkpoint.identity import identity_from_files
 from emp_llm.checkpoint.safetensors_header import StoredTensor, parse_header, read_header
 from emp_llm.checkpoint.words import mask_bytes, read_words, words_in
 from emp_llm.common.errors import ReadError, UserError, reason
@@ -33,7 +34,7 @@ class PackedShard:
     Attributes:
         path, layout: as given.
         header: the original's header with the eight bytes of its length.
-        size, digest: of the original; `hasher` computes such digests.
+        size, digest: of the original; `hasher` computes such digests, of the kind `kind`.
         packed_digest: BLAKE3 of the file itself; None if an earlier version wrote it.
         tensors: those of the original, in the order of their bytes; their offsets are those in the original.
         forms: the form of each, by name.
@@ -51,8 +52,8 @@ class PackedShard:
             text = entry["header"].encode("utf-8")
             self.header = len(text).to_bytes(8, "little") + text
             self.size = _natural(entry["bytes"])
-            self._kind = "blake3" if "blake3" in entry else "xxh3_128"
-            self.digest = str(entry[self._kind])
+            self.kind = "blake3" if "blake3" in entry else "xxh3_128"
+            self.digest = str(entry[self.kind])
             packed = entry.get("packed")
             self.packed_digest = None if packed is None else str(packed["blake3"])
             self.tensors = parse_header(text, path, self.size)
@@ -70,7 +71,7 @@ class PackedShard:
 
     def hasher(self) -> Any:
         """A new hash object of the kind of `digest`; UserError if its package is missing."""
-        if self._kind == "blake3":
+        if self.kind == "blake3":
             return blake3()
         try:
             from xxhash import xxh3_128
@@ -178,6 +179,13 @@ class PackedFolder:
     def bytes(self) -> int:
         """The size of all files when unpacked."""
         return sum(shard.size for shard in self.shards.values()) + sum(size for size, _, _ in self.files.values())
+
+    @property
+    def identity(self) -> str | None:
+        """The identity of the original checkpoint; None if an earlier version packed it, with other hashes."""
+        if any(shard.kind != "blake3" for shard in self.shards.values()):
+            return None
+        return identity_from_files({name: (shard.size, shard.digest) for name, shard in self.shards.items()})
 
     @cached_property
     def coder(self) -> Zstd | None:

@@ -17,7 +17,7 @@ class ModelIdentity(Part, kw_only=True):
 
 
 class MadeBy(Part, kw_only=True, omit_defaults=False):
-    """Everything that the numbers depend on."""
+    """Everything that the numbers depend on; runtime: "sparse" if the model ran from packed weights."""
 
     model: ModelIdentity
     limit: int | None = None
@@ -27,6 +27,7 @@ class MadeBy(Part, kw_only=True, omit_defaults=False):
     dtype: str | None = None
     quantization: QuantizationRecord | None = None
     device_map: str | None = None
+    runtime: str | None = None
     ranks: int = 1
     device: str = ""
     versions: dict[str, str] = {}

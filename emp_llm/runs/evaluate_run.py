@@ -20,7 +20,9 @@ from emp_llm.execution.loading import load_model, load_tokenizer
 from emp_llm.execution.quantization import Quantization, quantization_of
 from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.options.commands import EvaluateOptions
+from emp_llm.options.runtime import Runtime
 from emp_llm.records.results import Results
+from emp_llm.runtime.loader import load, run_device
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class EvaluateRun:
 
     def __init__(self, options: EvaluateOptions) -> None:
         check_format(options.form)
-        options.check_loading()
+        options.check()
         parse_device_map(options.device_map)
         self._options = options
         self._size = parse_batch_size(options.batch_size)
@@ -94,7 +96,7 @@ class EvaluateRun:
         source = self._sources[0]
         marks = [source.short_name, self._quantization, _file_name(self._suite.name)]
         self._output = options.output or Path(f"{'-'.join(filter(None, marks))}.json")
-        last = self._stage(source, "", self._quantization)
+        last = self._stage(source, "", self._quantization, options.runtime)
         made_by = last.file.results.made_by
         self._beside = [results_to_compare(path, "--beside", made_by) for path in options.beside or []]
         baseline = options.baseline
@@ -111,10 +113,12 @@ class EvaluateRun:
         for stage in unfinished:
             stage.prepare(harness)
 
-    def _stage(self, source: LocalModel, mark: str, quantization: Quantization | None) -> "ResultsStage":
+    def _stage(
+        self, source: LocalModel, mark: str, quantization: Quantization | None, runtime: Runtime = "dense"
+    ) -> "ResultsStage":
         path = self._output.with_name(f"{self._output.stem}{mark}.json") if mark else self._output
         options = self._options
-        results = new_results(source, self._suite, self._size, options.dtype, options.device_map, quantization)
+        results = new_results(source, self._suite, self._size, options.dtype, options.device_map, quantization, runtime)
         return ResultsStage(
             source, self._suite, ResultsFile(path, results, options.overwrite), options, quantization, self._size
         )
@@ -173,7 +177,10 @@ class ResultsStage:
         if measures.parts:
             logger.info("%s: resuming after %s of the suite.", self.file.path, count_of(measures.parts, "finished part"))
         folder, trust = self._source.folder, options.trust_remote_code
-        model = load_model(folder, options.device_map, options.dtype, trust, self._quantization)
+        if self.file.results.made_by.runtime == "sparse":
+            model = load(folder, device=run_device(options.device_map), dtype=options.dtype, trust_remote_code=trust)
+        else:
+            model = load_model(folder, options.device_map, options.dtype, trust, self._quantization)
         measures = self._evaluator.measure(model, measures, self.file.save)
         self.file.save(measures, complete=True)
         self._evaluator = None

@@ -77,6 +77,23 @@ def load(
     return loaded.to(device).eval()
 
 
+def run_device(device: str) -> str:
+    """The device that a user names: for auto, a GPU if there is one.
+
+    Raises:
+        UserError: a GPU is named, and there is none of this number.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda"):
+        number = int(device.partition(":")[2] or 0)
+        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+            raise UserError(
+                f"--device {device}: torch sees {count_of(torch.cuda.device_count(), 'GPU')} here. Use cpu or auto."
+            )
+    return device
+
+
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     """The packed layers of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
