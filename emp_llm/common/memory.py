@@ -57,7 +57,7 @@ def _left_in_group(root: Path, path: str) -> Iterator[int]:
             return
 
 
-def peak_memory(device: "torch.device") -> int:
+def largest_memory(device: "torch.device") -> int:
     """The most bytes that this process has used so far: of a GPU's memory if `device` is one, else of the machine's."""
     if device.type == "cuda":
         import torch
@@ -69,7 +69,7 @@ def peak_memory(device: "torch.device") -> int:
 
 
 def resident_memory(device: "torch.device") -> int:
-    """The bytes that this process uses now, mapped files included; `device` as for `peak_memory`."""
+    """The bytes that this process uses now, mapped files included; `device` as for `largest_memory`."""
     if device.type == "cuda":
         import torch
 

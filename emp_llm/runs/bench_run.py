@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from emp_llm.architecture.skeleton import read_config
 from emp_llm.common.errors import UserError
 from emp_llm.common.memory import resident_memory
 from emp_llm.common.progress_bars import progress_bar
@@ -20,9 +21,7 @@ from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.runtime import BenchOptions
 from emp_llm.records.bench import Bench, Speed
-from emp_llm.runtime.loader import load, run_device, sparse_layers
-
-_ALL_DENSE = 2.0  # more zeros than any layer has
+from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
 
 @dataclass(frozen=True)
@@ -110,19 +109,17 @@ def run_bench(options: BenchOptions) -> Benched:
 
     def dense() -> PreTrainedModel:
         if baseline is None:
-            return load(source.folder, **how, least_zeros=_ALL_DENSE, check=False)
+            return load(source.folder, **how, least_zeros=NEVER, check=False)
         return load_model(baseline.folder, str(device), options.dtype, options.trust_remote_code)
 
     def sparse() -> PreTrainedModel:
         model = load(source.folder, **how)
         if not sparse_layers(model):
             raise UserError(f"{options.model}: no layer has enough zeros to be packed, so there is nothing to compare.")
-        _check_length(model, options)
         return model
 
-    prompt = torch.randint(0, 1000, (options.batch_size, options.prompt_tokens), generator=torch.Generator().manual_seed(0))
-    prompt = prompt.to(device)
-    with progress_bar(options.repeats + 2, "bench", " rounds") as bar:
+    prompt = _prompt(source.folder, options).to(device)
+    with progress_bar(options.repeats + 2, "measure", "round") as bar:
         runners = [_Runner(options.model, "sparse", sparse, prompt, options.new_tokens)]
         bar.update(1)
         runners.append(_Runner(options.baseline or options.model, "dense", dense, prompt, options.new_tokens))
@@ -134,6 +131,19 @@ def run_bench(options: BenchOptions) -> Benched:
     record = _record(options, device, *runners)
     record.save(output)
     return Benched(record, f"{table(bench_rows(record))}\n{_note(record)}\nfigures in {output}")
+
+
+def _prompt(folder: Path, options: BenchOptions) -> torch.Tensor:
+    """Random token ids, the same in every run; int64, shape (sequences, tokens)."""
+    config = read_config(folder, options.trust_remote_code)[0].get_text_config()
+    longest, wanted = max_context(config), options.prompt_tokens + options.new_tokens
+    if longest is not None and wanted > longest:
+        raise UserError(
+            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens} exceed the {longest} positions "
+            "of the model. Lower them."
+        )
+    shape = (options.batch_size, options.prompt_tokens)
+    return torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def bench_rows(record: Bench) -> Rows:
@@ -198,15 +208,6 @@ def _record(options: BenchOptions, device: torch.device, sparse: _Runner, dense:
         versions=versions(),
         command=command_line(),
     )
-
-
-def _check_length(model: PreTrainedModel, options: BenchOptions) -> None:
-    longest, wanted = max_context(model.config), options.prompt_tokens + options.new_tokens
-    if longest is not None and wanted > longest:
-        raise UserError(
-            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens} exceed the {longest} positions "
-            "of the model. Lower them."
-        )
 
 
 def _now(device: torch.device) -> float:

@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel, TextIteratorStreamer
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import peak_memory
+from emp_llm.common.file_names import PACK_NAME
+from emp_llm.common.memory import largest_memory
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.execution.loading import load_model, load_tokenizer, max_context
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.runtime import GenerateOptions
-from emp_llm.runtime.loader import load, run_device
+from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Generation:
             new_tokens=len(streamer.times),
             first_seconds=streamer.times[0] - start if streamer.times else 0.0,
             seconds=time.perf_counter() - start,
-            memory_bytes=peak_memory(self._model.device),
+            memory_bytes=largest_memory(self._model.device),
         )
 
     def _prompt(self, options: GenerateOptions) -> Any:
@@ -132,10 +133,11 @@ class Generation:
 
     @staticmethod
     def _load(folder: Any, options: GenerateOptions) -> PreTrainedModel:
-        if options.runtime == "dense":
-            return load_model(folder, options.device, options.dtype, options.trust_remote_code)
-        device = run_device(options.device)
-        return load(folder, device=device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+        device, trust = run_device(options.device), options.trust_remote_code
+        if options.runtime == "dense" and not (folder / PACK_NAME).is_file():
+            return load_model(folder, device, options.dtype, trust)
+        least = LEAST_ZEROS if options.runtime == "sparse" else NEVER
+        return load(folder, device=device, dtype=options.dtype, trust_remote_code=trust, least_zeros=least)
 
     def _arguments(self) -> dict[str, Any]:
         options, ids = self._options, self._ids.to(self._model.device)

@@ -66,7 +66,7 @@ class CpuProducts:
         if self._how is None or not self._how.paired:
             return x.to(torch.float32).contiguous()
         ordered = torch.empty(x.shape[0], self._padded // self._how.chunk, 2, self._how.lanes)
-        ordered.copy_(x.reshape(x.shape[0], -1, self._how.lanes, 2).transpose(2, 3))
+        ordered.copy_(x.reshape(x.shape[0], self._padded // self._how.chunk, self._how.lanes, 2).transpose(2, 3))
         return ordered.view(x.shape[0], self._padded)
 
     def _by_tiles(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class CpuProducts:
         fast_bfloat = x.dtype == self._rows.values.dtype == torch.bfloat16 and multiplies_bfloat16()
         dtype = torch.bfloat16 if fast_bfloat else torch.float32
         inputs, rows = x.to(dtype).T, self._rows.rows
-        height = max(16, min(rows, _TILE // self._padded))
+        height = max(16, min(rows, _TILE // max(1, self._padded)))
         tile = torch.empty(height, self._padded, dtype=dtype)
         function = cpu.dense_rows(self._dtype, self._how, not fast_bfloat)
         result = torch.empty(rows, x.shape[0], dtype=dtype)

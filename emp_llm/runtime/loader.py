@@ -23,7 +23,8 @@ from emp_llm.runtime.sparse_linear import SparseLinear
 from emp_llm.runtime.stored_weights import TORCH_DTYPES, StoredWeights, stored_weights
 
 logger = logging.getLogger(__name__)
-LEAST_ZEROS = 0.2  # of a layer that is loaded packed; see docs/runtime.md
+LEAST_ZEROS = 0.2  # of a layer that is loaded packed; docs/runtime.md has the measurement
+NEVER = 2.0  # more zeros than any layer has: all layers are loaded dense
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def load(
         dtype: of the dense weights and the activations; "auto": that of the checkpoint. Packed weights keep theirs.
         revision: on the Hub.
         trust_remote_code: run code from the folder.
-        least_zeros: the smallest share of zeros with which a layer is packed.
+        least_zeros: the smallest share of zeros with which a layer is packed; more than 1: none is.
         check: compare the hashes of a packed folder before anything runs.
 
     Raises:
@@ -73,7 +74,8 @@ def load(
     for place, rows in packed.items():
         hole = loaded.get_submodule(place.module)
         loaded.set_submodule(place.module, SparseLinear(rows, hole.bias, place.transposed))
-    _say(source.folder, len(places), list(packed.values()))
+    if least_zeros <= 1:
+        _say(source.folder, len(places), list(packed.values()))
     return loaded.to(device).eval()
 
 

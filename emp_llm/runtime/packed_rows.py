@@ -63,7 +63,7 @@ class PackedRows:
         """The matrix, shape (rows, columns), bit for bit; on the CPU."""
         values = self.values.cpu().view(_INTEGER[self.values.element_size()]).numpy()
         words = put_zeros_in(self.mask.cpu().numpy().reshape(-1), _unsigned(values), self.rows * self.words * WORD_COLUMNS)
-        padded = torch.from_numpy(words.view(values.dtype)).view(self.values.dtype).view(self.rows, -1)
+        padded = torch.from_numpy(words.view(values.dtype)).view(self.values.dtype).view(self.rows, self.words * WORD_COLUMNS)
         return padded[:, : self.columns].contiguous()
 
 
@@ -102,16 +102,17 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
     if mask.numel() != -(-rows * columns // WORD_COLUMNS) * 8:
         raise ValueError("a mask does not fit its matrix")
     if padded == columns:
-        own = mask.view(rows, -1)
+        own = mask.view(rows, padded // 8)
     else:
         bits = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
         full = np.zeros((rows, padded), dtype=np.uint8)
         full[:, :columns] = bits
         own = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
-    height = max(1, (1 << 24) // max(1, own.shape[1]))
-    counts = torch.cat([_ones_in(own[first : first + height]) for first in range(0, rows, height)])
     offsets = torch.zeros(rows + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, out=offsets[1:])
+    height = max(1, (1 << 24) // max(1, own.shape[1]))
+    for first in range(0, rows, height):
+        offsets[first + 1 : first + 1 + height] = _ones_in(own[first : first + height])
+    offsets = offsets.cumsum(0)
     if int(offsets[-1]) != values.numel():
         raise ValueError(f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values")
     return PackedRows(own, values, offsets, columns)

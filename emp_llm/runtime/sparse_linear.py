@@ -54,7 +54,7 @@ class SparseLinear(nn.Module):
         """x: shape (..., inputs); returns shape (..., outputs), in the dtype of x."""
         if self._products is None:
             self._products = products_of(self.rows)
-        y: Tensor = self._products(x.detach().reshape(-1, self.in_features))
+        y: Tensor = self._products(x.detach().reshape(x.shape[:-1].numel(), self.in_features))
         if self.bias is not None:
             y = y.add_(self.bias)
         return y.view(*x.shape[:-1], self.out_features)

@@ -24,12 +24,12 @@ class TorchProducts:
         rows, offsets = self._rows, self._rows.offsets.tolist()
         bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=rows.mask.device)
         height = max(1, _TILE // (rows.words * WORD_COLUMNS))
-        parts = []
+        result = torch.empty(x.shape[0], rows.rows, dtype=x.dtype, device=x.device)
         for first in range(0, rows.rows, height):
             mask = rows.mask[first : first + height]
-            stored = (mask[:, :, None] & bits).ne(0).view(mask.shape[0], -1)[:, : rows.columns]
+            stored = (mask[:, :, None] & bits).ne(0).flatten(1)[:, : rows.columns]
             tile = torch.zeros(stored.shape, dtype=torch.float32, device=mask.device)
             values = rows.values[offsets[first] : offsets[first + mask.shape[0]]]
             tile.masked_scatter_(stored, values.float())
-            parts.append(x.float() @ tile.T)
-        return torch.cat(parts, dim=1).to(x.dtype)
+            result[:, first : first + height] = x.float() @ tile.T
+        return result

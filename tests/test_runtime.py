@@ -1,0 +1,439 @@
+"""The sparse runtime: products of packed rows against float64, models of every family, and the commands that run them."""
+
+import copy
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llvmlite import binding as llvm
+from tiny import FAMILIES, make_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import emp_llm
+from emp_llm.common.errors import UserError
+from emp_llm.common.file_names import PACK_NAME
+from emp_llm.packing.packed_folder import PackedFolder
+from emp_llm.records.base import read_record
+from emp_llm.records.bench import Bench
+from emp_llm.records.results import Results
+from emp_llm.runtime import SparseLinear, load, sparse_linear
+from emp_llm.runtime.cpu_products import CpuProducts
+from emp_llm.runtime.kernels import cpu
+from emp_llm.runtime.kernels.instructions import INSTRUCTIONS
+from emp_llm.runtime.kernels.products import Products
+from emp_llm.runtime.loader import sparse_layers
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
+from emp_llm.runtime.torch_products import TorchProducts
+
+Models = Callable[[str], Path]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}  # of a sum that is rounded once
+# The instructions of this processor and all slower ones.
+WAYS = [None, *(each.name for each in INSTRUCTIONS if cpu.processor_features().issuperset(each.features)), "plain"]
+
+
+def sparse_matrix(rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(rows, columns, generator=generator) >= zeros
+    return torch.where(kept, torch.randn(rows, columns, generator=generator), 0).to(dtype)
+
+
+def check_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Each product is the exact one, but for sums in float32 and one rounding."""
+    exact = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    assert found.dtype == x.dtype
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= ERROR[x.dtype] * exact.abs() + 2**-19 * size + 1e-30).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_those_of_float64(dtype: torch.dtype, way: str | None) -> None:
+    for rows, columns in ((1, 1), (5, 33), (70, 64), (37, 200), (9, 1000)):
+        weight = sparse_matrix(rows, columns, 0.5, dtype, seed=columns)
+        product = CpuProducts(pack_rows(weight), way)
+        for tokens in (1, 2, 5, 17, 40):
+            for activation in (dtype, torch.float32) if tokens == 1 else (dtype,):
+                x = torch.randn(tokens, columns).to(activation)
+                check_product(product(x), x, weight)
+
+
+@given(
+    rows=st.integers(0, 40),
+    columns=st.integers(1, 150),
+    zeros=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    tokens=st.sampled_from([0, 1, 2, 5, 16, 19]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_mask(rows: int, columns: int, zeros: float, tokens: int, dtype: torch.dtype, seed: int) -> None:
+    weight = sparse_matrix(rows, columns, zeros, dtype, seed)
+    packed = pack_rows(weight)
+    assert torch.equal(packed.dense(), weight)
+    assert packed.values.numel() == int(weight.ne(0).sum()) + int((weight.eq(0) & weight.signbit()).sum())
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    check_product(CpuProducts(packed)(x), x, weight)
+    check_product(TorchProducts(packed)(x), x, weight)
+
+
+def test_special_numbers_survive() -> None:
+    weight = torch.tensor([[-0.0, 0.0, torch.inf, 0.0], [1e-40, 0.0, torch.nan, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    for dtype in DTYPES:
+        own = weight.to(dtype)
+        packed = pack_rows(own)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(packed.dense().view(bits), own.view(bits))
+        product = CpuProducts(packed)(torch.ones(1, 4, dtype=dtype))
+        assert product[0, 0] == torch.inf
+        assert product[0, 1].isnan()
+        assert product[0, 2] == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_change_no_bit(way: str | None) -> None:
+    packed = pack_rows(sparse_matrix(3000, 200, 0.6, torch.bfloat16))
+    x = torch.randn(3, 200).bfloat16()
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            results.append(CpuProducts(packed, way)(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in pairwise(results))
+
+
+def test_no_load_leaves_the_values(tmp_path: Path) -> None:
+    """The last values lie at the end of a mapped page; a wide load behind them would kill the process."""
+    size = 4096 // 2
+    weight = torch.zeros(40, 64, dtype=torch.bfloat16)
+    weight.view(-1)[:size] = torch.randn(size).bfloat16()
+    path = tmp_path / "values"
+    path.write_bytes(pack_rows(weight).values.view(torch.uint8).numpy().tobytes())
+    values = torch.from_numpy(np.memmap(path, dtype=np.int16, mode="c")).view(torch.bfloat16)
+    packed = pack_rows(weight)
+    mapped = PackedRows(packed.mask, values, packed.offsets, packed.columns)
+    x = torch.randn(2, 64).bfloat16()
+    for way in WAYS:
+        check_product(CpuProducts(mapped, way)(x), x, weight)
+
+
+def test_a_wrong_mask_is_refused() -> None:
+    packed = pack_rows(sparse_matrix(4, 64, 0.5, torch.float32))
+    with pytest.raises(ValueError, match="bits set for"):
+        rows_of(packed.mask.reshape(-1), packed.values[1:], 4, 64)
+    with pytest.raises(ValueError, match="does not fit"):
+        rows_of(packed.mask.reshape(-1)[8:], packed.values, 4, 64)
+
+
+def test_every_instruction_set_compiles() -> None:
+    """For processors that are not here, to assembly: it must hold the instruction that spreads the values."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    wanted = {
+        "avx512vbmi2": ("icelake-server", "vpexpandw"),
+        "avx512": ("skylake-avx512", "vpexpandd"),
+        "avx2": ("haswell", "vpermd"),
+    }
+    for how in INSTRUCTIONS:
+        processor, instruction = wanted[how.name]
+        for dtype in how.dtypes:
+            module = Products(dtype, how, 2, "BF16").module()
+            module.triple = "x86_64-unknown-linux-gnu"
+            parsed = llvm.parse_assembly(str(module))
+            parsed.verify()
+            machine = llvm.Target.from_triple(module.triple).create_target_machine(processor, opt=3)
+            text = machine.emit_assembly(parsed)
+            assert instruction in text
+            assert "vfmadd" in text
+
+
+class TestSparseLinear:
+    def test_it_is_a_linear_layer(self) -> None:
+        weight, bias = sparse_matrix(30, 50, 0.5, torch.float32), torch.nn.Parameter(torch.randn(30))
+        layer, dense = SparseLinear(pack_rows(weight), bias), torch.nn.Linear(50, 30)
+        dense.load_state_dict(layer.state_dict())
+        x = torch.randn(2, 3, 50)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), dense(x))
+            torch.testing.assert_close(layer(x.transpose(0, 1)), dense(x.transpose(0, 1)))  # not contiguous
+            assert layer(x[:, :0]).shape == (2, 0, 30)
+        assert f"zeros={weight.eq(0).double().mean():.1%}" in repr(layer)
+
+    def test_state_dicts_are_dense(self) -> None:
+        weight = sparse_matrix(30, 50, 0.5, torch.bfloat16)
+        layer = SparseLinear(pack_rows(weight))
+        assert torch.equal(layer.state_dict()["weight"], weight)
+        assert torch.equal(layer.weight, weight)
+        other = sparse_matrix(30, 50, 0.9, torch.bfloat16, seed=1)
+        layer(torch.ones(1, 50).bfloat16())
+        layer.load_state_dict({"weight": other})
+        assert torch.equal(layer.state_dict()["weight"], other)
+        check_product(layer(torch.ones(1, 50).bfloat16()), torch.ones(1, 50).bfloat16(), other)
+        with pytest.raises(ValueError, match="expected"):
+            layer.load_state_dict({"weight": torch.zeros(3, 3)})
+
+    def test_copies_and_dtypes(self) -> None:
+        weight = sparse_matrix(8, 64, 0.5, torch.bfloat16)
+        layer = SparseLinear(pack_rows(weight))
+        x = torch.randn(1, 64).bfloat16()
+        expected = layer(x)
+        for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.to("cpu")):
+            assert torch.equal(same(x), expected)
+        check_product(layer.float()(x.float()), x.float(), weight.float())
+        assert layer(x.double()).dtype == torch.float64
+
+    def test_without_numba(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        sparse_linear._compiles.cache_clear()
+        monkeypatch.setattr(sparse_linear, "find_spec", lambda name: None)
+        weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
+        try:
+            for _ in range(2):
+                x = torch.randn(3, 70).bfloat16()
+                check_product(SparseLinear(pack_rows(weight))(x), x, weight)
+        finally:
+            sparse_linear._compiles.cache_clear()
+        assert caplog.text.count("numba is missing") == 1
+
+
+def half(model: Path, output: Path) -> None:
+    """Remove half of all linear layers."""
+    how: dict[str, Any] = {"targets": "all-linear", "allow_partial": True, "quiet": True}
+    emp_llm.prune(model, method="magnitude", sparsity=0.5, output=output, **how)
+
+
+@pytest.fixture(scope="module")
+def sparse_models(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Pruned checkpoint of a family, all linear layers, beside its packed folder FAMILY-packed; made at first use."""
+    root = tmp_path_factory.mktemp("sparse")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            emp_llm.prune(
+                models(family),
+                method="magnitude",
+                sparsity=0.5,
+                targets="all-linear",
+                allow_partial=True,
+                output=root / family,
+                quiet=True,
+            )
+            emp_llm.pack(root / family, root / f"{family}-packed")
+        return root / family
+
+    return folder
+
+
+def dense_of(folder: Path, dtype: Any = "auto") -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, sparse_models: Models, tmp_path: Path) -> None:
+    folder = sparse_models(family)
+    ids = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(0))
+    dense, exact = dense_of(folder), dense_of(folder, torch.float32)
+    with torch.no_grad():
+        expected = exact(ids).logits
+    for source, packed in ((folder, load(folder)), (folder, load(f"{folder}-packed"))):
+        assert type(packed) is type(dense)
+        assert packed.dtype == dense.dtype
+        assert len(sparse_layers(packed)) >= 8, source
+        own, theirs = packed.state_dict(), dense.state_dict()
+        assert own.keys() == theirs.keys()
+        assert all(torch.equal(own[name], theirs[name]) for name in own)
+    with torch.no_grad():
+        logits = load(f"{folder}-packed", dtype="float32")(ids).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert (packed(ids).logits - expected).abs().max() <= 2 * (dense(ids).logits - expected).abs().max() + 1e-3
+    how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids[:, :5]), "pad_token_id": 2}
+    assert torch.equal(packed.generate(ids[:, :5], **how), dense.generate(ids[:, :5], **how))
+    packed.save_pretrained(tmp_path / "again")
+    again = dense_of(tmp_path / "again")
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), theirs.values(), strict=True))
+
+
+def test_values_are_mapped_and_not_copied(sparse_models: Models) -> None:
+    folder = Path(f"{sparse_models('llama')}-packed")
+    shards = [shard.path for shard in PackedFolder(folder).shards.values()]
+    mapped = Path("/proc/self/maps")
+    if not mapped.is_file():
+        pytest.skip("this system does not list mapped files")
+    model = load(folder)
+    layer = model.model.layers[0].mlp.down_proj
+    assert isinstance(layer, SparseLinear)
+    areas = [line.split(maxsplit=5) for line in mapped.read_text().splitlines() if any(str(shard) in line for shard in shards)]
+    ranges = [tuple(int(end, 16) for end in area[0].split("-")) for area in areas]
+    for tensor in (layer.values, model.model.embed_tokens.weight, model.model.norm.weight):
+        assert any(first <= tensor.data_ptr() < last for first, last in ranges)
+
+
+def test_layers_without_zeros_stay_dense(models: Models, sparse_models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(models("llama"))
+    assert not sparse_layers(model)
+    assert "no linear layer with enough zeros" in caplog.text
+    caplog.clear()
+    assert not sparse_layers(load(sparse_models("llama"), least_zeros=2))
+    assert not sparse_layers(load(f"{sparse_models('llama')}-packed", least_zeros=0.7))
+    assert sparse_layers(load(f"{sparse_models('llama')}-packed", least_zeros=0.3))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_zstd_and_float16(family: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "dense", family, torch.float16)
+    emp_llm.prune(
+        tmp_path / "dense", method="magnitude", sparsity=0.5, targets="all-linear", output=tmp_path / "pruned", quiet=True
+    )
+    emp_llm.pack(tmp_path / "pruned", tmp_path / "packed", zstd=True)
+    own, theirs = load(tmp_path / "packed").state_dict(), dense_of(tmp_path / "pruned").state_dict()
+    assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+
+
+class TestDamage:
+    def test_a_changed_byte(self, sparse_models: Models, tmp_path: Path) -> None:
+        shutil.copytree(f"{sparse_models('llama')}-packed", tmp_path / "packed")
+        shard = next(iter(PackedFolder(tmp_path / "packed").shards.values())).path
+        raw = bytearray(shard.read_bytes())
+        raw[-5] ^= 1
+        shard.write_bytes(raw)
+        with pytest.raises(UserError, match=rf"{shard.name}: not a sound packed file .*checksum"):
+            load(tmp_path / "packed")
+        load(tmp_path / "packed", check=False)
+
+    def test_a_folder_of_an_earlier_version(self, sparse_models: Models, tmp_path: Path) -> None:
+        """It has no hashes of the packed files, so the originals are hashed."""
+        shutil.copytree(f"{sparse_models('llama')}-packed", tmp_path / "packed")
+        index = json.loads((tmp_path / "packed" / PACK_NAME).read_text())
+        for entry in index["shards"].values():
+            del entry["packed"]
+        (tmp_path / "packed" / PACK_NAME).write_text(json.dumps(index))
+        load(tmp_path / "packed")
+        shard = next(iter(PackedFolder(tmp_path / "packed").shards.values())).path
+        raw = bytearray(shard.read_bytes())
+        raw[-5] ^= 1
+        shard.write_bytes(raw)
+        with pytest.raises(UserError, match="checksum"):
+            load(tmp_path / "packed")
+
+    def test_a_changed_config(self, sparse_models: Models, tmp_path: Path) -> None:
+        shutil.copytree(f"{sparse_models('llama')}-packed", tmp_path / "packed")
+        (tmp_path / "packed" / "config.json").write_text("{}")
+        with pytest.raises(UserError, match=r"config\.json: not a sound packed file"):
+            load(tmp_path / "packed")
+
+
+class TestBadInput:
+    def test_a_mask_alone(self, sparse_models: Models, tmp_path: Path, command: Run) -> None:
+        emp_llm.pack(sparse_models("llama"), tmp_path / "mask", mask_only=True)
+        done = command("generate", "--model", tmp_path / "mask", "--prompt", "a")
+        assert done.returncode == 2
+        assert "a mask holds no weights. Unpack it first: emp-llm unpack" in done.stderr
+
+    def test_a_quantised_model(self, sparse_models: Models, tmp_path: Path, command: Run) -> None:
+        shutil.copytree(sparse_models("llama"), tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+        done = command("generate", "--model", tmp_path / "model", "--prompt", "a")
+        assert done.returncode == 2
+        assert "it is quantised (fp8)" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (["generate", "--prompt", ""], "--prompt is empty"),
+            (["generate", "--prompt", "a", "--chat"], "has none. Leave it out"),
+            (["generate", "--prompt", "a", "--max-new-tokens", "200"], "the model's 128 positions"),
+            (["generate", "--prompt", "a", "--top-p", "0.5"], "no effect at temperature 0"),
+            (["generate", "--prompt", "a", "--temperature", "-1"], "--temperature must be 0 or more"),
+            (["generate", "--prompt", "a", "--device", "tpu"], "--device 'tpu' is not auto, cpu, cuda or cuda:N"),
+            (["evaluate", "--runtime", "sparse", "--load-in-8bit"], "leave out --load-in-8bit"),
+            (["evaluate", "--runtime", "sparse", "--device-map", "disk"], "runs on one device"),
+        ],
+    )
+    def test_options(self, line: list[str], message: str, sparse_models: Models, command: Run) -> None:
+        done = command(*line[:1], "--model", sparse_models("llama"), *line[1:])
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+
+    def test_nothing_to_compare(self, models: Models, command: Run, tmp_path: Path) -> None:
+        done = command("bench", models("llama"), "--prompt-tokens", 8, "--new-tokens", 2, "--output", tmp_path / "bench.json")
+        assert done.returncode == 2
+        assert "no layer has enough zeros to be packed" in done.stderr
+        assert not (tmp_path / "bench.json").exists()
+
+
+class TestCommands:
+    def test_generate(self, sparse_models: Models, command: Run, tmp_path: Path) -> None:
+        packed = f"{sparse_models('llama')}-packed"
+        line = ("--prompt", "The lamp", "--max-new-tokens", 12, "--device", "cpu")
+        sparse = command("generate", "--model", packed, *line)
+        assert sparse.returncode == 0, sparse.stderr
+        assert "8 prompt tokens, first new token after" in sparse.stderr
+        assert "tokens/s; peak memory" in sparse.stderr
+        for model in (packed, sparse_models("llama")):
+            assert command("generate", "--model", model, *line, "--runtime", "dense").stdout == sparse.stdout
+
+    def test_generate_from_python(self, sparse_models: Models) -> None:
+        model = sparse_models("llama")
+        generation = emp_llm.generate(model, prompt="The lamp", max_new_tokens=5, device="cpu")
+        pieces = list(generation)
+        assert "".join(pieces) == generation.text
+        assert generation.figures.new_tokens <= 5
+        assert generation.figures.memory_bytes > 1e7
+        first, same, other = (
+            emp_llm.generate(model, prompt="The", max_new_tokens=8, temperature=1.5, seed=seed, device="cpu").text
+            for seed in (1, 1, 2)
+        )
+        assert first == same != other
+
+    def test_evaluate(self, sparse_models: Models, text: Path, tmp_path: Path) -> None:
+        """What is judged is what is served: the same numbers, identity and recipe as for the dense execution."""
+        folder = sparse_models("llama")
+        suite = f"perplexity,file={text},seqlen=64"
+        runs = {"dense": (folder, "dense"), "sparse": (folder, "sparse"), "packed": (f"{folder}-packed", "sparse")}
+        found = {}
+        for name, (model, runtime) in runs.items():
+            how: dict[str, Any] = {"suite": suite, "limit": 20, "dtype": "float32", "device_map": "cpu", "quiet": True}
+            emp_llm.evaluate(str(model), runtime=runtime, output=tmp_path / name, **how)
+            found[name] = read_record(tmp_path / name, Results)
+        values = {name: record.perplexity.perplexity for name, record in found.items()}
+        assert values["sparse"] == values["packed"]
+        assert values["sparse"] == pytest.approx(values["dense"], rel=1e-5)
+        assert found["packed"].made_by.model == found["dense"].made_by.model
+        assert found["packed"].pruned == found["dense"].pruned
+        assert [found[name].made_by.runtime for name in found] == [None, "sparse", "sparse"]
+
+    def test_bench(self, sparse_models: Models, command: Run, tmp_path: Path) -> None:
+        output = tmp_path / "bench.json"
+        packed = f"{sparse_models('llama')}-packed"
+        line = (packed, "--prompt-tokens", 16, "--new-tokens", 4, "--repeats", 3, "--device", "cpu", "--output", output)
+        done = command("bench", *line)
+        assert done.returncode == 0, done.stderr
+        record = read_record(output, Bench)
+        assert record.layers == 14
+        assert record.sparsity == pytest.approx(0.5, abs=0.02)
+        assert len(record.sparse.decode_seconds) == len(record.dense.prefill_seconds) == 3
+        assert record.sparse.weight_bytes < record.dense.weight_bytes
+        assert record.equal_tokens is not None
+        assert f"{record.decode_ratio:.2f}" in done.stdout
+        again = command("bench", *line)
+        assert again.returncode == 2
+        assert "exists" in again.stderr
+        ratios = [
+            dense / sparse for dense, sparse in zip(record.dense.decode_seconds, record.sparse.decode_seconds, strict=True)
+        ]
+        assert record.decode_ratio == pytest.approx(sorted(ratios)[1], rel=1e-2)
