@@ -10,6 +10,7 @@ import argparse
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "emp_llm"
@@ -92,8 +93,13 @@ def order_of(room: str) -> int:
     return ROOMS.index(room) if room in ROOMS else len(ROOMS)
 
 
-def imported_files(path: Path) -> Iterator[Path]:
+@cache
+def imported_files(path: Path) -> tuple[Path, ...]:
     """The modules of the package that a module imports anywhere, also within functions."""
+    return tuple(_imported_files(path))
+
+
+def _imported_files(path: Path) -> Iterator[Path]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

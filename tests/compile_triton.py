@@ -16,7 +16,7 @@ from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, Ra
 from emp_llm.selection.kernels import cuda
 
 CASES: list[tuple[int, torch.dtype, bool, int, Budget]] = [
-    (80, torch.bfloat16, False, 1024, EffectiveBudget()),
+    (80, torch.bfloat16, False, 128, EffectiveBudget()),
     (90, torch.float16, True, 11008, EffectiveBudget(0.7)),
     (80, torch.float32, True, 520, PatternBudget(2, 4)),
     (90, torch.bfloat16, False, 1, RatioBudget(0.5)),

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -28,6 +28,13 @@ from emp_llm.prune import prune
 pytest_plugins = ["hub_fixtures"]
 SHARED = Path(__file__).parents[2] / "shared"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+# Modules with slow tests start first, so that no worker ends long after the other. Those with a client of the Hub are
+# neighbours, so that one worker runs them with one client.
+FIRST = ("test_ranks", "test_triton", "test_shared", "test_evaluate", "test_resume", "test_hub", "test_card", "test_push")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,8 +46,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_flushes() -> Iterator[None]:
+    """Nothing is flushed to the disk within this process, which takes milliseconds a call: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # as fsync, it refuses a file that is not open
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _freeze_imported_objects() -> None:
     """Exclude the objects of imported libraries from garbage collections, which runs do to free their models."""
+    gc.collect()
     gc.freeze()
 
 

@@ -1,9 +1,10 @@
-"""Several ranks of a command, started as torchrun starts them, but in forks of a process that has imported everything.
+"""Several ranks of a command, started as torchrun starts them, but in forks of this process, which has imported everything.
 
 A process of its own costs ten seconds of imports for each rank; a fork costs none.
 """
 
 import importlib
+import logging
 import multiprocessing
 import os
 import socket
@@ -26,7 +27,6 @@ _IMPORTS = [
     "emp_llm.runs.evaluate_run",
     "emp_llm.runs.prune_run",
 ]
-_VARIABLES = ("EMP_LLM_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE")
 Prepare = Callable[[], Callable[[], None] | None]
 
 
@@ -55,16 +55,16 @@ def launch(count: int, folder: Path, logs: Path, *line: object, prepare: Prepare
         folder: where they run.
         logs: an empty folder elsewhere, for what they print.
         line: of emp-llm.
-        prepare: called by each rank first, and what it returns last; a function of a module.
+        prepare: called by each rank first, and what it returns last.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTS)
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     words = [str(word) for word in line]
     ranks = [
-        context.Process(target=_run, args=(index, count, port, str(folder), str(logs), variables, words, prepare))
+        context.Process(target=_run, args=(index, count, port, str(folder), str(logs), words, prepare))
         for index in range(count)
     ]
     for rank in ranks:
@@ -84,18 +84,17 @@ def _run(
     port: int,
     folder: str,
     logs: str,
-    variables: dict[str, str],
     line: list[str],
     prepare: Prepare | None,
 ) -> None:
     """One rank: torchrun's environment, its own log, then the command."""
-    os.environ.update(variables, RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200")
+    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200", TOKENIZERS_PARALLELISM="false")
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{logs}/{index}.{kind}", os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.chdir(folder)
-    importlib.import_module("torch").set_num_threads(1)
+    _forget()
     from emp_llm.cli import main
 
     finish = None if prepare is None else prepare()
@@ -111,3 +110,16 @@ def _run(
             finish()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _forget() -> None:
+    """Forget what this fork inherits and a new process would not have: the rank of its parent, and pytest's log handlers."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    from emp_llm.common import ranks
+
+    ranks.ranks.cache_clear()
+    ranks._state.cache_clear()
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    logging.getLogger().handlers = []

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable
+import posix
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ SIZE = 20 * PAGE + 123
 CONTENT = np.random.default_rng(0).bytes(SIZE)
 ranges = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
 few_examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _flushes() -> Iterator[None]:
+    """Here files are flushed, because only flushed pages leave the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", posix.fsync)
+        yield
 
 
 def write(path: Path, buffers: BufferPool, cuts: list[int], aligned: bool) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import Run
 from safetensors.torch import load_file, save_file
-from suites import TASKS, Models, task_manager
+from suites import TASKS, Models, few_task_files
 
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
@@ -58,8 +58,9 @@ def lm_eval(model: Path, task: str, folder: Path | None, **options: Any) -> Any:
 def lm_eval_report(model: Path, task: str, folder: Path | None, **options: Any) -> Any:
     """lm-eval's results of a task, with the log of its examples."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-    manager = task_manager(include_path=[] if folder is None else [str(folder)], include_defaults=folder is None)
+    manager = TaskManager(include_path=[] if folder is None else [str(folder)], include_defaults=folder is None)
     model_options = {"model": "hf", "model_args": f"pretrained={model}", "device": "cpu"}
     found = simple_evaluate(**model_options, tasks=[task], task_manager=manager, **options)
     return json.loads(json.dumps({key: found[key] for key in ("results", "samples")}, default=str))
@@ -116,7 +117,7 @@ def test_a_chat_template_is_applied_as_by_lm_eval(tmp_path: Path, command: Run) 
 
 def test_a_real_task_equals_lm_eval(shared: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few-shot examples, from lm-eval's own task files and an unmodified data set."""
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", task_manager)
+    few_task_files(monkeypatch, tmp_path / "of_lm_eval", "openbookqa")
     model = shared / "models" / "wiki-llama-5m"
     (tmp_path / "mine.toml").write_text('[[tasks]]\nnames = ["openbookqa"]\nnum_fewshot = 1\n')
     options = ("--limit", 20, "--batch-size", 4, "--output", tmp_path / "ours.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from suites import CHOICE, TASK, Models, task_manager
+from suites import CHOICE, TASK, Models, few_task_files
 from tiny import make_model
 
 from emp_llm.common.errors import UserError
@@ -61,12 +61,14 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "list.json", "sweep.json"]
 
 
-def test_wrong_tasks(evaluable: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tasks(
+    evaluable: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("emp_llm.runs.evaluate_run.load_model", None)
     model = evaluable("llama")
     with monkeypatch.context() as patch:
-        patch.setattr("lm_eval.tasks.TaskManager", task_manager)
+        few_task_files(patch, tmp_path_factory.mktemp("of_lm_eval"), "arc")
         Path("a.toml").write_text('[[tasks]]\nnames = ["arc_eazy"]\n')
         refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, suite="a.toml")
         refused(r"no task 'arc_eazy' in lm-eval\. The nearest names: arc_easy", model=model, tasks="arc_eazy")

@@ -150,6 +150,7 @@ def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> 
     """Ctrl-C before the first progress bar: while options are parsed, or while libraries are imported."""
     program = (
         "import signal, os, sys\nfrom importlib.abc import MetaPathFinder\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
         "class Interrupt(MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
         f"        if name == {'typer' if moment == 'options' else 'emp_llm.runs.prune_run'!r}:\n"

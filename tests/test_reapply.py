@@ -145,7 +145,8 @@ def test_training_keeps_zeros_and_changes_everything_else(pruned: Callable[[str]
 
 
 def test_the_example_script_works_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finetune_sparse.main(["--steps", "6", "--output", str(tmp_path / "tuned")])
+    (tmp_path / "part.txt").write_text((finetune_sparse.ROOT / "calibration" / "demo.txt").read_text()[:60_000])
+    finetune_sparse.main(["--steps", "6", "--text", str(tmp_path / "part.txt"), "--output", str(tmp_path / "tuned")])
     rows = {line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert rows["pruned"][1] == rows["tuned, with the callback"][1] == "0"
     assert rows["tuned, without"][1] != "0"

@@ -6,8 +6,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import oracle
 import pytest
 import torch
 from conftest import Run
+from launch import launch
 from safetensors.torch import load_file, save_file
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -226,32 +225,27 @@ def test_finished_parts_are_not_done_again(
     assert second.stages.keys() == first.stages.keys() == {"load", "calibrate", "evaluate dense"}
 
 
-KILLED = """
-import os, signal, sys
-from emp_llm.cli import run
-from emp_llm.evaluation import evaluator
-from emp_llm.sweep import show, sweep
-left, whole = int(sys.argv.pop(1)), evaluator.perplexity
-def counted(*given, **named):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(*given, **named)
-evaluator.perplexity = counted
-run(sweep, show)
-"""
+def kill_at_the_third_measurement() -> None:
+    left, whole = [3], evaluator.perplexity
+
+    def counted(*given: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*given, **named)
+
+    evaluator.perplexity = counted
 
 
 def test_a_killed_sweep_resumes(models: Models, options: Record, tmp_path: Path) -> None:
     source, out = models("llama"), tmp_path / "killed"
     expected = sweep(source, output=tmp_path / "whole", matched_baselines=True, **options)
-    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "logs").mkdir()
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     line = ["--model", str(source), "--output", str(out), "--matched-baselines", *words]
     # It is killed while it measures the second point.
-    done = subprocess.run([sys.executable, str(tmp_path / "killed.py"), "3", *line], env=os.environ, check=False)
-    assert done.returncode == -signal.SIGKILL
+    done = launch(1, tmp_path, tmp_path / "logs", "sweep", *line, prepare=kill_at_the_third_measurement)
+    assert done.codes == [-signal.SIGKILL], done.error
     assert len(json.loads((out / "sweep.json").read_text())["points"]) == 1
     found = sweep(source, output=out, matched_baselines=True, **options)
     for name, entry in entries(expected).items():

@@ -102,9 +102,9 @@ def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch, rotation: int) -> None:
     monkeypatch.setattr(cuda, "_HELD", 64)
     monkeypatch.setattr(cuda, "_CHUNK", 64)
     first, second, third = DTYPES[rotation], DTYPES[rotation - 1], DTYPES[rotation - 2]
-    assert_same(weights("normal", (1, 300), first, 0), torch.rand(300) + 0.1, EffectiveBudget(0.6))
+    assert_same(weights("normal", (1, 200), first, 0), torch.rand(200) + 0.1, EffectiveBudget(0.6))
     assert_same(weights("normal", (2, 129), second, 4), None, EffectiveBudget(0.6))
-    assert_same(weights("ties", (1, 320), third, 1), None, EffectiveBudget())
+    assert_same(weights("ties", (1, 192), third, 1), None, EffectiveBudget())
     assert_same(weights("zeros", (2, 129), first, 2), None, RatioBudget(0.3))
     assert_same(weights("ties", (1, 130), second, 3), None, PatternBudget(3, 5))
 
