@@ -13,6 +13,7 @@ from runs import report_of
 from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
 
+from emp_llm.bench import bench
 from emp_llm.calibration.activations import METADATA_KEY, Activations
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
@@ -59,6 +60,8 @@ def written(
     measure(model, output=folder / "measure.json", criteria="magnitude", orders="1,2")
     report([runs / "emp", runs / "uniform", folder / "sweep"], output=folder / "report", no_plots=True)
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
+    how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
+    bench(str(folder / "all"), output=folder / "bench.json", **how)
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
@@ -69,6 +72,7 @@ def written(
         "results": [read(folder / "pruned.json"), read(folder / "dense.json")],
         "sweep": [read(folder / "sweep" / "sweep.json")],
         "measure": [read(folder / "measure.json")],
+        "bench": [read(folder / "bench.json")],
         "report": [read(folder / "report" / "report.json")],
         "activations": [activations],
         "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],

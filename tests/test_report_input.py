@@ -100,7 +100,7 @@ def test_a_missing_input_is_named_before_the_output(command: Run, tmp_path: Path
     (tmp_path / "report" / "thesis.tex").write_text("years of work")
     done = command("report", "nope")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: nope: no such file or folder; give the output of prune, sweep or measure")
+    assert done.stderr.startswith("error: nope: no such file or folder; give the output of prune, sweep, measure or bench")
     assert "--output" not in done.stderr
     done = command("report", "report")
     assert done.stderr.startswith("error: report: it holds neither sweep.json nor emp_report.json")

@@ -437,3 +437,15 @@ class TestCommands:
             dense / sparse for dense, sparse in zip(record.dense.decode_seconds, record.sparse.decode_seconds, strict=True)
         ]
         assert record.decode_ratio == pytest.approx(sorted(ratios)[1], rel=1e-2)
+        shown = command("report", output, "--output", tmp_path / "report", "--no-plots")
+        assert shown.returncode == 0, shown.stderr
+        page = (tmp_path / "report" / "report.md").read_text()
+        assert "## Speed and memory" in page
+        assert f"({record.decode_ratio:.2f} x)" in page
+        assert (tmp_path / "report" / "speeds.csv").read_text().count("\n") == 3
+        pruned = sparse_models("llama")
+        pushed = command("push", pruned, "user/name", "--results", output, "--base-model", "user/base", "--dry-run")
+        assert pushed.returncode == 0, pushed.stderr
+        other = command("push", sparse_models("opt"), "user/name", "--results", output, "--dry-run")
+        assert other.returncode == 2
+        assert "is of other weights than those in" in other.stderr

@@ -49,7 +49,7 @@ def new_results(
     """Results of a suite and a model with nothing measured yet; UserError if the folder is not a checkpoint."""
     record = suite.record()
     identity = ModelIdentity(
-        identity=ranks().share(_identity(source.folder, runtime) if ranks().main else None),
+        identity=ranks().share(folder_identity(source.folder) if ranks().main else None),
         sha256_of_config_and_tokenizer=_files_digest(source.folder),
     )
     made_by = MadeBy(
@@ -86,9 +86,9 @@ def pruned_by_of(folder: Path) -> PrunedBy | None:
         return None
 
 
-def _identity(folder: Path, runtime: str) -> str | None:
-    """The identity of a model folder. A packed folder, which only the sparse runtime runs, has that of its original."""
-    if runtime == "sparse" and (folder / PACK_NAME).is_file():
+def folder_identity(folder: Path) -> str | None:
+    """The identity of a model folder: a packed one has that of its original, or None if an earlier version packed it."""
+    if (folder / PACK_NAME).is_file():
         return PackedFolder(folder).identity
     return identity_of(Checkpoint(folder))
 

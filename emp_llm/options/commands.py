@@ -193,7 +193,7 @@ class EvaluateOptions(LoudnessOptions, QuantizationOptions, LoadingOptions, Suit
 class ReportOptions(LoudnessOptions, OutputOptions):
     """Options of `report`."""
 
-    runs: Annotated[list[Path], Opt("Outputs of prune, sweep and measure, and results files of evaluate.", argument=True)] = (
+    runs: Annotated[list[Path], Opt("Outputs of prune, sweep, measure and bench, and results of evaluate.", argument=True)] = (
         field(kw_only=False)
     )
     output: Annotated[Path, Opt("Folder to write.")] = Path("report")
@@ -233,7 +233,7 @@ class PushCommandOptions(LoudnessOptions):
     private: Annotated[bool, Opt("Create the repository as private.")] = False
     revision: Annotated[str | None, Opt("Branch to push to; created from main if missing.")] = None
     results: Annotated[
-        list[Path] | None, Opt("Results file of evaluate for the card: of this checkpoint, or its baseline; repeatable.")
+        list[Path] | None, Opt("Results of evaluate or bench for the card: of this checkpoint, or its baseline; repeatable.")
     ] = None
     plot: Annotated[list[Path] | None, Opt("PNG for the card, in addition to those in DIR/emp_llm; repeatable.")] = None
     base_model: Annotated[str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")] = None

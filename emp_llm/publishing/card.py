@@ -1,7 +1,7 @@
 """The model card of a pruned checkpoint: its origin, its measurements, and its recipe."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
 from emp_llm.hub.destination import Destination
 from emp_llm.publishing.base_model import Origin
+from emp_llm.records.bench import Bench
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import pruning_lines, pruning_rows
+from emp_llm.reporting.speed_tables import SPEED_NOTE, speed_rows
 
 _MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
 _OLD_MARK = "<!-- Written by emp-llm, anew with every push."
@@ -53,15 +55,23 @@ class Card:
         origin: the dense model.
         evaluated: models of results files.
         plots: PNG files by their path in the repository.
+        benches: outputs of `bench` for this checkpoint.
     """
 
     def __init__(
-        self, to: Destination, report: RunReport, origin: Origin, evaluated: list[EvaluatedModel], plots: list[str]
+        self,
+        to: Destination,
+        report: RunReport,
+        origin: Origin,
+        evaluated: list[EvaluatedModel],
+        plots: list[str],
+        benches: Sequence[Bench] = (),
     ) -> None:
         self._to = to
         self._report = report
         self._origin = origin
         self._plots = plots
+        self._benches = benches
         self._suites = by_suite(evaluated)
         self._measured = models_of_report(report)  # dense and pruned, measured by the run itself
 
@@ -87,6 +97,7 @@ class Card:
             *self._warnings(),
             "## Evaluation",
             *self._evaluation(),
+            *self._speed(),
             *(f"![{Path(plot).stem.replace('_', ' ').replace('-', ' ')}]({plot})" for plot in self._plots),
             "## Reproduction",
             self._reproduction(names),
@@ -147,8 +158,8 @@ class Card:
             f"The files are plain safetensors with the names, shapes and dtypes of the base model. {zeros:.1f} % of the "
             f"parameters are zero. {self._other_bytes()} The checkpoint loads wherever the base model "
             "loads. **By itself it is neither smaller nor faster**: dense kernels multiply by the zeros too. To benefit from "
-            "the zeros, compress the files (sparse storage), run kernels that skip zeros, or train further and keep the zeros "
-            "(an ordinary optimizer step or a merged adapter fills them)."
+            "the zeros, pack the files (`emp-llm pack`), run the packed model (`emp-llm generate`, `emp_llm.runtime.load`), or "
+            "train further and keep the zeros (an ordinary optimizer step or a merged adapter fills them)."
         )
 
     def _other_bytes(self) -> str:
@@ -175,6 +186,9 @@ class Card:
         tables = [compare(self._measured, "markdown", ["dense", "pruned"])] if len(self._measured) == 2 else []
         tables += [compare(suite, "markdown") for suite in self._suites]
         return tables or ["This checkpoint has not been evaluated."]
+
+    def _speed(self) -> list[str]:
+        return ["## Speed", markdown_table(speed_rows(self._benches)), SPEED_NOTE] if self._benches else []
 
     def _reproduction(self, files: set[str]) -> str:
         report = self._report

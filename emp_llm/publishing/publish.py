@@ -25,9 +25,11 @@ from emp_llm.pruning.recipe import read_report
 from emp_llm.publishing.base_model import find_origin
 from emp_llm.publishing.card import Card, by_suite, is_ours
 from emp_llm.publishing.public import local_folder, public
+from emp_llm.records.bench import Bench
 from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.speed_tables import split_benches
 from emp_llm.storage.atomic import write_text
 from emp_llm.storage.hashing import file_hash
 
@@ -39,7 +41,7 @@ class Evidence:
     """Further content of the card, in addition to the report of the run.
 
     Attributes:
-        results: results files of `evaluate`: of this checkpoint, and of models to compare with.
+        results: results files of `evaluate`, of this checkpoint and of models to compare with; and outputs of `bench`.
         plots: PNG files, in addition to those in the checkpoint's folder `emp_llm`.
         base_model: Hub id of the dense model, if the report names a folder.
     """
@@ -68,7 +70,9 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     to.check_name()
     manifest, own_report = read_manifest(folder), read_report(folder)
     _check_against_manifest(folder, manifest)
-    own_results = {path: read_results(path, "--results") for path in evidence.results}
+    paths, benches = split_benches(evidence.results)
+    _check_benches(folder, benches)
+    own_results = {path: read_results(path, "--results") for path in paths}
     folders = [name for each in (own_report.source, *own_results.values()) for name in local_folder(each)]
     report = public(own_report, *folders)
     results = {path: public(each, *folders) for path, each in own_results.items()}
@@ -78,7 +82,7 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     with TemporaryDirectory(prefix="emp-llm-push-") as scratch:
         files = _public_files(folder, manifest, report, results, Path(scratch))
         files |= {f"{EXTRAS}/{path.name}": path for path in plots}
-        text = _card_text(folder, to, own_report, report, evidence, evaluated, plots, list(files))
+        text = _card_text(folder, to, own_report, report, evidence, evaluated, plots, list(files), benches)
         sizes = {path: file.stat().st_size for path, file in files.items()}
         sizes[CARD_NAME] = (folder / CARD_NAME).stat().st_size if text is None else len(text.encode())
         pushed = Pushed(to.name, to.branch, sizes, dry_run=dry_run, folder=str(folder))
@@ -194,6 +198,13 @@ def _evaluated(folder: Path, results: dict[Path, Results]) -> list[EvaluatedMode
     return list(evaluated.values())
 
 
+def _check_benches(folder: Path, benches: list[Bench]) -> None:
+    """Raise UserError for an output of `bench` of another model."""
+    for bench in benches:
+        if bench.identity != identity_of(Checkpoint(folder)):
+            raise UserError(f"--results: the bench of {bench.model} is of other weights than those in {folder}.")
+
+
 def _plots(folder: Path, given: tuple[Path, ...]) -> list[Path]:
     for path in given:
         if not path.is_file() or path.suffix.lower() != ".png":
@@ -210,6 +221,7 @@ def _card_text(
     evaluated: list[EvaluatedModel],
     plots: list[Path],
     files: list[str],
+    benches: list[Bench],
 ) -> str | None:
     """The card; None if the folder has a card that emp-llm did not write. `own_report` names the dense model's folder."""
     path = folder / CARD_NAME
@@ -217,7 +229,7 @@ def _card_text(
         logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", path)
         return None
     origin = find_origin(own_report.source, evidence.base_model)
-    return Card(to, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots]).text(files)
+    return Card(to, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots], benches).text(files)
 
 
 def _write_card(path: Path, text: str) -> None:

@@ -35,7 +35,8 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
     """Two models measured in turn in one process.
 
     Attributes:
-        model: the pruned one; sparsity: the share of zeros in its packed layers; layers: their number.
+        model: the pruned one; identity: of its checkpoint, as in results files.
+        sparsity: the share of zeros in its packed layers; layers: their number.
         processor, threads, device: where; versions, command: how.
         prompt_tokens, new_tokens, batch_size, repeats: as for the command.
         dense, sparse: the measurements.
@@ -48,6 +49,7 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
     KIND: ClassVar[str] = "bench"
 
     model: str
+    identity: str | None = None
     sparsity: float
     layers: int
     processor: str

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from emp_llm.common.tables import Rows
 from emp_llm.common.wording import count_of
 from emp_llm.evaluation.changes import UNPAIRED
+from emp_llm.records.bench import Bench
 from emp_llm.reporting.figures.style import Drawing
 from emp_llm.reporting.fit_tables import fit_rows
 from emp_llm.reporting.headlines import Headline, headlines
 from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdict_rows
+from emp_llm.reporting.speed_tables import SPEED_NOTE, speed_rows
 from emp_llm.reporting.studies.study import Study
 
 _POINTS = "All points"
@@ -19,6 +21,7 @@ _ERROR = (
     "The squared error of the layers' outputs as a share of the dense outputs, with the masked weights (before) and with the "
     "fitted ones (after). Held out: on sequences of the calibration text to which no weight was fitted."
 )
+_SPEED = "Speed and memory"
 _QUESTION = "Is EMP better at the same sparsity?"
 _CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
@@ -64,7 +67,7 @@ class Table:
 PagePart = Heading | Paragraph | Facts | Headline | Table | Drawing
 
 
-def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> list[PagePart]:
+def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches: Sequence[Bench] = ()) -> list[PagePart]:
     """The parts of a report from top to bottom."""
     parts: list[PagePart] = [Heading(title, 1)]
     for study, drawings in studies:
@@ -95,6 +98,8 @@ def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]]) -> li
         if len(rows) > 1:
             parts += [Heading(_REDUNDANT, 3), Table(rows, _REDUNDANT)]
         parts += left.values()
+    if benches:
+        parts += [Heading(_SPEED), Table(speed_rows(benches), _SPEED), Paragraph(SPEED_NOTE)]
     return parts
 
 

@@ -11,6 +11,7 @@ from emp_llm.common.tables import Rows, csv_table, table
 from emp_llm.common.wording import count_of, printable
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
+from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
@@ -18,6 +19,7 @@ from emp_llm.reporting.fit_tables import layer_fit_rows
 from emp_llm.reporting.page import page_parts
 from emp_llm.reporting.page_markup import FIGURES, html_page, markdown_page
 from emp_llm.reporting.page_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
+from emp_llm.reporting.speed_tables import speed_figures, split_benches
 from emp_llm.reporting.studies.reading import read_points
 from emp_llm.reporting.studies.study import Study, studies
 from emp_llm.storage.output.atomic_folder import check_folder, write_folder
@@ -45,7 +47,7 @@ def write_report(runs: list[Path], output: Path, title: str, plots: bool, overwr
     """Read runs and write their report.
 
     Args:
-        runs: outputs of prune, sweep and measure, and results files of evaluate.
+        runs: outputs of prune, sweep, measure and bench, and results files of evaluate.
         output: the folder to write.
         title: heading of the page.
         plots: whether to draw figures.
@@ -57,13 +59,14 @@ def write_report(runs: list[Path], output: Path, title: str, plots: bool, overwr
     """
     if not runs:
         raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
-    found = studies(read_points(list(runs)))
+    others, benches = split_benches([Path(path) for path in runs])
+    found = studies(read_points(others)) if others else []
     check_folder(output, overwrite, _SUMMARY)
     if plots:
         check_matplotlib()
     drawn = [(study, draw(study, name) if plots else []) for study, name in zip(found, _names(found), strict=True)]
     page = ReportPage(title=printable(title), studies=[_summary(*each) for each in drawn])
-    files = _files(page, drawn)
+    files = _files(page, drawn, benches)
     write_folder(output, files, overwrite, _SUMMARY)
     return ReportSummary(page, output, sorted(files), [_differences(study) for study in found])
 
@@ -81,17 +84,21 @@ def summary_words(summary: ReportSummary) -> str:
     return "\n".join(lines)
 
 
-def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]]) -> dict[str, bytes]:
-    parts = page_parts(page.title, drawn)
+def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench]) -> dict[str, bytes]:
+    parts = page_parts(page.title, drawn, benches)
     files = {
         "report.html": html_page(page.title, parts),
         "report.md": markdown_page(parts),
-        "points.csv": csv_table(_joined([value_rows(study) for study, _ in drawn])) + "\n",
-        "differences.csv": csv_table(_joined([change_rows(study) for study, _ in drawn])) + "\n",
-        "matrices.csv": csv_table(_joined([matrix_rows(study) for study, _ in drawn])) + "\n",
     }
+    if drawn:
+        found = [study for study, _ in drawn]
+        files["points.csv"] = csv_table(_joined([value_rows(study) for study in found])) + "\n"
+        files["differences.csv"] = csv_table(_joined([change_rows(study) for study in found])) + "\n"
+        files["matrices.csv"] = csv_table(_joined([matrix_rows(study) for study in found])) + "\n"
     if any(point.fits for study, _ in drawn for point in study.points):
         files["fits.csv"] = csv_table(_joined([layer_fit_rows(study) for study, _ in drawn])) + "\n"
+    if benches:
+        files["speeds.csv"] = csv_table(speed_figures(benches)) + "\n"
     encoded = {name: text.encode("utf-8") for name, text in files.items()}
     encoded[_SUMMARY] = msgspec.json.format(msgspec.json.encode(page), indent=1) + b"\n"
     for _, drawings in drawn:

@@ -17,6 +17,7 @@ from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.provenance import command_line, processor_name, versions
 from emp_llm.common.tables import Rows, table
 from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.evaluation.results_file import folder_identity
 from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.runtime import BenchOptions
@@ -128,7 +129,7 @@ def run_bench(options: BenchOptions) -> Benched:
             for runner in runners if number % 2 else runners[::-1]:
                 runner.measure()
             bar.update(1)
-    record = _record(options, device, *runners)
+    record = _record(options, folder_identity(source.folder), device, *runners)
     record.save(output)
     return Benched(record, f"{table(bench_rows(record))}\n{_note(record)}\nfigures in {output}")
 
@@ -180,7 +181,7 @@ def _note(record: Bench) -> str:
     )
 
 
-def _record(options: BenchOptions, device: torch.device, sparse: _Runner, dense: _Runner) -> Bench:
+def _record(options: BenchOptions, identity: str | None, device: torch.device, sparse: _Runner, dense: _Runner) -> Bench:
     layers = [layer.rows for layer in sparse_layers(sparse.model).values()]
     weights = sum(rows.rows * rows.columns for rows in layers)
     first, second = dense.speed(), sparse.speed()
@@ -190,6 +191,7 @@ def _record(options: BenchOptions, device: torch.device, sparse: _Runner, dense:
 
     return Bench(
         model=options.model,
+        identity=identity,
         sparsity=1 - sum(rows.values.numel() for rows in layers) / weights,
         layers=len(layers),
         processor=processor_name(),

@@ -31,7 +31,7 @@ from emp_llm.reporting.studies.point_parts import (
 )
 from emp_llm.storage.json_files import read_json
 
-_ACCEPTED = "the output of prune, sweep or measure, or a results file of evaluate"
+_ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
 
 
 def read_points(paths: list[Path]) -> list[MeasuredPoint]:
