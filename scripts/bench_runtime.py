@@ -1,0 +1,191 @@
+"""Time of the sparse runtime on a CPU: one layer against dense products, and a whole model of 1 billion weights.
+
+    python scripts/bench_runtime.py [--threads 2] [--repeats 15] [--rows 22016] [--layer-only] [--write]
+
+Layer: a bfloat16 matrix of rows x 4096 with random zeros. "copy" is the time in which torch copies the dense matrix: a dense
+product at the bandwidth of a copy (bytes copied per second) takes as long. Reading alone may be up to twice as fast. "torch" is
+torch's own bfloat16 linear. "limit" is the ratio of the bytes: no product can be faster than a dense one by more, if both read
+at full bandwidth. All runs use the same weights in turn; ratios are medians of the rounds.
+
+Model: a random Llama of TinyLlama's shape with tied embeddings, pruned to 50 % of all linear layers by magnitude, packed, and
+measured by `emp-llm bench`, each in a process of its own so that its memory is its own.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from bench_helpers import hardware, in_turn, make_llama, wall_time
+from torch.nn import functional
+
+from emp_llm.runtime.cpu_products import CpuProducts
+from emp_llm.runtime.packed_rows import pack_rows
+
+COLUMNS = 4096
+ZEROS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 512)
+MODEL = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+RESULTS = Path(__file__).parent / "results" / "runtime.md"
+
+
+def main(line: list[str] | None = None) -> None:
+    """Measure, print, and write if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=22016)
+    parser.add_argument("--layer-only", action="store_true", help="leave out the model of 1 billion weights")
+    parser.add_argument("--folder", type=Path, help="where to make that model (6 GB); default: a temporary folder")
+    parser.add_argument("--write", action="store_true", help=f"write the tables to {RESULTS.name}")
+    options = parser.parse_args(line)
+    torch.set_num_threads(options.threads)
+    parts = [zeros_table(options), tokens_table(options)]
+    if not options.layer_only:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            parts.append(model_table(Path(folder), options))
+    command = f"python scripts/bench_runtime.py --threads {options.threads} --repeats {options.repeats} --rows {options.rows}"
+    page = "\n\n".join([f"# The sparse runtime\n\n`{command}`: {hardware('cpu')}; {options.threads} threads.", *parts]) + "\n"
+    print(page)
+    if options.write:
+        RESULTS.write_text(page, encoding="utf-8")
+
+
+def random_weight(rows: int, zeros: float) -> torch.Tensor:
+    """A bfloat16 matrix with a share of zeros at random places."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, COLUMNS, generator=generator)
+    return weight.masked_fill_(torch.rand(rows, COLUMNS, generator=generator) < zeros, 0).bfloat16()
+
+
+def zeros_table(options: argparse.Namespace) -> str:
+    """One token, by the share of zeros."""
+    lines = [
+        f"One token, {options.rows} x {COLUMNS}, by the share of zeros:\n",
+        "| zeros | sparse | copy | torch | copy / sparse | torch / sparse | limit |\n|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    x = torch.randn(1, COLUMNS).bfloat16()
+    for zeros in ZEROS:
+        weight = random_weight(options.rows, zeros)
+        rows, room = pack_rows(weight), torch.empty_like(weight)
+        product = CpuProducts(rows)
+        runs = {
+            "copy": partial(room.copy_, weight),
+            "sparse": partial(product, x),
+            "torch": partial(functional.linear, x, weight),
+        }
+        times = rounds(runs, options.repeats)
+        limit = weight.nbytes / (rows.mask.nbytes + rows.values.nbytes)
+        lines.append(
+            f"| {zeros:.0%} | {shown(times['sparse'])} | {shown(times['copy'])} | {shown(times['torch'])} "
+            f"| {ratio(times['copy'], times['sparse'])} | {ratio(times['torch'], times['sparse'])} | {limit:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def tokens_table(options: argparse.Namespace) -> str:
+    """50 % zeros, by the number of tokens."""
+    lines = [
+        f"50 % zeros, {options.rows} x {COLUMNS}, by the number of tokens:\n",
+        "| tokens | sparse | torch bfloat16 | torch float32 | bfloat16 / sparse | float32 / sparse |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    weight = random_weight(options.rows, 0.5)
+    product, wide = CpuProducts(pack_rows(weight)), weight.float()
+    for tokens in TOKENS:
+        x = torch.randn(tokens, COLUMNS).bfloat16()
+        runs = {
+            "sparse": partial(product, x),
+            "bfloat16": partial(functional.linear, x, weight),
+            "float32": partial(functional.linear, x.float(), wide),
+        }
+        times = rounds(runs, max(3, options.repeats // (1 + tokens // 16)))
+        lines.append(
+            f"| {tokens} | {shown(times['sparse'])} | {shown(times['bfloat16'])} | {shown(times['float32'])} "
+            f"| {ratio(times['bfloat16'], times['sparse'])} | {ratio(times['float32'], times['sparse'])} |"
+        )
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def model_table(folder: Path, options: argparse.Namespace) -> str:
+    """A model of 1 billion weights, as the command measures it."""
+    make_llama(folder / "dense", MODEL)
+    run("prune", "--model", folder / "dense", "--method", "magnitude", "--sparsity", 0.5, "--targets", "all-linear",
+        "--output", folder / "pruned", "-q")  # fmt: skip
+    shutil.rmtree(folder / "dense")
+    run("pack", folder / "pruned", folder / "packed", "-q")
+    copies = [copy_time(folder) for _ in range(3)]
+    run("bench", folder / "packed", "--prompt-tokens", 256, "--new-tokens", 16, "--device", "cpu", "--output",
+        folder / "bench.json", threads=options.threads)  # fmt: skip
+    found = json.loads((folder / "bench.json").read_text())
+    dense, sparse = found["dense"], found["sparse"]
+    copy = statistics.median(copies)
+    return (
+        f"A Llama of TinyLlama's shape with tied embeddings ({dense['weight_bytes'] / 1e9:.2f} GB), 50 % of all linear layers "
+        "zero, bfloat16, by `emp-llm bench`:\n\n"
+        "| | dense, torch | sparse | ratio |\n|---|---:|---:|---:|\n"
+        f"| prefill of 256 tokens, tokens/s | {dense['prefill_tokens_per_second']:.1f} "
+        f"| {sparse['prefill_tokens_per_second']:.1f} | {found['prefill_ratio']:.2f} |\n"
+        f"| decode, tokens/s | {dense['decode_tokens_per_second']:.2f} | {sparse['decode_tokens_per_second']:.2f} "
+        f"| {found['decode_ratio']:.2f} |\n"
+        f"| weights in memory | {dense['weight_bytes'] / 1e9:.2f} GB | {sparse['weight_bytes'] / 1e9:.2f} GB "
+        f"| {sparse['weight_bytes'] / dense['weight_bytes']:.2f} |\n"
+        f"| memory that the process grew by | {dense['memory_bytes'] / 1e9:.2f} GB | {sparse['memory_bytes'] / 1e9:.2f} GB "
+        f"| {found['memory_ratio']:.2f} |\n"
+        f"| load, against `cp` of the packed folder | | {sparse['load_seconds']:.2f} s | {sparse['load_seconds'] / copy:.2f} |"
+    )
+
+
+def copy_time(folder: Path) -> float:
+    """Seconds that `cp` takes for the packed folder, which is in the page cache."""
+    target = folder / "copy"
+    seconds = wall_time(lambda: subprocess.run(["cp", "-r", folder / "packed", target], check=True))
+    shutil.rmtree(target)
+    return seconds
+
+
+def run(*line: object, threads: int = 2) -> None:
+    """A command of emp-llm."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    subprocess.run([sys.executable, "-m", "emp_llm", *map(str, line)], check=True, env=environment)
+
+
+def rounds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run in each round; one round more warms up."""
+    times, failed = in_turn(runs, repeats, warm_up=True)
+    if failed:
+        raise SystemExit(str(failed))
+    time.sleep(0.05)
+    return times
+
+
+def shown(seconds: list[float]) -> str:
+    """The median in milliseconds."""
+    return f"{1000 * statistics.median(seconds):.2f} ms"
+
+
+def ratio(slow: list[float], fast: list[float]) -> str:
+    """The median of the rounds' ratios."""
+    return f"{statistics.median(a / b for a, b in zip(slow, fast, strict=True)):.2f}"
+
+
+if __name__ == "__main__":
+    main()
