@@ -1,14 +1,17 @@
 """Packed rows on CUDA, in Triton: products with a few vectors, and rows made dense.
 
-A mask word covers 64 columns, and `starts` says how many values of its row precede it. A thread takes WIDTH adjacent columns:
-the set bits below them in the word give the place of their first value. So no thread waits for another one, and neighbouring
-threads read neighbouring values. Each sum has one order, whatever the timing.
+A mask word covers 64 columns, and `starts` says how many values of its row precede it: int32, or the bits of uint16 as int16,
+which are read without a sign. A thread takes four adjacent columns:
+the set bits below them in the word give the place of their first value, and the next three lie behind it. So no thread waits
+for another one, and neighbouring threads read neighbouring values. Each sum has one order, whatever the timing.
 """
 
 import triton
 import triton.language as tl
 
 WORD = tl.constexpr(64)
+WIDTH = tl.constexpr(4)  # columns of a thread at a time
+GROUPS_IN_WORD = tl.constexpr(16)
 
 
 @triton.jit
@@ -21,133 +24,201 @@ def _ones(bits):
 
 
 @triton.jit
-def _words(mask, starts, row, rows, word, words):
-    """Mask words, uint64, and the number of values of the row before each; zeros outside the matrix."""
-    place = row.to(tl.int64)[:, None] * words + word[None, :]
-    inside = (row < rows)[:, None] & (word < words)[None, :]
-    bits = tl.load(mask + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    return bits, tl.load(starts + place, mask=inside, other=0).to(tl.int32)
+def _words(mask, starts, row, word, WORDS: tl.constexpr, INSIDE: tl.constexpr):
+    """Mask words of rows, uint64, and the number of values of the row before each. Not INSIDE: zeros behind the last word."""
+    place = row.to(tl.int64)[:, None] * WORDS + word[None, :]
+    if INSIDE:
+        bits, before = tl.load(mask + place), tl.load(starts + place)
+    else:
+        inside = (word < WORDS)[None, :] & (row >= 0)[:, None]
+        bits, before = tl.load(mask + place, mask=inside, other=0), tl.load(starts + place, mask=inside, other=0)
+    before = before.to(tl.int32)
+    if starts.dtype.element_ty == tl.int16:
+        before = before & 0xFFFF
+    return bits.to(tl.uint64, bitcast=True), before
 
 
 @triton.jit
-def few_kernel(
-    mask,
-    starts,
-    values,
-    offsets,
-    x,
-    y,
-    rows,
-    columns,
-    words,
-    tokens,
-    stride,
-    part,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """y[split, token, row] = the sum of W[row, c] x[token, c] over the `part` columns of a split.
+def _four(own, place, left, CHECK: tl.constexpr):
+    """The four values from a place. CHECK: only `left` values follow the first one of the row."""
+    if CHECK:
+        a = tl.load(own + place, mask=place < left, other=0)
+        b = tl.load(own + place + 1, mask=place + 1 < left, other=0)
+        c = tl.load(own + place + 2, mask=place + 2 < left, other=0)
+        d = tl.load(own + place + 3, mask=place + 3 < left, other=0)
+    else:
+        a, b = tl.load(own + place), tl.load(own + place + 1)
+        c, d = tl.load(own + place + 2), tl.load(own + place + 3)
+    return a, b, c, d
 
-    By multiplications in float32: ROWS rows, and GROUPS groups of WIDTH columns at a time.
+
+@triton.jit
+def _columns(
+    mask, starts, own, left, row, base,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    """Groups of four columns from `base`: the values of each column, and the bits. A value without its bit is any number."""
+    group = tl.arange(0, GROUPS)
+    shift = (group % GROUPS_IN_WORD * WIDTH).to(tl.uint64)[None, :]
+    below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
+    bits, before = _words(mask, starts, row, group // GROUPS_IN_WORD + base // WORD, WORDS, INSIDE)
+    mine = (bits >> shift).to(tl.int32)
+    a, b, c, d = _four(own, before + _ones(bits & below), left, CHECK)
+    first, second, third = (mine & 1) != 0, (mine & 2) != 0, (mine & 4) != 0
+    at_1, next_1, last_1 = tl.where(first, b, a), tl.where(first, c, b), tl.where(first, d, c)
+    at_2, next_2 = tl.where(second, next_1, at_1), tl.where(second, last_1, next_1)
+    return a, at_1, at_2, tl.where(third, next_2, at_2), mine
+
+
+@triton.jit
+def _inputs(x, token, tokens, column, columns, stride, INSIDE: tl.constexpr):
+    """Inputs of columns, shape (tokens, columns). INSIDE: there are so many columns."""
+    inside = (token < tokens)[:, None] & (column < columns)[None, :]
+    if INSIDE:
+        inside = (token < tokens)[:, None] & (column >= 0)[None, :]
+    return tl.load(x + token[:, None] * stride + column[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _add(total, values, inputs, bit):
+    product = values.to(tl.float32)[None, :, :] * inputs.to(tl.float32)[:, None, :]
+    return tl.where((bit != 0)[None, :, :], total + product, total)
+
+
+@triton.jit
+def _multiplied(
+    total, mask, starts, own, left, x, row, token, tokens, columns, stride, base,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    """`total` and the products of a tile of columns, by multiplications."""
+    a, b, c, d, bits = _columns(mask, starts, own, left, row, base, WORDS, GROUPS, CHECK, INSIDE)
+    column = tl.arange(0, GROUPS) * WIDTH + base
+    total = _add(total, a, _inputs(x, token, tokens, column, columns, stride, INSIDE), bits & 1)
+    total = _add(total, b, _inputs(x, token, tokens, column + 1, columns, stride, INSIDE), bits & 2)
+    total = _add(total, c, _inputs(x, token, tokens, column + 2, columns, stride, INSIDE), bits & 4)
+    return _add(total, d, _inputs(x, token, tokens, column + 3, columns, stride, INSIDE), bits & 8)
+
+
+@triton.jit
+def _dot(total, values, inputs, bit, WIDEN: tl.constexpr):
+    if WIDEN:
+        values, inputs = values.to(tl.float32), inputs.to(tl.float32)
+    tile = tl.where(bit != 0, values, tl.zeros_like(values))
+    return tl.dot(tile, tl.trans(inputs), total, input_precision="ieee")
+
+
+@triton.jit
+def _dotted(
+    total, mask, starts, own, left, x, row, token, tokens, columns, stride, base,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    """As `_multiplied`, by products of matrices; `total` has shape (rows, tokens)."""
+    a, b, c, d, bits = _columns(mask, starts, own, left, row, base, WORDS, GROUPS, CHECK, INSIDE)
+    column = tl.arange(0, GROUPS) * WIDTH + base
+    total = _dot(total, a, _inputs(x, token, tokens, column, columns, stride, INSIDE), bits & 1, WIDEN)
+    total = _dot(total, b, _inputs(x, token, tokens, column + 1, columns, stride, INSIDE), bits & 2, WIDEN)
+    total = _dot(total, c, _inputs(x, token, tokens, column + 2, columns, stride, INSIDE), bits & 4, WIDEN)
+    return _dot(total, d, _inputs(x, token, tokens, column + 3, columns, stride, INSIDE), bits & 8, WIDEN)
+
+
+@triton.jit
+def _sums(
+    mask, starts, values, offsets, stored, x, row, token, tokens, columns, stride, start, end, WORDS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """The sums of a program over the columns from `start` to `end`, shape (TOKENS, ROWS)."""
+    first = tl.load(offsets + row)
+    own, left = values + first[:, None], (stored - first)[:, None]
+    whole = start + (end - start) // (GROUPS * WIDTH) * (GROUPS * WIDTH)
+    if DOT:
+        total = tl.zeros([ROWS, TOKENS], tl.float32)
+        for base in range(start, whole, GROUPS * WIDTH):
+            total = _dotted(
+                total, mask, starts, own, left, x, row, token, tokens, columns, stride, base, WORDS, GROUPS, WIDEN, CHECK, True
+            )
+        if whole < end:
+            total = _dotted(
+                total,
+                mask,
+                starts,
+                own,
+                left,
+                x,
+                row,
+                token,
+                tokens,
+                columns,
+                stride,
+                whole,
+                WORDS,
+                GROUPS,
+                WIDEN,
+                CHECK,
+                False,
+            )
+        result = tl.trans(total)
+    else:
+        each = tl.zeros([TOKENS, ROWS, GROUPS], tl.float32)
+        for base in range(start, whole, GROUPS * WIDTH):
+            each = _multiplied(
+                each, mask, starts, own, left, x, row, token, tokens, columns, stride, base, WORDS, GROUPS, CHECK, True
+            )
+        if whole < end:
+            each = _multiplied(
+                each, mask, starts, own, left, x, row, token, tokens, columns, stride, whole, WORDS, GROUPS, CHECK, False
+            )
+        result = tl.sum(each, 2)
+    return result
+
+
+@triton.jit
+def products_kernel(
+    mask, starts, values, offsets, x, y, stored, rows, columns, tokens, stride, part,
+    WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """y[split, token, row] = the sum of W[row, c] x[token, c] over the `part` columns of a split, in float32.
+
+    A program takes ROWS rows, and GROUPS groups of columns at a time. DOT: by products of matrices, whose sizes are 16 or more;
+    WIDEN: in float32.
+    `stored` is the number of values, and `part` a multiple of 64.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
-    group = tl.arange(0, GROUPS)
-    shift = (group % (WORD // WIDTH) * WIDTH).to(tl.uint64)
-    below = (tl.full([GROUPS], 1, tl.uint64) << shift) - 1
-    own = values + tl.load(offsets + row, mask=row < rows, other=0)[:, None]
-    inputs = x + token[:, None] * stride
     start = tl.program_id(1) * part
     end = tl.minimum(start + part, columns)
-    total = tl.zeros([TOKENS, ROWS, GROUPS], tl.float32)
-    bits, before = _words(mask, starts, row, rows, start // WORD + group // (WORD // WIDTH), words)
-    for base in range(start, end, GROUPS * WIDTH):
-        mine = ((bits >> shift[None, :]) & ((1 << WIDTH) - 1)).to(tl.int32)
-        place = before + _ones(bits & below[None, :])
-        # The next words are on their way while these are used.
-        following = (base + GROUPS * WIDTH) // WORD + group // (WORD // WIDTH)
-        bits, before = _words(mask, starts, row, rows, following, words)
-        for j in tl.static_range(WIDTH):
-            bit = (mine >> j) & 1
-            value = tl.load(own + place, mask=bit != 0, other=0).to(tl.float32)
-            place += bit
-            column = base + group * WIDTH + j
-            inside = (token < tokens)[:, None] & (column < columns)[None, :]
-            vector = tl.load(inputs + column[None, :], mask=inside, other=0).to(tl.float32)
-            total += value[None, :, :] * vector[:, None, :]
-    target = y + (tl.program_id(1) * tokens + token.to(tl.int64)[:, None]) * rows + row[None, :]
-    written = (token < tokens)[:, None] & (row < rows)[None, :]
-    tl.store(target, tl.sum(total, 2).to(y.dtype.element_ty), mask=written)
+    behind = tl.program_id(0) * ROWS + ROWS
+    if (behind <= rows) & (tl.load(offsets + tl.minimum(behind, rows)) + WIDTH <= stored):
+        total = _sums(
+            mask, starts, values, offsets, stored, x, place, token, tokens, columns, stride, start, end,
+            WORDS, TOKENS, ROWS, GROUPS, DOT, WIDEN, False,
+        )  # fmt: skip
+    else:  # nothing behind the last value is read; the last row stands in for rows behind it
+        total = _sums(
+            mask, starts, values, offsets, stored, x, tl.minimum(place, rows - 1), token, tokens, columns, stride, start, end,
+            WORDS, TOKENS, ROWS, GROUPS, DOT, WIDEN, True,
+        )  # fmt: skip
+    target = y + (tl.program_id(1) * tokens + token.to(tl.int64)[:, None]) * rows + place[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=(token < tokens)[:, None] & (place < rows)[None, :])
 
 
 @triton.jit
-def dot_kernel(
-    mask,
-    starts,
-    values,
-    offsets,
-    x,
-    y,
-    rows,
-    columns,
-    words,
-    tokens,
-    stride,
-    part,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """As `few_kernel`, by matrix products of tiles; all sizes of a tile are 16 or more."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
-    group = tl.arange(0, GROUPS)
-    shift = (group % (WORD // WIDTH) * WIDTH).to(tl.uint64)
-    below = (tl.full([GROUPS], 1, tl.uint64) << shift) - 1
-    own = values + tl.load(offsets + row, mask=row < rows, other=0)[:, None]
-    inputs = x + token[None, :] * stride
-    start = tl.program_id(1) * part
-    end = tl.minimum(start + part, columns)
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    bits, before = _words(mask, starts, row, rows, start // WORD + group // (WORD // WIDTH), words)
-    for base in range(start, end, GROUPS * WIDTH):
-        mine = ((bits >> shift[None, :]) & ((1 << WIDTH) - 1)).to(tl.int32)
-        place = before + _ones(bits & below[None, :])
-        following = (base + GROUPS * WIDTH) // WORD + group // (WORD // WIDTH)
-        bits, before = _words(mask, starts, row, rows, following, words)
-        for j in tl.static_range(WIDTH):
-            bit = (mine >> j) & 1
-            value = tl.load(own + place, mask=bit != 0, other=0)
-            place += bit
-            column = base + group * WIDTH + j
-            inside = (token < tokens)[None, :] & (column < columns)[:, None]
-            vector = tl.load(inputs + column[:, None], mask=inside, other=0)
-            if values.dtype.element_ty == x.dtype.element_ty:
-                total = tl.dot(value, vector, total, input_precision="ieee")
-            else:
-                total = tl.dot(value.to(tl.float32), vector.to(tl.float32), total, input_precision="ieee")
-    target = y + (tl.program_id(1) * tokens + token.to(tl.int64)[None, :]) * rows + row[:, None]
-    written = (token < tokens)[None, :] & (row < rows)[:, None]
-    tl.store(target, total.to(y.dtype.element_ty), mask=written)
-
-
-@triton.jit
-def expand_kernel(mask, starts, values, offsets, dense, rows, columns, words, first, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """dense[i, c] = W[first + i, c], in the dtype of `dense`; `rows` of W in all, and two columns for each thread."""
-    row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def expand_kernel(
+    mask, starts, values, offsets, dense, rows, columns, first,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """dense[i, c] = W[first + i, c] for `rows` rows, in the dtype of `dense`. A thread takes two adjacent columns."""
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = first + tl.minimum(place, rows - 1)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    shift = (group % (WORD // 2) * 2).to(tl.uint64)
-    below = (tl.full([GROUPS], 1, tl.uint64) << shift) - 1
-    own = values + tl.load(offsets + row, mask=row < rows, other=0)[:, None]
-    bits, before = _words(mask, starts, row, rows, group // (WORD // 2), words)
-    place = before + _ones(bits & below[None, :])
-    low, high = ((bits >> shift[None, :]) & 1).to(tl.int32), ((bits >> (shift[None, :] + 1)) & 1).to(tl.int32)
-    left = tl.load(own + place, mask=low != 0, other=0)
-    right = tl.load(own + place + low, mask=high != 0, other=0)
-    pair = tl.join(left, right).to(dense.dtype.element_ty)
-    column = (group[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :]
-    target = dense + (row - first).to(tl.int64)[:, None, None] * columns + column
-    tl.store(target, pair, mask=(row < rows)[:, None, None] & (column < columns))
+    shift = (group % (WORD // 2) * 2).to(tl.uint64)[None, :]
+    below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
+    bits, before = _words(mask, starts, row, group // (WORD // 2), WORDS, False)
+    mine = (bits >> shift).to(tl.int32)
+    at = values + tl.load(offsets + row)[:, None] + (before + _ones(bits & below))
+    left = tl.load(at, mask=(mine & 1) != 0, other=0)
+    right = tl.load(at + (mine & 1), mask=(mine & 2) != 0, other=0)
+    column = group[:, None] * 2 + tl.arange(0, 2)[None, :]
+    target = dense + place.to(tl.int64)[:, None, None] * columns + column[None, :, :]
+    inside = (place < rows)[:, None, None] & (column < columns)[None, :, :]
+    tl.store(target, tl.join(left, right).to(dense.dtype.element_ty), mask=inside)
