@@ -36,7 +36,7 @@ class CudaProducts:
         inputs = x.to(dtype)
         height = max(1, _TILE // max(1, self._matrix.columns * dtype.itemsize))
         parts = [
-            torch.mm(inputs, cuda.expand(self._matrix, first, min(first + height, self._rows), dtype).T)
+            torch.mm(inputs, cuda.expand_rows(self._matrix, first, min(first + height, self._rows), dtype).T)
             for first in range(0, max(1, self._rows), height)
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)

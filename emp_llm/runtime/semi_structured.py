@@ -105,7 +105,7 @@ def make_semi_structured(model: PreTrainedModel) -> None:
     for name, layer in layers.items():
         dense = layer.rows.dense().to(layer.values.device, model.dtype)
         try:
-            weight = torch.sparse.to_sparse_semi_structured(dense)  # type: ignore[no-untyped-call]
+            weight = torch.sparse.to_sparse_semi_structured(dense)
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"semi_structured=True: torch does not take {quotable(name)} ({reason(error)}). Leave semi_structured out."

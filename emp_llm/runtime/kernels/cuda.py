@@ -111,7 +111,7 @@ def multiply(matrix: DeviceRows, x: Tensor, sizes: ProductSizes | None = None) -
     return y[0] if how.splits == 1 else y.sum(0).to(x.dtype)
 
 
-def expand(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -> Tensor:
+def expand_rows(matrix: DeviceRows, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Rows first to last - 1 with their zeros, converted to a dtype; shape (last - first, columns)."""
     device, columns = matrix.values.device, matrix.columns
     dense = torch.empty(last - first, columns, dtype=dtype, device=device)
