@@ -24,18 +24,13 @@ def _ones(bits):
 
 
 @triton.jit
-def _words(mask, starts, row, word, WORDS: tl.constexpr, INSIDE: tl.constexpr):
-    """Mask words of rows, uint64, and the number of values of the row before each. Not INSIDE: zeros behind the last word."""
-    place = row.to(tl.int64)[:, None] * WORDS + word[None, :]
-    if INSIDE:
-        bits, before = tl.load(mask + place), tl.load(starts + place)
-    else:
-        inside = (word < WORDS)[None, :] & (row >= 0)[:, None]
-        bits, before = tl.load(mask + place, mask=inside, other=0), tl.load(starts + place, mask=inside, other=0)
-    before = before.to(tl.int32)
+def _words(mask, starts, row, word, WORDS: tl.constexpr):
+    """Mask words of rows, uint64, and the number of values of the row before each; behind the last word, that one again."""
+    place = row.to(tl.int64)[:, None] * WORDS + tl.minimum(word, WORDS - 1)[None, :]
+    before = tl.load(starts + place).to(tl.int32)
     if starts.dtype.element_ty == tl.int16:
         before = before & 0xFFFF
-    return bits.to(tl.uint64, bitcast=True), before
+    return tl.load(mask + place).to(tl.uint64, bitcast=True), before
 
 
 @triton.jit
@@ -53,15 +48,10 @@ def _four(own, place, left, CHECK: tl.constexpr):
 
 
 @triton.jit
-def _columns(
-    mask, starts, own, left, row, base,
-    WORDS: tl.constexpr, GROUPS: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
-):  # fmt: skip
-    """Groups of four columns from `base`: the values of each column, and the bits. A value without its bit is any number."""
-    group = tl.arange(0, GROUPS)
-    shift = (group % GROUPS_IN_WORD * WIDTH).to(tl.uint64)[None, :]
+def _columns(bits, before, own, left, GROUPS: tl.constexpr, CHECK: tl.constexpr):
+    """The values of the four columns of each group, and their bits. A value without its bit is any number."""
+    shift = (tl.arange(0, GROUPS) % GROUPS_IN_WORD * WIDTH).to(tl.uint64)[None, :]
     below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
-    bits, before = _words(mask, starts, row, group // GROUPS_IN_WORD + base // WORD, WORDS, INSIDE)
     mine = (bits >> shift).to(tl.int32)
     a, b, c, d = _four(own, before + _ones(bits & below), left, CHECK)
     first, second, third = (mine & 1) != 0, (mine & 2) != 0, (mine & 4) != 0
@@ -80,45 +70,31 @@ def _inputs(x, token, tokens, column, columns, stride, INSIDE: tl.constexpr):
 
 
 @triton.jit
-def _add(total, values, inputs, bit):
-    product = values.to(tl.float32)[None, :, :] * inputs.to(tl.float32)[:, None, :]
-    return tl.where((bit != 0)[None, :, :], total + product, total)
+def _add(total, values, inputs, bit, DOT: tl.constexpr, WIDEN: tl.constexpr):
+    """`total` and the products of one column of each group."""
+    if DOT:
+        if WIDEN:
+            values, inputs = values.to(tl.float32), inputs.to(tl.float32)
+        tile = tl.where(bit != 0, values, tl.zeros_like(values))
+        total = tl.dot(tile, tl.trans(inputs), total, input_precision="ieee")
+    else:
+        product = values.to(tl.float32)[None, :, :] * inputs.to(tl.float32)[:, None, :]
+        total = tl.where((bit != 0)[None, :, :], total + product, total)
+    return total
 
 
 @triton.jit
-def _multiplied(
-    total, mask, starts, own, left, x, row, token, tokens, columns, stride, base,
-    WORDS: tl.constexpr, GROUPS: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
+def _tile(
+    total, bits, before, own, left, x, token, tokens, base, columns, stride,
+    GROUPS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """`total` and the products of a tile of columns, by multiplications."""
-    a, b, c, d, bits = _columns(mask, starts, own, left, row, base, WORDS, GROUPS, CHECK, INSIDE)
+    """`total` and the products of a tile of columns from `base`."""
+    a, b, c, d, mine = _columns(bits, before, own, left, GROUPS, CHECK)
     column = tl.arange(0, GROUPS) * WIDTH + base
-    total = _add(total, a, _inputs(x, token, tokens, column, columns, stride, INSIDE), bits & 1)
-    total = _add(total, b, _inputs(x, token, tokens, column + 1, columns, stride, INSIDE), bits & 2)
-    total = _add(total, c, _inputs(x, token, tokens, column + 2, columns, stride, INSIDE), bits & 4)
-    return _add(total, d, _inputs(x, token, tokens, column + 3, columns, stride, INSIDE), bits & 8)
-
-
-@triton.jit
-def _dot(total, values, inputs, bit, WIDEN: tl.constexpr):
-    if WIDEN:
-        values, inputs = values.to(tl.float32), inputs.to(tl.float32)
-    tile = tl.where(bit != 0, values, tl.zeros_like(values))
-    return tl.dot(tile, tl.trans(inputs), total, input_precision="ieee")
-
-
-@triton.jit
-def _dotted(
-    total, mask, starts, own, left, x, row, token, tokens, columns, stride, base,
-    WORDS: tl.constexpr, GROUPS: tl.constexpr, WIDEN: tl.constexpr, CHECK: tl.constexpr, INSIDE: tl.constexpr,
-):  # fmt: skip
-    """As `_multiplied`, by products of matrices; `total` has shape (rows, tokens)."""
-    a, b, c, d, bits = _columns(mask, starts, own, left, row, base, WORDS, GROUPS, CHECK, INSIDE)
-    column = tl.arange(0, GROUPS) * WIDTH + base
-    total = _dot(total, a, _inputs(x, token, tokens, column, columns, stride, INSIDE), bits & 1, WIDEN)
-    total = _dot(total, b, _inputs(x, token, tokens, column + 1, columns, stride, INSIDE), bits & 2, WIDEN)
-    total = _dot(total, c, _inputs(x, token, tokens, column + 2, columns, stride, INSIDE), bits & 4, WIDEN)
-    return _dot(total, d, _inputs(x, token, tokens, column + 3, columns, stride, INSIDE), bits & 8, WIDEN)
+    total = _add(total, a, _inputs(x, token, tokens, column, columns, stride, INSIDE), mine & 1, DOT, WIDEN)
+    total = _add(total, b, _inputs(x, token, tokens, column + 1, columns, stride, INSIDE), mine & 2, DOT, WIDEN)
+    total = _add(total, c, _inputs(x, token, tokens, column + 2, columns, stride, INSIDE), mine & 4, DOT, WIDEN)
+    return _add(total, d, _inputs(x, token, tokens, column + 3, columns, stride, INSIDE), mine & 8, DOT, WIDEN)
 
 
 @triton.jit
@@ -132,42 +108,27 @@ def _sums(
     whole = start + (end - start) // (GROUPS * WIDTH) * (GROUPS * WIDTH)
     if DOT:
         total = tl.zeros([ROWS, TOKENS], tl.float32)
-        for base in range(start, whole, GROUPS * WIDTH):
-            total = _dotted(
-                total, mask, starts, own, left, x, row, token, tokens, columns, stride, base, WORDS, GROUPS, WIDEN, CHECK, True
-            )
-        if whole < end:
-            total = _dotted(
-                total,
-                mask,
-                starts,
-                own,
-                left,
-                x,
-                row,
-                token,
-                tokens,
-                columns,
-                stride,
-                whole,
-                WORDS,
-                GROUPS,
-                WIDEN,
-                CHECK,
-                False,
-            )
+    else:
+        total = tl.zeros([TOKENS, ROWS, GROUPS], tl.float32)
+    word = tl.arange(0, GROUPS) // GROUPS_IN_WORD + start // WORD
+    bits, before = _words(mask, starts, row, word, WORDS)
+    for base in range(start, whole, GROUPS * WIDTH):
+        these, places = bits, before
+        # The next words are on their way while these are used: values cannot be asked for before their words are there.
+        word += GROUPS // GROUPS_IN_WORD
+        bits, before = _words(mask, starts, row, word, WORDS)
+        total = _tile(
+            total, these, places, own, left, x, token, tokens, base, columns, stride, GROUPS, DOT, WIDEN, CHECK, True
+        )  # fmt: skip
+    if whole < end:
+        bits = tl.where((word < WORDS)[None, :], bits, tl.zeros_like(bits))
+        total = _tile(
+            total, bits, before, own, left, x, token, tokens, whole, columns, stride, GROUPS, DOT, WIDEN, CHECK, False
+        )  # fmt: skip
+    if DOT:
         result = tl.trans(total)
     else:
-        each = tl.zeros([TOKENS, ROWS, GROUPS], tl.float32)
-        for base in range(start, whole, GROUPS * WIDTH):
-            each = _multiplied(
-                each, mask, starts, own, left, x, row, token, tokens, columns, stride, base, WORDS, GROUPS, CHECK, True
-            )
-        if whole < end:
-            each = _multiplied(
-                each, mask, starts, own, left, x, row, token, tokens, columns, stride, whole, WORDS, GROUPS, CHECK, False
-            )
-        result = tl.sum(each, 2)
+        result = tl.sum(total, 2)
     return result
 
 
@@ -181,7 +142,7 @@ def products_kernel(
 
     A program takes ROWS rows, and GROUPS groups of columns at a time. DOT: by products of matrices, whose sizes are 16 or more;
     WIDEN: in float32.
-    `stored` is the number of values, and `part` a multiple of 64.
+    `stored` is the number of values, and `part` a multiple of the columns of a tile.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
@@ -213,8 +174,8 @@ def expand_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     shift = (group % (WORD // 2) * 2).to(tl.uint64)[None, :]
     below = (tl.full([1, GROUPS], 1, tl.uint64) << shift) - 1
-    bits, before = _words(mask, starts, row, group // (WORD // 2), WORDS, False)
-    mine = (bits >> shift).to(tl.int32)
+    bits, before = _words(mask, starts, row, group // (WORD // 2), WORDS)
+    mine = tl.where((group < WORDS * (WORD // 2))[None, :], (bits >> shift).to(tl.int32), 0)
     at = values + tl.load(offsets + row)[:, None] + (before + _ones(bits & below))
     left = tl.load(at, mask=(mine & 1) != 0, other=0)
     right = tl.load(at + (mine & 1), mask=(mine & 2) != 0, other=0)
