@@ -28,9 +28,9 @@ from bench_helpers import hardware, in_turn, wall_time
 from torch import Tensor
 from torch.nn import functional
 
-from emp_llm.runtime.cpu_products import TorchProducts
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows
 from emp_llm.runtime.sparse_linear import products_of
+from emp_llm.runtime.torch_products import TorchProducts
 
 SHAPES = ["4096x11008", "11008x4096", "4096x4096"]
 _FLUSHED = 256 << 20  # bytes, more than any level 2 cache has

@@ -179,7 +179,7 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = matrix(72, torch.float32), nn.Parameter(torch.arange(7.0), requires_grad=False)
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
-    monkeypatch.setattr(sparse_linear, "compiles", lambda: False)
+    monkeypatch.setattr(sparse_linear, "_compiles", lambda: False)
     for compiles, loads, kind in ((True, True, "CudaProducts"), (True, False, "TorchProducts"), (False, True, "TorchProducts")):
         monkeypatch.setattr(sparse_linear, "triton_compiles_for", lambda device, compiles=compiles: compiles)
         monkeypatch.setattr(sparse_linear, "has_triton", lambda loads=loads: loads)
