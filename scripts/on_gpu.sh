@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in under ten minutes: tests of the kernels, masks and calibration, then measurements.
-# Writes two tables, gpu.md and refit_cuda.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
+# Writes three tables, gpu.md, refit_cuda.md and runtime_gpu.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
 #
 #     bash scripts/on_gpu.sh                 # from the root of the repository
 #     DRY_RUN=1 bash scripts/on_gpu.sh       # prints the commands
 #     DEVICE=cpu SIZE=tiny bash scripts/on_gpu.sh   # tries the script without a GPU
 #
 # PYTHON   the interpreter, with a CUDA build of torch; default: python3
-# OUT      the folder for gpu.md, refit_cuda.md and gpu_logs; default: scripts/results
+# OUT      the folder for the tables and gpu_logs; default: scripts/results
 # WHEELS   a folder of wheels, from which missing packages are installed in an environment of their own; torch is not touched
 # SCRATCH  where to work (15 GB for SIZE=4B); default: a temporary folder, deleted at the end
 # WITNESS  a folder of texts: instead of all this, train the model of train_witness.py on them, and write OUT/witness.md
@@ -127,6 +127,8 @@ shards() {
     echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"
     echo "refit|tests/test_cuda.py|refit or sparsegpt"
     echo "effective masks and sweep|tests/test_cuda.py|effective or sweep"
+    echo "runtime kernel|tests/test_runtime_cuda.py|"
+    echo "runtime|tests/test_cuda.py|sparse_layer or sparse_model or semi_structured"
 }
 
 # tests LIMIT: all shards at once
@@ -205,6 +207,10 @@ bench masks 90 0
 SHAPES=$([ "$SIZE" = tiny ] && echo 64x96 || echo 1024x2752 4096x4096 11008x4096 4096x11008)
 # shellcheck disable=SC2086
 step refit 90 "$PYTHON" scripts/bench_refit.py --device "$DEVICE" --shapes $SHAPES --output "$OUT/refit_$DEVICE.md"
+LAYERS=$([ "$SIZE" = tiny ] && echo 64x96 || echo 4096x11008 11008x4096 4096x4096)
+# shellcheck disable=SC2086
+step runtime 60 "$PYTHON" scripts/bench_runtime_gpu.py --device "$DEVICE" --shapes $LAYERS --seconds "$(($(left 60) - 15))" \
+    --output "$OUT/runtime_gpu.md"
 bench calibration 130 70
 bench prune 300 20  # the rest of the time
 

@@ -25,6 +25,9 @@ from emp_llm.pruning import pruner
 from emp_llm.pruning.recipe import read_report
 from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt
+from emp_llm.runtime import SparseLinear, load
+from emp_llm.runtime.packed_rows import pack_rows
+from emp_llm.runtime.semi_structured import SemiStructuredLinear
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
@@ -243,3 +246,78 @@ def test_a_refit_on_the_gpu_restores_as_much_as_one_on_the_cpu(
         assert verify(out, source=str(source)).differences == []
         errors.append([fit.error_after for fit in read_report(out).fits.values()])
     assert errors[1] == pytest.approx(errors[0], rel=0.05, abs=1e-4)
+
+
+def sparse_layer(dtype: torch.dtype, rows: int = 300, columns: int = 1000) -> SparseLinear:
+    """A layer with half of its weights, and a bias."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator) * (torch.rand(rows, columns, generator=generator) < 0.5)
+    return SparseLinear(pack_rows(weight.to(dtype)), torch.nn.Parameter(torch.ones(rows, dtype=dtype), requires_grad=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 17, 300])
+def test_a_sparse_layer_on_the_gpu_equals_that_on_the_cpu(dtype: torch.dtype, tokens: int) -> None:
+    layer = sparse_layer(dtype)
+    x = torch.randn(tokens, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = x.double() @ layer.weight.double().T + 1
+    there = layer.to("cuda")
+    assert type(there._products).__name__ == "CudaProducts"
+    found = there(x.cuda())
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    assert float((found.cpu().double() - wanted).norm() / wanted.norm()) < tolerance
+    assert torch.equal(there(x.cuda()), found)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_a_sparse_layer_is_compiled_without_a_break(tokens: int) -> None:
+    layer = sparse_layer(torch.bfloat16).to("cuda")
+    x = torch.randn(1, tokens, 1000, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_a_sparse_layer_in_a_cuda_graph(tokens: int) -> None:
+    layer = sparse_layer(torch.bfloat16).to("cuda")
+    x = torch.randn(tokens, 1000, device="cuda", dtype=torch.bfloat16)
+    layer(x)  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    for seed in range(2):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+
+def test_a_sparse_model_on_the_gpu_writes_the_words_of_the_cpu(tmp_path: Path) -> None:
+    source = tiny.make_model(tmp_path / "model", "llama", torch.float32)
+    prune(model=source, output=tmp_path / "pruned", method="magnitude", sparsity=0.5)
+    prompt, written = torch.tensor([[1, 5, 9, 4]]), []
+    for device in ("cpu", "cuda"):
+        model = load(tmp_path / "pruned", device=device)
+        written.append(model.generate(prompt.to(device), max_new_tokens=20, do_sample=False).cpu())
+    assert torch.equal(*written)
+
+
+def test_semi_structured_weights_equal_dense_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+        patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
+        source = tiny.make_model(tmp_path / "model", "wider", torch.bfloat16)
+    prune(model=source, output=tmp_path / "pruned", method="magnitude", pattern="2:4", targets="all-linear")
+    dense = load_model(tmp_path / "pruned", "cuda:0")
+    model = load(tmp_path / "pruned", device="cuda", semi_structured=True)
+    layers = [module for module in model.modules() if isinstance(module, SemiStructuredLinear)]
+    assert len(layers) == 7 * model.config.num_hidden_layers
+    ids = torch.arange(64, device="cuda")[None] % model.config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=5e-2, atol=5e-2)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in dense.state_dict().items())
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved", "cuda:0").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in dense.state_dict().items())

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import bench_gpu
 import bench_helpers
+import bench_runtime_gpu
 import pytest
+import torch
 import train_witness
 from _pytest.mark.expression import Expression
 from conftest import Run
@@ -73,7 +75,7 @@ def test_the_steps_take_less_than_ten_minutes() -> None:
 def test_every_test_is_in_one_group(printed: str) -> None:
     """Names of tests stand in for pytest's own collection, which takes seconds for each of the groups."""
     groups = [line.split(" -k ") for line in printed.splitlines() if " -m pytest " in line]
-    for file in ("tests/test_cuda.py", "tests/test_triton.py", "tests/test_mask_device.py"):
+    for file in ("tests/test_cuda.py", "tests/test_triton.py", "tests/test_mask_device.py", "tests/test_runtime_cuda.py"):
         expressions = [expression.strip() for command, expression in groups if command.endswith(file)]
         for test in re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE):
             for case in cases(test):
@@ -171,3 +173,19 @@ def test_measurements_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed == {"broken": "OSError: no space left on device"}
     found, _ = bench_helpers.in_turn({"one": lambda: None}, 5, seconds=15, measure=measure, warm_up=True)
     assert found == {"one": [1.0]}, "a second round would end too late"
+
+
+def test_the_table_of_packed_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--device", "cpu", "--shapes", "64x96", "--zeros", "40", "60", "--tokens", "1", "20", "--repeats", "1"]
+    bench_runtime_gpu.main([*line, "--output", str(tmp_path / "runtime_gpu.md")])
+    page = (tmp_path / "runtime_gpu.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| 64")]
+    assert [row[:3] for row in rows] == [["64 x 96", zeros, tokens] for zeros in ("40 %", "60 %") for tokens in ("1", "20")]
+    assert all(len(row) == len(bench_runtime_gpu.COLUMNS) and float(row[5]) > 0 and float(row[6]) > 1 for row in rows)
+    assert all(" ".join(row) in " ".join(capsys.readouterr().out.replace("|", "").split()) for row in rows[:1])
+    with pytest.raises(SystemExit, match=r"the packed product is wrong by"):
+        bench_runtime_gpu.check_result(torch.ones(1, 2), torch.ones(2, 3), torch.ones(1, 3))
+    with pytest.raises(SystemExit) as end:
+        bench_runtime_gpu.main(["--device", "cpu", "--tune"])
+    assert end.value.code == 2
+    assert "--tune needs --device cuda" in capsys.readouterr().err

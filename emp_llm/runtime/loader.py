@@ -19,6 +19,7 @@ from emp_llm.common.wording import count_of, format_bytes, quotable
 from emp_llm.execution.completeness import check_complete, load_report
 from emp_llm.hub.local_model import find_model
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
+from emp_llm.runtime.semi_structured import check_semi_structured, make_semi_structured
 from emp_llm.runtime.sparse_linear import SparseLinear
 from emp_llm.runtime.stored_weights import TORCH_DTYPES, StoredWeights, stored_weights
 
@@ -45,6 +46,7 @@ def load(
     trust_remote_code: bool = False,
     least_zeros: float = LEAST_ZEROS,
     check: bool = True,
+    semi_structured: bool = False,
 ) -> PreTrainedModel:
     """A pruned model in evaluation mode, its pruned linear layers as `SparseLinear`.
 
@@ -59,10 +61,15 @@ def load(
         trust_remote_code: run code from the folder.
         least_zeros: the smallest share of zeros with which a layer is packed; more than 1: none is.
         check: compare the hashes of a packed folder before anything runs.
+        semi_structured: on NVIDIA GPUs, layers with at most two of each four weights become `nn.Linear` with torch's
+            semi-structured sparse weights, for long prompts and large batches. A state dict has them dense.
 
     Raises:
-        UserError: no such model, a damaged file, a quantised model, or a mask without weights.
+        UserError: no such model, a damaged file, a quantised model, or a mask without weights; with `semi_structured`, also
+            a CPU, a dtype or a shape that torch does not take, or no 2:4 layer.
     """
+    if semi_structured:
+        check_semi_structured(torch.device(device))
     source = find_model(str(model), revision, trust_remote_code)
     weights = stored_weights(source.folder, check)
     _check_kind(weights)
@@ -76,7 +83,10 @@ def load(
         loaded.set_submodule(place.module, SparseLinear(rows, hole.bias, place.transposed))
     if least_zeros <= 1:
         _say(source.folder, len(places), list(packed.values()))
-    return loaded.to(device).eval()
+    loaded = loaded.to(device).eval()
+    if semi_structured:
+        make_semi_structured(loaded)
+    return loaded
 
 
 def run_device(device: str) -> str:

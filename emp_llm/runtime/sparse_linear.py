@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows
 from emp_llm.runtime.torch_products import TorchProducts
+from emp_llm.selection.available_kernels import has_triton, triton_compiles_for
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class SparseLinear(nn.Module):
         for name in ("mask", "values", "offsets"):
             self.register_buffer(name, getattr(rows, name), persistent=False)
         self._products: Any = None
+        self._prepare()
 
     @property
     def rows(self) -> PackedRows:
@@ -67,9 +69,15 @@ class SparseLinear(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or convert; products on the new device are prepared at the next call."""
+        """Move or convert; products on the new device are prepared at the next call, on GPUs at once."""
         self._products = None
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._prepare()
+        return applied
+
+    def _prepare(self) -> None:
+        """Prepare products on a GPU ahead, so that torch.compile and CUDA graphs see products alone."""
+        self._products = products_of(self.rows) if self.values.is_cuda else None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_products": None}
@@ -88,7 +96,8 @@ class SparseLinear(nn.Module):
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
         rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
-        self.mask, self.values, self.offsets, self._products = rows.mask, rows.values, rows.offsets, None
+        self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
+        self._prepare()
 
 
 def products_of(rows: PackedRows) -> Any:
@@ -97,6 +106,10 @@ def products_of(rows: PackedRows) -> Any:
         from emp_llm.runtime.cpu_products import CpuProducts
 
         return CpuProducts(rows)
+    if triton_compiles_for(rows.values.device) and has_triton():
+        from emp_llm.runtime.cuda_products import CudaProducts
+
+        return CudaProducts(rows)
     return TorchProducts(rows)
 
 

@@ -1,0 +1,256 @@
+"""Packed rows on CUDA against float64, on a GPU if present, else in Triton's interpreter; and the choice of 2:4 weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DTYPES, bits
+from torch import Tensor, nn
+
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.runtime import SparseLinear, load, sparse_linear
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows
+from emp_llm.runtime.semi_structured import SemiStructuredLinear, is_two_of_four, two_of_four_layers
+
+pytest.importorskip("triton")
+# Without a GPU, conftest sets TRITON_INTERPRET before these imports.
+cuda = pytest.importorskip("emp_llm.runtime.kernels.cuda")
+cuda_products = pytest.importorskip("emp_llm.runtime.cuda_products")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-23}  # the interpreter rounds towards zero
+
+
+def matrix(columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Rows without values, full, with one value at either end, with negative zeros, large, and random ones."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(7, columns, generator=generator)
+    weight[2:] *= torch.rand(5, columns, generator=generator) < 0.5
+    weight[0] = 0
+    weight[2, 1:], weight[3, :-1], weight[2, 0], weight[3, -1] = 0, 0, 2, -3
+    weight[4, ::3] = -0.0
+    weight[5] *= 300
+    return weight.to(dtype)
+
+
+def inputs(tokens: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: Tensor, weight: Tensor, x: Tensor) -> None:
+    """To one rounding of the result, and roundings of float32 in the sum."""
+    w, v = weight.double(), x.cpu().double()
+    exact, size = v @ w.T, v.abs() @ w.abs().T
+    assert found.shape == exact.shape
+    assert found.dtype == x.dtype
+    allowed = ULP[x.dtype] * exact.abs() + 2**-21 * size + 1e-7
+    assert bool(((found.cpu().double() - exact).abs() <= allowed).all())
+
+
+def products(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return cuda_products.CudaProducts(pack_rows(weight).to(DEVICE))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [33, 64, 200, 1000])
+def test_products(dtype: torch.dtype, columns: int) -> None:
+    weight = matrix(columns, dtype)
+    multiply = products(weight)
+    turn = DTYPES.index(dtype) + columns
+    for tokens in {1, (2, 3)[turn % 2], (5, 16)[turn % 2], (17, 40)[turn % 2]}:
+        x = inputs(tokens, columns, dtype).to(DEVICE)
+        found = multiply(x)
+        assert_close(found, weight, x)
+        if tokens == 1:
+            assert torch.equal(bits(multiply(x)), bits(found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_that_are_not_contiguous(dtype: torch.dtype) -> None:
+    weight = matrix(72, dtype)
+    multiply = products(weight)
+    wide = inputs(40, 100, dtype).to(DEVICE)
+    for x in (wide[:2, 5:77], wide[:6:3, 5:77], inputs(72, 17, dtype).to(DEVICE).T):
+        assert_close(multiply(x), weight, x)
+
+
+@pytest.mark.parametrize(("stored", "given_dtype"), [(DTYPES[0], DTYPES[2]), (DTYPES[2], DTYPES[0]), (DTYPES[1], DTYPES[2])])
+@pytest.mark.parametrize("tokens", [1, 6, 18])
+def test_weights_and_inputs_of_different_dtypes(stored: torch.dtype, given_dtype: torch.dtype, tokens: int) -> None:
+    weight, x = matrix(65, stored), inputs(tokens, 65, given_dtype).to(DEVICE)
+    assert_close(products(weight)(x), weight, x)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # from numpy, which the interpreter uses
+def test_large_and_infinite_values() -> None:
+    """A product that overflows is infinite, and an input that is not finite spoils only the rows that read it."""
+    weight = torch.zeros(3, 70)
+    weight[0, 3], weight[1, 69], weight[2, 4] = 3e38, 1, 1
+    x = torch.ones(1, 70)
+    x[0, 3], x[0, 68] = 10, float("nan")
+    found = products(weight)(x.to(DEVICE)).cpu()
+    assert found.tolist() == [[float("inf"), 1, 1]]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+@pytest.mark.parametrize("shape", [(0, 64), (3, 64), (1, 1), (5, 130)])
+def test_matrices_without_values(shape: tuple[int, int], tokens: int) -> None:
+    found = products(torch.zeros(shape))(torch.ones(tokens, shape[1], device=DEVICE))
+    assert torch.equal(found.cpu(), torch.zeros(tokens, shape[0]))
+
+
+@settings(max_examples=18, deadline=None, database=None)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 140),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 2, 4, 7, 16]),
+    st.floats(0, 1),
+    st.integers(0, 1 << 30),
+)
+def test_any_mask(rows: int, columns: int, dtype: torch.dtype, tokens: int, share: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * (torch.rand(rows, columns, generator=generator) < share)
+    weight, x = weight.to(dtype), inputs(tokens, columns, dtype, seed).to(DEVICE)
+    assert_close(products(weight)(x), weight, x)
+    packed = pack_rows(weight).to(DEVICE)
+    dense = cuda.expand_rows(cuda.device_rows(packed.mask, packed.values, packed.offsets, columns), 0, rows, dtype)
+    assert torch.equal(bits(dense), bits(weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [33, 64, 1000])
+def test_expanded_rows_are_the_same_bits(dtype: torch.dtype, columns: int) -> None:
+    weight = matrix(columns, dtype)
+    bits(weight)[6, 7] = -1  # a NaN with all its bits
+    packed = pack_rows(weight).to(DEVICE)
+    rows = cuda.device_rows(packed.mask, packed.values, packed.offsets, columns)
+    for first, last in ((0, 7), (3, 6), (6, 7), (4, 4)):
+        assert torch.equal(bits(cuda.expand_rows(rows, first, last, dtype)), bits(weight[first:last]))
+    assert torch.equal(cuda.expand_rows(rows, 0, 6, torch.float32).cpu(), weight[:6].float())
+
+
+def test_many_tokens_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = matrix(200, torch.bfloat16), inputs(20, 200, torch.bfloat16).to(DEVICE)
+    monkeypatch.setattr(cuda_products, "_TILE", 2 * 200 * 2)
+    assert_close(products(weight)(x), weight, x)
+
+
+@pytest.mark.parametrize("dot", [False, True])
+def test_rows_that_are_split(dot: bool) -> None:
+    """Parts of rows are added in one order, also where the last part is short."""
+    weight = matrix(300, torch.bfloat16)
+    packed = pack_rows(weight).to(DEVICE)
+    rows = cuda.device_rows(packed.mask, packed.values, packed.offsets, 300)
+    x = inputs(3, 300, torch.bfloat16).to(DEVICE)
+    sizes = cuda.ProductSizes(16 if dot else 4, 16 if dot else 8, 16, dot, 4, 128, 3)
+    found = cuda.multiply(rows, x, sizes)
+    assert_close(found, weight, x)
+    assert torch.equal(found, cuda.multiply(rows, x, sizes))
+
+
+def test_rows_too_long_for_starts_of_16_bits() -> None:
+    for columns in (65_535, 70_001):
+        weight = torch.ones(2, columns, dtype=torch.bfloat16)
+        packed = pack_rows(weight).to(DEVICE)
+        rows = cuda.device_rows(packed.mask, packed.values, packed.offsets, columns)
+        starts = rows.starts.cpu().int() & (0xFFFF if rows.starts.dtype == torch.int16 else -1)
+        assert torch.equal(starts, torch.arange(0, columns, 64, dtype=torch.int32).expand(2, -1))
+        x = inputs(1, columns, torch.float32).to(DEVICE)
+        assert_close(cuda.multiply(rows, x, cuda.ProductSizes(1, 2, 16384, False, 8, 1 << 17, 1)), weight, x)
+
+
+def test_sizes_cover_the_matrix() -> None:
+    for rows in (1, 100, 1024, 4096, 11008, 128_256):
+        for columns in (1, 64, 520, 4096, 11008, 70_000):
+            for tokens in range(1, 17):
+                how = cuda.product_sizes(rows, columns, tokens)
+                assert how.tokens >= tokens
+                assert how.part % 64 == 0
+                assert (how.splits - 1) * how.part < columns <= how.splits * how.part
+                assert not how.dot or min(how.tokens, how.rows, how.groups) >= 16
+
+
+def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the kernel where Triton compiles, and torch where it does not."""
+    weight, bias = matrix(72, torch.float32), nn.Parameter(torch.arange(7.0), requires_grad=False)
+    x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
+    wanted = x.cpu() @ weight.T + bias
+    monkeypatch.setattr(sparse_linear, "_compiles", lambda: False)
+    for compiles, loads, kind in ((True, True, "CudaProducts"), (True, False, "TorchProducts"), (False, True, "TorchProducts")):
+        monkeypatch.setattr(sparse_linear, "triton_compiles_for", lambda device, compiles=compiles: compiles)
+        monkeypatch.setattr(sparse_linear, "has_triton", lambda loads=loads: loads)
+        layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
+        assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
+        assert type(layer._products).__name__ == kind
+        assert torch.equal(layer.state_dict()["weight"].cpu(), weight)
+
+
+def two_of_four(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
+    weight.view(rows, -1, 4)[:, ::2, :2] = 0
+    weight.view(rows, -1, 4)[:, 1::2, 1:3] = 0
+    return weight.to(dtype)
+
+
+def test_which_rows_are_two_of_four() -> None:
+    weight = two_of_four(8, 72)
+    assert is_two_of_four(pack_rows(weight))
+    assert is_two_of_four(pack_rows(torch.zeros(8, 72)))
+    for column in (0, 5, 70):
+        wrong = weight.clone()
+        wrong[7, column] = 1
+        assert not is_two_of_four(pack_rows(wrong)), column
+    assert not is_two_of_four(pack_rows(two_of_four(8, 72)[:, :70]))
+    shifted = torch.zeros(1, 8)
+    shifted[0, 2:6] = 1  # two on either side of a border
+    assert is_two_of_four(pack_rows(shifted))
+
+
+def model_of(*weights: Tensor) -> nn.ModuleDict:
+    return nn.ModuleDict({f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)})
+
+
+def test_only_layers_that_are_two_of_four_are_taken() -> None:
+    dense = torch.ones(32, 64, dtype=torch.bfloat16)
+    assert list(two_of_four_layers(model_of(dense, two_of_four(32, 64)), torch.bfloat16)) == ["layer1"]
+    with pytest.raises(UserError, match="none of 1 packed layer has at most two of each four consecutive"):
+        two_of_four_layers(model_of(dense), torch.bfloat16)
+    with pytest.raises(UserError, match=r"layer0.* computes in float32; 2:4 weights are bfloat16 or float16"):
+        two_of_four_layers(model_of(two_of_four(32, 64)), torch.float32)
+    for rows, columns in ((31, 64), (32, 96)):
+        with pytest.raises(UserError, match=f"layer0.* has {rows} outputs and {columns} inputs; torch takes multiples"):
+            two_of_four_layers(model_of(two_of_four(rows, columns)), torch.float16)
+
+
+def test_two_of_four_weights_need_a_gpu(models: Callable[[str], Path], tmp_path: Path) -> None:
+    prune(model=models("llama"), output=tmp_path / "out", method="magnitude", pattern="2:4")
+    with pytest.raises(UserError, match=r"2:4 weights need an NVIDIA GPU, and the device is 'cpu'. Give device='cuda'"):
+        load(tmp_path / "out", device="cpu", semi_structured=True)
+    model = load(tmp_path / "out")
+    packed = [module for module in model.modules() if isinstance(module, SparseLinear)]
+    assert packed
+    assert all(is_two_of_four(module.rows) for module in packed)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_state_dicts_hold_dense_weights(transposed: bool) -> None:
+    weight, bias = two_of_four(32, 64), nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+    layer = SemiStructuredLinear(weight, bias, transposed)
+    state = layer.state_dict()
+    assert set(state) == {"weight", "bias"}
+    assert torch.equal(state["weight"], weight.T if transposed else weight)
+    x = inputs(2, 64, torch.bfloat16)
+    assert torch.equal(layer(x), nn.functional.linear(x, weight, bias))
+
+
+def test_packed_rows_stay_as_they_are() -> None:
+    """The kernels read what the file holds: only the starts of the words are added."""
+    rows: PackedRows = pack_rows(matrix(1000, torch.bfloat16)).to(DEVICE)
+    made = cuda_products.CudaProducts(rows)
+    assert made._matrix.values.data_ptr() == rows.values.data_ptr()
+    assert made._matrix.mask.data_ptr() == rows.mask.data_ptr()
+    assert made.nbytes == 7 * 16 * 2
