@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -71,22 +72,29 @@ def load(
     if semi_structured:
         check_semi_structured(torch.device(device))
     source = find_model(str(model), revision, trust_remote_code)
-    weights = stored_weights(source.folder, check)
-    _check_kind(weights)
-    skeleton = build_skeleton(source.folder, trust_remote_code)
-    places = _places(skeleton, weights)
-    found = {place: _rows(weights, place, least_zeros) for place in places}
-    packed = {place: rows for place, rows in found.items() if rows is not None}
-    loaded = _load_others(source.folder, skeleton, weights, list(packed), dtype)
+    with stored_weights(source.folder, check) as weights:
+        loaded, packed, layers = _load(source.folder, weights, dtype, trust_remote_code, least_zeros)
     for place, rows in packed.items():
         hole = loaded.get_submodule(place.module)
         loaded.set_submodule(place.module, SparseLinear(rows, hole.bias, place.transposed))
     if least_zeros <= 1:
-        _say(source.folder, len(places), list(packed.values()))
+        _say(source.folder, layers, list(packed.values()))
     loaded = loaded.to(device).eval()
     if semi_structured:
         make_semi_structured(loaded)
     return loaded
+
+
+def _load(
+    folder: Path, weights: StoredWeights, dtype: str | torch.dtype, trust_remote_code: bool, least_zeros: float
+) -> tuple[PreTrainedModel, dict[_Place, PackedRows], int]:
+    """The model with holes, the packed rows for these, and the number of layers that could be packed."""
+    _check_kind(weights)
+    skeleton = build_skeleton(folder, trust_remote_code)
+    places = _places(skeleton, weights)
+    found = {place: _rows(weights, place, least_zeros) for place in places}
+    packed = {place: rows for place, rows in found.items() if rows is not None}
+    return _load_others(folder, skeleton, weights, list(packed), dtype), packed, len(places)
 
 
 def run_device(device: str) -> str:
@@ -166,7 +174,8 @@ def _load_others(
     kind = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
-        kind.__init__(self, *arguments, **keywords)
+        with patch.object(nn.Linear, "reset_parameters", lambda layer: None):  # every weight is loaded; drawing takes time
+            kind.__init__(self, *arguments, **keywords)
         for place in packed:
             self.set_submodule(place.module, _Hole(self.get_submodule(place.module)))
 

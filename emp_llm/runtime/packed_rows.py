@@ -121,7 +121,7 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
 def _ones_in(mask: Tensor) -> Tensor:
     """The number of set bits of each row, int64."""
     if hasattr(np, "bitwise_count"):
-        return torch.from_numpy(np.bitwise_count(mask.numpy()).sum(axis=1, dtype=np.int64))
+        return torch.from_numpy(np.bitwise_count(mask.numpy().view("<u8")).sum(axis=1, dtype=np.int64))
     return _ONES[mask.int()].sum(dim=1, dtype=torch.int64)
 
 

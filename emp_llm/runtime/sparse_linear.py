@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class SparseLinear(nn.Module):
     """y = x W^T + b, with W as packed rows. For inference only: it has no gradient.
 
-    Products are summed in float32 and rounded once to the dtype of x, whatever the dtype of W. In a state dict the weight is
+    Products are summed in float32 and rounded to the dtype of x, whatever the dtype of W. In a state dict the weight is
     dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model.
 
     Args:
@@ -56,9 +56,12 @@ class SparseLinear(nn.Module):
         """x: shape (..., inputs); returns shape (..., outputs), in the dtype of x."""
         if self._products is None:
             self._products = products_of(self.rows)
-        y: Tensor = self._products(x.detach().reshape(x.shape[:-1].numel(), self.in_features))
-        if self.bias is not None:
-            y = y.add_(self.bias)
+        flat = x.detach().reshape(x.shape[:-1].numel(), self.in_features)
+        if self.bias is not None and not flat.is_cuda:
+            y: Tensor = self._products(flat.float()).add_(self.bias).to(x.dtype)  # rounded after the sum
+        else:
+            y = self._products(flat)
+            y = y if self.bias is None else y.add_(self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

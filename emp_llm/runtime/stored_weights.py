@@ -2,9 +2,11 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from blake3 import blake3
@@ -29,13 +31,33 @@ TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 
 
 class StoredWeights(ABC):
-    """The weights of a folder.
+    """The weights of a folder, as a context: it ends when their hashes are compared.
 
     Attributes:
         checkpoint: names, dtypes and shapes of the dense tensors.
+        check: compares the hashes meanwhile; None: nothing to compare.
     """
 
     checkpoint: Checkpoint
+    check: "_Background | None" = None
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the hashes. Their error explains an error of the reader, so it takes its place."""
+        if self.check is not None:
+            self.check.result()
+
+    def mapped(self, shard: Path, name: str) -> Tensor:
+        """A tensor of a safetensors file, mapped into memory."""
+        if shard not in self._files:
+            self._files[shard] = safe_open(shard, framework="pt")
+        tensor: Tensor = self._files[shard].get_tensor(name)
+        return tensor
 
     @abstractmethod
     def packed(self, name: str, least_zeros: float) -> tuple[Tensor, Tensor] | None:
@@ -50,6 +72,7 @@ class CheckpointWeights(StoredWeights):
     """Those of an ordinary checkpoint: packed one after another while they are read."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.checkpoint = Checkpoint(folder)
 
     def packed(self, name: str, least_zeros: float) -> tuple[Tensor, Tensor] | None:
@@ -63,7 +86,7 @@ class CheckpointWeights(StoredWeights):
         return (mask, values) if words - values.numel() >= least_zeros * words else None
 
     def dense(self, name: str) -> Tensor:
-        return _mapped(self.checkpoint.tensors[name].shard).get_tensor(name)  # type: ignore[no-any-return]
+        return self.mapped(self.checkpoint.tensors[name].shard, name)
 
 
 class PackedWeights(StoredWeights):
@@ -79,6 +102,7 @@ class PackedWeights(StoredWeights):
                 f"{packed.folder}: a mask holds no weights. Unpack it first: emp-llm unpack {packed.folder} DIR --base "
                 f"{packed.base_name}"
             )
+        super().__init__()
         self.checkpoint: Checkpoint = PackedCheckpoint(packed)
         self._packed = packed
         self._shard_of = {tensor.name: shard for shard in packed.shards.values() for tensor in shard.tensors}
@@ -97,7 +121,7 @@ class PackedWeights(StoredWeights):
     def dense(self, name: str) -> Tensor:
         tensor, shard = self.checkpoint.tensors[name], self._shard_of[name]
         if self._packed.layout.codec == "raw" and shard.forms[name] == "dense":
-            return _mapped(shard.path).get_tensor(name)  # type: ignore[no-any-return]
+            return self.mapped(shard.path, name)
         raw = b"".join(words.tobytes() for words in self.words(shard, tensor))
         entry = {name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(raw)]}}
         header = json.dumps(entry).encode("utf-8")
@@ -109,10 +133,8 @@ class PackedWeights(StoredWeights):
         with FilePool() as files:
             yield from words_of(shard, tensor, files, self._packed.coder)
 
-    @staticmethod
-    def _parts(shard: PackedShard, name: str) -> tuple[Tensor, Tensor]:
-        file = _mapped(shard.path)
-        return file.get_tensor(f"{name}.mask"), file.get_tensor(f"{name}.values")
+    def _parts(self, shard: PackedShard, name: str) -> tuple[Tensor, Tensor]:
+        return self.mapped(shard.path, f"{name}.mask"), self.mapped(shard.path, f"{name}.values")
 
 
 def stored_weights(folder: Path, check: bool) -> StoredWeights:
@@ -120,7 +142,7 @@ def stored_weights(folder: Path, check: bool) -> StoredWeights:
 
     Args:
         folder: the model folder.
-        check: read the files of a packed folder once, and compare their hashes.
+        check: compare the hashes of a packed folder: of its other files at once, of its shards while the caller goes on.
 
     Raises:
         UserError: the folder is no checkpoint, it is damaged, or it is packed as a mask alone.
@@ -130,15 +152,31 @@ def stored_weights(folder: Path, check: bool) -> StoredWeights:
     packed = PackedFolder(folder)
     weights = PackedWeights(packed)
     if check:
-        _check_hashes(packed, weights)
+        _check_files(packed)
+        weights.check = _Background(partial(_check_shards, packed, weights))
     return weights
 
 
-def _check_hashes(packed: PackedFolder, weights: PackedWeights) -> None:
+class _Background:
+    """Work in a thread; `result` waits for it and raises its error."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-check")
+        self._future = self._pool.submit(work)
+
+    def result(self) -> None:
+        self._pool.shutdown()
+        self._future.result()
+
+
+def _check_files(packed: PackedFolder) -> None:
     for name, (size, kind, wanted) in packed.files.items():
         path = packed.folder / name
         if not path.is_file() or path.stat().st_size != size or file_hash(path, kind) != wanted:
             damaged(path, f"its content is not what {PACK_NAME} says")
+
+
+def _check_shards(packed: PackedFolder, weights: PackedWeights) -> None:
     with progress_bar(sum(shard.path.stat().st_size for shard in packed.shards.values()), "check", "B") as bar:
         for shard in packed.shards.values():
             if shard.packed_digest is not None:
@@ -153,8 +191,3 @@ def _check_hashes(packed: PackedFolder, weights: PackedWeights) -> None:
             if found != wanted:
                 damaged(shard.path, "its weights do not have the announced checksum")
             bar.update(shard.path.stat().st_size)
-
-
-def _mapped(shard: Path) -> Any:
-    """A safetensors file whose tensors are mapped into memory; it stays mapped as long as one of them."""
-    return safe_open(shard, framework="pt")
