@@ -90,6 +90,7 @@ def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:
         ("check_towers", "llava bart"),
         ("check_masks", "--weights 100"),
         ("bench_masks", "--rows 8 --repeats 1 --threads 1"),
+        ("bench_runtime", "--rows 8 --repeats 1 --threads 1 --layer-only"),
         ("bench_refit", "--shapes 24x40 --tokens 100 --repeats 1 --threads 1"),
         ("fuzz_checkpoint", "--executions 20"),
     ],
