@@ -292,6 +292,26 @@ def test_layers_without_zeros_stay_dense(models: Models, sparse_models: Models, 
     assert sparse_layers(load(f"{sparse_models('llama')}-packed", least_zeros=0.3))
 
 
+def test_other_dtypes_stay_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model(tmp_path / "dense", "llama", torch.float64)
+    half(tmp_path / "dense", tmp_path / "pruned")
+    model = load(tmp_path / "pruned")
+    assert not sparse_layers(model)
+    assert "15 linear layers in F64, which is never packed" in caplog.text
+    theirs = dense_of(tmp_path / "pruned").state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_processor_without_the_instructions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    sparse_linear._tell.cache_clear()
+    monkeypatch.setattr(cpu, "instructions_for", lambda dtype, most=None: None)
+    weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
+    x = torch.randn(3, 70).bfloat16()
+    for _ in range(2):
+        check_product(SparseLinear(pack_rows(weight))(x), x, weight)
+    assert caplog.text.count("run by plain loops") == 1
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_zstd_and_float16(family: str, tmp_path: Path) -> None:
     make_model(tmp_path / "dense", family, torch.float16)

@@ -41,6 +41,11 @@ class CpuProducts:
         self._whole = (parts, self._bounds.ctypes.data)
         self._functions: dict[tuple[int, torch.dtype], int] = {}
 
+    @property
+    def instructions(self) -> str | None:
+        """The name of the instructions in use; None: plain loops."""
+        return None if self._how is None else self._how.name
+
     def __call__(self, x: Tensor) -> Tensor:
         """x @ W.T for x of shape (tokens, inputs), in float32 sums, rounded to the dtype of x; shape (tokens, outputs)."""
         if x.dtype not in NAMES:

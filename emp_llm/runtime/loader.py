@@ -144,13 +144,21 @@ def _places(skeleton: PreTrainedModel, weights: StoredWeights) -> list[_Place]:
     tensors = weights.checkpoint.tensors
     stored = find_names(skeleton, weights.checkpoint, {}).names
     shared = Counter(id(parameter) for _, parameter in skeleton.named_parameters(remove_duplicate=False))
-    places = []
+    places: list[_Place] = []
+    others: Counter[str] = Counter()
     for name, module in skeleton.named_modules():
         if type(module) not in (nn.Linear, Conv1D) or shared[id(module.weight)] > 1:
             continue
         tensor = tensors.get(stored.get(f"{name}.weight", ""))
-        if tensor is not None and tensor.dtype in TORCH_DTYPES and tensor.shape == tuple(module.weight.shape):
+        if tensor is None or tensor.shape != tuple(module.weight.shape):
+            continue
+        if tensor.dtype in TORCH_DTYPES:
             places.append(_Place(name, tensor.name, isinstance(module, Conv1D)))
+        else:
+            others[tensor.dtype] += 1
+    for dtype, number in others.items():
+        folder = weights.checkpoint.folder
+        logger.warning("warning: %s: %s in %s, which is never packed; dense.", folder, count_of(number, "linear layer"), dtype)
     return places
 
 

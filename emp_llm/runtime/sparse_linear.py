@@ -108,12 +108,21 @@ def products_of(rows: PackedRows) -> Any:
     if rows.values.device.type == "cpu" and _compiles():
         from emp_llm.runtime.cpu_products import CpuProducts
 
-        return CpuProducts(rows)
+        products = CpuProducts(rows)
+        _tell(products.instructions)
+        return products
     if triton_compiles_for(rows.values.device) and has_triton():
         from emp_llm.runtime.cuda_products import CudaProducts
 
         return CudaProducts(rows)
     return TorchProducts(rows)
+
+
+@cache
+def _tell(instructions: str | None) -> None:
+    """Say once that this processor has no instructions for packed rows."""
+    if instructions is None:
+        logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by plain loops, slowly.")
 
 
 @cache
