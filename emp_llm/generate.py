@@ -26,11 +26,11 @@ def generate(options: GenerateOptions) -> "Generation":
 
 
 def show(generation: "Generation") -> None:
-    """Print the text while it is generated, then its figures to standard error."""
+    """Print the text while it is generated, then its figures to standard error, unless the run is quiet."""
     for piece in generation:
         print(piece, end="", flush=True)
     print()
-    if generation.figures is not None:
+    if generation.figures is not None and not generation.quiet:
         print(generation.figures.words(), file=sys.stderr)
 
 

@@ -24,7 +24,8 @@ _NAMES = {
     "emp-relative": "**emp-relative** (relative score, counts from |W|)",
 }
 _REFITS = {"": "", "equal": "refit", "relative": "refit, relative weights"}
-_DRAWN = (("wanda", ""), ("sparsegpt", ""), ("emp-relative", ""), ("wanda", "equal"), ("emp-relative", "equal"))
+_DRAWN = tuple((method, refit) for refit in ("", "equal") for method in ("wanda", "sparsegpt", "emp-relative"))
+_ENOUGH = 3  # points of a column of which the best is marked
 
 
 def write_tables(folder: Path, results: list[Path]) -> None:
@@ -60,7 +61,8 @@ def _rows(points: list[Entry], dense: Entry) -> Rows:
     """One row for each method and refit, one column for each budget. The smallest increase of a column is bold."""
     budgets = sorted({p["budget"] for p in points}, key=lambda b: (":" in b, _removed(points, b)))
     found = {(p["method"], p["refit"], p["budget"]): increase(p, dense) for p in points}
-    best = {b: min(value for (_, _, budget), (value, _) in found.items() if budget == b) for b in budgets}
+    by_budget = {b: [value for (_, _, budget), (value, _) in found.items() if budget == b] for b in budgets}
+    best = {b: min(values) for b, values in by_budget.items() if len(values) >= _ENOUGH}
     rows = [["method", "weights", *(_title(points, budget) for budget in budgets)]]
     for refit, words in _REFITS.items():
         for method, name in _NAMES.items():
@@ -68,7 +70,7 @@ def _rows(points: list[Entry], dense: Entry) -> Rows:
             for budget in budgets:
                 value = found.get((method, refit, budget))
                 cell = "" if value is None else f"{value[0]:+.2f} ± {value[1]:.2f} %"
-                cells.append(f"**{cell}**" if value is not None and value[0] == best[budget] else cell)
+                cells.append(f"**{cell}**" if value is not None and value[0] == best.get(budget) else cell)
             if any(cells):
                 rows.append([name, words or "kept", *cells])
     return rows

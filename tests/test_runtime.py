@@ -404,6 +404,7 @@ class TestCommands:
         assert sparse.returncode == 0, sparse.stderr
         assert "8 prompt tokens, first new token after" in sparse.stderr
         assert "tokens/s; peak memory" in sparse.stderr
+        assert command("generate", "--model", packed, *line, "-q").stderr == ""
         for model in (packed, sparse_models("llama")):
             assert command("generate", "--model", model, *line, "--runtime", "dense").stdout == sparse.stdout
 

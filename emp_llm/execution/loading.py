@@ -53,7 +53,7 @@ def load_model(
             f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
         )
     start = time.perf_counter()
-    with OffloadFolder() as offload, load_report() as report, _quiet_bar():
+    with OffloadFolder() as offload, load_report() as report, quiet_bar():
         try:
             model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
                 folder,
@@ -133,7 +133,7 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 @contextmanager
-def _quiet_bar() -> Iterator[None]:
+def quiet_bar() -> Iterator[None]:
     """Switch transformers' progress bars off inside this context, unless this process draws bars."""
     if shows_bars() or not transformers.utils.logging.is_progress_bar_enabled():
         yield

@@ -56,6 +56,7 @@ class Generation:
 
     Attributes:
         figures: what it cost; None until the last piece.
+        quiet: the figures are not wanted.
 
     Raises:
         UserError: options are wrong, the model or its tokenizer cannot be loaded, or the prompt is empty or too long.
@@ -66,7 +67,7 @@ class Generation:
         source = find_model(options.model, options.revision, options.trust_remote_code)
         self._tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
         self._ids = self._prompt(options)
-        self._options = options
+        self._options, self.quiet = options, options.quiet
         self._model = self._load(source.folder, options)
         longest, wanted = max_context(self._model.config), self._ids.shape[1] + options.max_new_tokens
         if longest is not None and wanted > longest:

@@ -18,6 +18,7 @@ from emp_llm.architecture.stored_names import find_names
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.wording import count_of, format_bytes, quotable
 from emp_llm.execution.completeness import check_complete, load_report
+from emp_llm.execution.loading import quiet_bar
 from emp_llm.hub.local_model import find_model
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
 from emp_llm.runtime.semi_structured import check_semi_structured, make_semi_structured
@@ -189,7 +190,7 @@ def _load_others(
 
     with_holes = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
     left = weights.checkpoint.tensors.keys() - {place.stored for place in packed}
-    with load_report() as report:
+    with load_report() as report, quiet_bar():
         try:
             model, info = with_holes.from_pretrained(  # type: ignore[attr-defined]
                 None,
