@@ -11,6 +11,7 @@ from hub_server import TOKEN, Hub, hub_server
 from hub_store import User
 from tiny import make_model
 
+from emp_llm.pack import pack
 from emp_llm.prune import prune
 
 READER, STRANGER = "hf_markedtokenofareader", "hf_markedtokenofastranger"
@@ -48,7 +49,9 @@ def checkpoint(tmp_path: Path, _hub_pruned: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _repositories(hub_dense: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def _repositories(
+    hub_dense: Path, _hub_pruned: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("repositories")
     tiny, pickles, lamps, questions, gguf = (folder / name for name in ("tiny", "pickles", "lamps", "questions", "gguf"))
     shutil.copytree(models("llama"), tiny)
@@ -64,8 +67,10 @@ def _repositories(hub_dense: Path, models: Callable[[str], Path], tmp_path_facto
     (lamps / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     asked = [{"question": f"{i} and {i} is", "options": ["a", "b"], "answer": i % 2} for i in range(8)]
     (questions / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in asked))
+    pack(_hub_pruned, folder / "packed")
     return {
         "user/dense": hub_dense,
+        "user/packed": folder / "packed",
         "user/data": lamps,
         "someone/tiny": tiny,
         "someone/pickles": pickles,

@@ -48,6 +48,15 @@ def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offlin
         assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
 
 
+def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_path: Path) -> None:
+    """Files that a model does not need, such as its card and its norms, are not downloaded."""
+    line = ("--prompt", "The lamp", "--max-new-tokens", 4, "--device", "cpu")
+    code, text, err = client.command(tmp_path, "generate", "--model", "user/packed", *line)
+    assert code == 0, err
+    assert "linear layers packed" in err
+    assert client.command(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense")[:2] == (0, text)
+
+
 def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_path: Path) -> None:
     def refusal(name: str, asked: Client = client, **more: str) -> str:
         return str(asked.call("find_model", name=name, **more)["error"])
