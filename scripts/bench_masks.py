@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_helpers import processor, wall_time
+from bench_helpers import gpu_time, processor, wall_time
 from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
@@ -215,21 +215,10 @@ def gpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budg
             if step in ("plain", "sort") and repeat > 2:
                 continue
             work.copy_(weight)
-            taken = wall_time(run) if step == "call" else _gpu_time(run)
+            taken = wall_time(run) if step == "call" else gpu_time(run)
             if repeat >= 0:
                 times[step].append(taken)
     return {step: statistics.median(taken) for step, taken in times.items()}
-
-
-def _gpu_time(run: Callable[[], object]) -> float:
-    """Seconds by the GPU's clock; it is kept busy until everything is queued."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # cycles
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def _write(table: str, threads: int, repeats: int) -> None:

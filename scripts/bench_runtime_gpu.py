@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_helpers import hardware, in_turn, wall_time
+from bench_helpers import gpu_time, hardware, in_turn, wall_time
 from torch import Tensor
 from torch.nn import functional
 
@@ -153,14 +153,8 @@ def _time(run: Callable[[], object], flush: Callable[[], object], device: str) -
     """Seconds by the GPU's clock, which is kept busy until everything is queued; on the CPU, wall time."""
     if device == "cpu":
         return wall_time(run)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     flush()
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # cycles
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return gpu_time(run)
 
 
 def _tune(arguments: argparse.Namespace) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from hub_client import Client, contents, environment, held, shards
+from hub_client import Client, card_of, contents, environment, held, shards
 from hub_fixtures import READER, STRANGER
 from hub_server import CUT, TOKEN, Hub
 from hub_store import Commit, Repository, sha256
 
+from emp_llm.bench import bench
 from emp_llm.prune import prune
 from emp_llm.verify import verify
 
@@ -263,6 +264,16 @@ def test_branches_of_one_repository(hub: Hub, client: Client, checkpoint: Path, 
     assert loaded == client.call("weights", name=str(tmp_path / "gentle"))["result"]
     assert "add --overwrite" in client.call("push", folder=checkpoint, repository="user/sweep", revision="beta/1.5")["error"]
     assert "no such branch" in client.call("push", folder=checkpoint, repository="user/sweep", revision="refs/pr/7")["error"]
+
+
+def test_the_card_says_what_the_zeros_buy(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
+    benched = bench(str(checkpoint), output=tmp_path / "bench.json", **how).record
+    client.call("push", folder=checkpoint, repository="user/fast", results=[tmp_path / "bench.json"])
+    _, text = card_of(hub, "user/fast")
+    assert "## Speed" in text
+    assert f"({benched.decode_ratio:.2f} x)" in text
+    assert f"{benched.sparsity:.1%}" in text
 
 
 def test_private_means_private(hub: Hub, client: Client, checkpoint: Path) -> None:

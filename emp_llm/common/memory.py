@@ -57,19 +57,8 @@ def _left_in_group(root: Path, path: str) -> Iterator[int]:
             return
 
 
-def largest_memory(device: "torch.device") -> int:
-    """The most bytes that this process has used so far: of a GPU's memory if `device` is one, else of the machine's."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # missing on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def resident_memory(device: "torch.device") -> int:
-    """The bytes that this process uses now, mapped files included; `device` as for `largest_memory`."""
+    """The bytes in use now: by this process, mapped files included; or of the memory of `device`, if that is a GPU."""
     if device.type == "cuda":
         import torch
 

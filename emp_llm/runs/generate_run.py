@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TextIteratorStreamer
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import PACK_NAME
-from emp_llm.common.memory import largest_memory
+from emp_llm.common.timing import peak_memory
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.execution.loading import load_model, load_tokenizer, max_context
 from emp_llm.hub.local_model import find_model
@@ -109,6 +109,7 @@ class Generation:
                 self._pieces.append(piece)
                 yield piece
         thread.join()
+        device = self._model.device
         if problem:
             raise problem[0]
         self.figures = GenerationFigures(
@@ -116,7 +117,7 @@ class Generation:
             new_tokens=len(streamer.times),
             first_seconds=streamer.times[0] - start if streamer.times else 0.0,
             seconds=time.perf_counter() - start,
-            memory_bytes=largest_memory(self._model.device),
+            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory(),
         )
 
     def _prompt(self, options: GenerateOptions) -> Any:

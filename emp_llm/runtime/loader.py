@@ -109,9 +109,7 @@ def run_device(device: str) -> str:
     if device.startswith("cuda"):
         number = int(device.partition(":")[2] or 0)
         if not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            raise UserError(
-                f"--device {device}: torch sees {count_of(torch.cuda.device_count(), 'GPU')} here. Use cpu or auto."
-            )
+            raise UserError(f"{device}: torch sees {count_of(torch.cuda.device_count(), 'GPU')} here. Use cpu or auto.")
     return device
 
 

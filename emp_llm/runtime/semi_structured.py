@@ -106,7 +106,7 @@ def make_semi_structured(model: PreTrainedModel) -> None:
         dense = layer.rows.dense().to(layer.values.device, model.dtype)
         try:
             weight = torch.sparse.to_sparse_semi_structured(dense)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise UserError(
                 f"semi_structured=True: torch does not take {quotable(name)} ({reason(error)}). Leave semi_structured out."
             ) from error

@@ -65,8 +65,7 @@ def compiled(module: ir.Module) -> int:
 def _machine() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    # Without the last feature, LLVM halves vectors on processors that slow down for wide ones.
-    features = f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
-    if not processor_features() & {"avx512f", "avx2", "sse2"}:
-        features = llvm.get_host_cpu_features().flatten()
+    features = llvm.get_host_cpu_features().flatten()
+    if "avx512f" in processor_features():
+        features += ",-prefer-256-bit"  # or LLVM halves the vectors
     return llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), features, opt=3)
