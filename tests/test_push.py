@@ -274,6 +274,8 @@ def test_the_card_says_what_the_zeros_buy(hub: Hub, client: Client, checkpoint: 
     assert "## Speed" in text
     assert f"({benched.decode_ratio:.2f} x)" in text
     assert f"{benched.sparsity:.1%}" in text
+    assert f"| {checkpoint.name} |" in text
+    assert str(checkpoint.parent) not in text.partition("## Speed")[2].partition("## ")[0]
 
 
 def test_private_means_private(hub: Hub, client: Client, checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding as llvm
+from llvmlite import ir
 from tiny import FAMILIES, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,10 +29,10 @@ from emp_llm.packing.packed_folder import PackedFolder
 from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
-from emp_llm.runtime import SparseLinear, load, sparse_linear
+from emp_llm.runtime import SparseLinear, cpu_products, load, sparse_linear
 from emp_llm.runtime.cpu_products import CpuProducts
-from emp_llm.runtime.kernels import cpu
-from emp_llm.runtime.kernels.instructions import INSTRUCTIONS
+from emp_llm.runtime.kernels import cpu, ir_tools
+from emp_llm.runtime.kernels.instructions import INSTRUCTIONS, Instructions
 from emp_llm.runtime.kernels.products import Products
 from emp_llm.runtime.loader import sparse_layers
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
@@ -160,6 +162,33 @@ def test_every_instruction_set_compiles() -> None:
             text = machine.emit_assembly(parsed)
             assert instruction in text
             assert "vfmadd" in text
+
+
+def _expand_in_pairs(builder: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
+    """What vpexpandw does, by two of vpexpandd: 32 words of 16 bits, two in each lane of 32 bits."""
+    wide = next(each for each in INSTRUCTIONS if each.name == "avx512")
+    narrow = ir.VectorType(ir.IntType(16), 16)
+    below = ir_tools.intrinsic(builder, "llvm.ctpop.i64", ir_tools.I64, [builder.and_(bits, ir_tools.number(0xFFFF))])
+    first = wide.words(builder, values, at, bits, dtype)
+    second = wide.words(builder, values, builder.add(at, below), builder.lshr(bits, ir_tools.number(16)), dtype)
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
+    words = builder.shuffle_vector(builder.trunc(first, narrow), builder.trunc(second, narrow), order)
+    return builder.bitcast(words, ir.VectorType(ir.IntType(32), 16))
+
+
+@pytest.mark.skipif("avx512" not in WAYS, reason="the pairs are made by AVX-512")
+def test_the_order_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The road of VBMI2, whose instruction this processor may lack, with the same words made by others."""
+    pairs = Instructions("pairs", (), 16, 32, ("BF16",), _expand_in_pairs)
+    monkeypatch.setattr(cpu, "instructions_for", lambda dtype, most=None: pairs)
+    for columns in (33, 64, 200):
+        weight = sparse_matrix(90, columns, 0.5, torch.bfloat16)
+        product = CpuProducts(pack_rows(weight))
+        for tokens in (1, 3, 40):
+            x = torch.randn(tokens, columns).bfloat16()
+            check_product(product(x), x, weight)
+    monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: True)
+    check_product(product(x), x, weight)
 
 
 class TestSparseLinear:
@@ -420,6 +449,19 @@ class TestCommands:
             for seed in (1, 1, 2)
         )
         assert first == same != other
+
+    def test_an_abandoned_generation_ends(self, sparse_models: Models) -> None:
+        generation = emp_llm.generate(sparse_models("llama"), prompt="The lamp", max_new_tokens=100, device="cpu")
+        pieces = iter(generation)
+        next(pieces)
+        pieces.close()  # as Ctrl-C does
+        assert not any(thread.name == "emp-llm-generate" for thread in threading.enumerate())
+        assert generation.figures is None
+
+    def test_dense_evaluation_of_a_packed_folder(self, sparse_models: Models, command: Run) -> None:
+        done = command("evaluate", "--model", f"{sparse_models('llama')}-packed", "--suite", "perplexity")
+        assert done.returncode == 2
+        assert "a packed checkpoint. Unpack it first: emp-llm unpack" in done.stderr
 
     def test_evaluate(self, sparse_models: Models, text: Path, tmp_path: Path) -> None:
         """What is judged is what is served: the same numbers, identity and recipe as for the dense execution."""

@@ -49,7 +49,7 @@ def new_results(
     """Results of a suite and a model with nothing measured yet; UserError if the folder is not a checkpoint."""
     record = suite.record()
     identity = ModelIdentity(
-        identity=ranks().share(folder_identity(source.folder) if ranks().main else None),
+        identity=ranks().share(_identity(source.folder, runtime) if ranks().main else None),
         sha256_of_config_and_tokenizer=_files_digest(source.folder),
     )
     made_by = MadeBy(
@@ -84,6 +84,11 @@ def pruned_by_of(folder: Path) -> PrunedBy | None:
         return pruned_by(read_record(folder / REPORT_NAME, RunReport, 4 * INDEX_LIMIT))
     except UserError:
         return None
+
+
+def _identity(folder: Path, runtime: str) -> str | None:
+    """The identity of a model; UserError for a packed folder, unless the sparse runtime runs it."""
+    return folder_identity(folder) if runtime == "sparse" else identity_of(Checkpoint(folder))
 
 
 def folder_identity(folder: Path) -> str | None:

@@ -71,7 +71,7 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
     manifest, own_report = read_manifest(folder), read_report(folder)
     _check_against_manifest(folder, manifest)
     paths, benches = split_benches(evidence.results)
-    _check_benches(folder, benches)
+    benches = _public_benches(folder, benches)
     own_results = {path: read_results(path, "--results") for path in paths}
     folders = [name for each in (own_report.source, *own_results.values()) for name in local_folder(each)]
     report = public(own_report, *folders)
@@ -198,11 +198,13 @@ def _evaluated(folder: Path, results: dict[Path, Results]) -> list[EvaluatedMode
     return list(evaluated.values())
 
 
-def _check_benches(folder: Path, benches: list[Bench]) -> None:
-    """Raise UserError for an output of `bench` of another model."""
+def _public_benches(folder: Path, benches: list[Bench]) -> list[Bench]:
+    """Outputs of `bench` in their public form; UserError if one is of another model."""
+    identity = identity_of(Checkpoint(folder)) if benches else None
     for bench in benches:
-        if bench.identity != identity_of(Checkpoint(folder)):
+        if bench.identity != identity:
             raise UserError(f"--results: the bench of {bench.model} is of other weights than those in {folder}.")
+    return [public(each, *local_folder(each.dense), *local_folder(each.sparse)) for each in benches]
 
 
 def _plots(folder: Path, given: tuple[Path, ...]) -> list[Path]:

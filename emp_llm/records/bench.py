@@ -11,7 +11,8 @@ class Speed(Part, kw_only=True, omit_defaults=False):
     """The measurements of one model.
 
     Attributes:
-        model: its name; runtime: "dense" or "sparse".
+        model: its name; revision: its commit on the Hub; null for a folder.
+        runtime: "dense" or "sparse".
         load_seconds: from the files, which were read before.
         weight_bytes: of its weights in memory.
         memory_bytes: by which the process, or the GPU's memory, grew while the model was loaded and ran for the first time.
@@ -21,6 +22,7 @@ class Speed(Part, kw_only=True, omit_defaults=False):
     """
 
     model: str
+    revision: str | None = None
     runtime: str
     load_seconds: float
     weight_bytes: int
@@ -35,7 +37,7 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
     """Two models measured in turn in one process.
 
     Attributes:
-        model: the pruned one; identity: of its checkpoint, as in results files.
+        model: the pruned one; revision: its commit on the Hub; identity: of its checkpoint, as in results files.
         sparsity: the share of zeros in its packed layers; layers: their number.
         processor, threads, device: where; versions, command: how.
         prompt_tokens, new_tokens, batch_size, repeats: as for the command.
@@ -49,6 +51,7 @@ class Bench(FileRecord, kw_only=True, omit_defaults=False):
     KIND: ClassVar[str] = "bench"
 
     model: str
+    revision: str | None = None
     identity: str | None = None
     sparsity: float
     layers: int

@@ -19,7 +19,7 @@ from emp_llm.common.tables import Rows, table
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.evaluation.results_file import folder_identity
 from emp_llm.execution.loading import load_model, max_context
-from emp_llm.hub.local_model import find_model
+from emp_llm.hub.local_model import LocalModel, find_model
 from emp_llm.options.runtime import BenchOptions
 from emp_llm.records.bench import Bench, Speed
 from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
@@ -37,7 +37,7 @@ class _Runner:
     """One model, and its measurements so far.
 
     Args:
-        name: for the record.
+        source: of the model, for the record.
         runtime: "dense" or "sparse".
         make: loads it.
         prompt: token ids, int64, shape (sequences, tokens).
@@ -45,12 +45,12 @@ class _Runner:
     """
 
     def __init__(
-        self, name: str, runtime: str, make: Callable[[], PreTrainedModel], prompt: torch.Tensor, new_tokens: int
+        self, source: LocalModel, runtime: str, make: Callable[[], PreTrainedModel], prompt: torch.Tensor, new_tokens: int
     ) -> None:
         before, start = resident_memory(prompt.device), time.perf_counter()
         self.model = make()
         self._load_seconds = time.perf_counter() - start
-        self._name, self._runtime, self._prompt, self._new_tokens = name, runtime, prompt, new_tokens
+        self._source, self._runtime, self._prompt, self._new_tokens = source, runtime, prompt, new_tokens
         self.tokens = self.round()
         self._memory = resident_memory(prompt.device) - before
         self.prefill: list[float] = []
@@ -81,7 +81,8 @@ class _Runner:
         sequences, length = self._prompt.shape
         weights = [*self.model.parameters(), *(part for each in sparse_layers(self.model).values() for part in each.buffers())]
         return Speed(
-            model=self._name,
+            model=self._source.name,
+            revision=self._source.revision,
             runtime=self._runtime,
             load_seconds=round(self._load_seconds, 3),
             weight_bytes=sum(part.nbytes for part in weights),
@@ -121,9 +122,9 @@ def run_bench(options: BenchOptions) -> Benched:
 
     prompt = _prompt(source.folder, options).to(device)
     with progress_bar(options.repeats + 2, "measure", "round") as bar:
-        runners = [_Runner(options.model, "sparse", sparse, prompt, options.new_tokens)]
+        runners = [_Runner(source, "sparse", sparse, prompt, options.new_tokens)]
         bar.update(1)
-        runners.append(_Runner(options.baseline or options.model, "dense", dense, prompt, options.new_tokens))
+        runners.append(_Runner(baseline or source, "dense", dense, prompt, options.new_tokens))
         bar.update(1)
         for number in range(options.repeats):
             for runner in runners if number % 2 else runners[::-1]:
@@ -191,6 +192,7 @@ def _record(options: BenchOptions, identity: str | None, device: torch.device, s
 
     return Bench(
         model=options.model,
+        revision=second.revision,
         identity=identity,
         sparsity=1 - sum(rows.values.numel() for rows in layers) / weights,
         layers=len(layers),

@@ -4,11 +4,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers import PreTrainedModel, StoppingCriteria, TextIteratorStreamer
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import PACK_NAME
@@ -92,11 +92,12 @@ class Generation:
             yield from self._pieces
             return
         streamer, problem = _Streamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True), []
+        stop = _Stop()
 
         def work() -> None:
             try:
                 with torch.inference_mode():
-                    self._model.generate(**self._arguments(), streamer=streamer)
+                    self._model.generate(**self._arguments(), streamer=streamer, stopping_criteria=[stop])
             except BaseException as error:  # raised in the thread that reads
                 problem.append(error)
                 streamer.end()
@@ -104,11 +105,14 @@ class Generation:
         start = time.perf_counter()
         thread = Thread(target=work, name="emp-llm-generate")
         thread.start()
-        for piece in streamer:
-            if piece:
-                self._pieces.append(piece)
-                yield piece
-        thread.join()
+        try:
+            for piece in streamer:
+                if piece:
+                    self._pieces.append(piece)
+                    yield piece
+        finally:  # the reader may have stopped, by Ctrl-C for one
+            stop.now.set()
+            thread.join()
         device = self._model.device
         if problem:
             raise problem[0]
@@ -154,6 +158,17 @@ class Generation:
             "max_new_tokens": options.max_new_tokens,
             "pad_token_id": self._tokenizer.eos_token_id if pad is None else pad,
         }
+
+
+class _Stop(StoppingCriteria):  # type: ignore[misc]
+    """Ends a generation after its current token, once `now` is set."""
+
+    def __init__(self) -> None:
+        self.now = Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Whether each sequence ends, bool, shape (sequences,)."""
+        return torch.full((input_ids.shape[0],), self.now.is_set(), device=input_ids.device)
 
 
 class _Streamer(TextIteratorStreamer):  # type: ignore[misc]

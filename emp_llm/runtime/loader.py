@@ -2,10 +2,11 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -127,6 +128,17 @@ class _Hole(nn.Module):
         self.weight = torch.empty(0)  # for models that initialise the weights of their layers by name
 
 
+@contextmanager
+def _undrawn_weights() -> Iterator[None]:
+    """Leave out the initial values of linear layers: all weights are loaded, and drawing them takes longer than that."""
+    draw = nn.Linear.reset_parameters
+    nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.reset_parameters = draw  # type: ignore[method-assign]
+
+
 def _check_kind(weights: StoredWeights) -> None:
     """Raise UserError for a quantised model."""
     kind = weights.checkpoint.config.get("quantization_config")
@@ -181,7 +193,7 @@ def _load_others(
     kind = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
-        with patch.object(nn.Linear, "reset_parameters", lambda layer: None):  # every weight is loaded; drawing takes time
+        with _undrawn_weights():
             kind.__init__(self, *arguments, **keywords)
         for place in packed:
             self.set_submodule(place.module, _Hole(self.get_submodule(place.module)))

@@ -1,9 +1,9 @@
 """Packed rows on CUDA, in Triton: products with a few vectors, and rows made dense.
 
 A mask word covers 64 columns, and `starts` says how many values of its row precede it: int32, or the bits of uint16 as int16,
-which are read without a sign. A thread takes four adjacent columns:
-the set bits below them in the word give the place of their first value, and the next three lie behind it. So no thread waits
-for another one, and neighbouring threads read neighbouring values. Each sum has one order, whatever the timing.
+which are read without a sign. A thread takes four adjacent columns: the set bits below them in the word give the place of their
+first value, and the next three follow it. So no thread waits for another one, and neighbouring threads read neighbouring
+values. Each sum has one order, whatever the timing.
 """
 
 import triton
@@ -141,8 +141,7 @@ def products_kernel(
     """y[split, token, row] = the sum of W[row, c] x[token, c] over the `part` columns of a split, in float32.
 
     A program takes ROWS rows, and GROUPS groups of columns at a time. DOT: by products of matrices, whose sizes are 16 or more;
-    WIDEN: in float32.
-    `stored` is the number of values, and `part` a multiple of the columns of a tile.
+    WIDEN: in float32. `stored` is the number of values, and `part` a multiple of the columns of a tile.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from llvmlite import ir
+
 from emp_llm.runtime.kernels import WORD_COLUMNS
 from emp_llm.runtime.kernels.instructions import Instructions
-from emp_llm.runtime.kernels.ir_tools import FLOAT, I16, count, floats, number, store, vector, zeros
+from emp_llm.runtime.kernels.ir_tools import FLOAT, I16, I32, count, floats, number, store, vector, zeros
 from emp_llm.runtime.kernels.row_loops import RowLoops
 
 
@@ -32,18 +34,23 @@ class DenseRows(RowLoops):
         def word(b: Any, at: Any, bits: list[Any], places: list[Any], _: list[Any]) -> Sequence[Any]:
             for chunk in range(WORD_COLUMNS // how.chunk):
                 column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.chunk))
-                words = how.words(b, *self.chunk(b, bits[0], places[0], chunk), self.dtype)
-                store(b, self._vector(b, words), self.task["results"], b.add(start, column))
+                columns = self._columns(b, *self.chunk(b, bits[0], places[0], chunk))
+                store(b, columns, self.task["results"], b.add(start, column))
             return []
 
         self.mask_words(builder, [row], [], word)
 
-    def _vector(self, builder: Any, words: Any) -> Any:
-        """The words of a chunk's columns as they are stored."""
+    def _columns(self, builder: Any, values: Any, at: Any, bits: Any) -> Any:
+        """The columns of a chunk as they are stored, in their order."""
         how = self.how
         assert how is not None
         if self.as_floats:
-            return floats(builder, words, self.dtype)
+            parts = how.floats(builder, values, at, bits, self.dtype)
+            if not how.paired:
+                return parts[0]
+            order = [part * how.lanes + lane for lane in range(how.lanes) for part in (0, 1)]  # even and odd in turn
+            return builder.shuffle_vector(*parts, ir.Constant(vector(I32, how.chunk), order))
+        words = how.words(builder, values, at, bits, self.dtype)
         if how.paired:
             return builder.bitcast(words, vector(I16, how.chunk))
         return builder.trunc(words, vector(I16, how.lanes))

@@ -17,8 +17,7 @@ class Products(RowLoops):
     """Multiplies rows with vectors, in float32: results[j, row - base] = sum over the columns of row * inputs[j].
 
     inputs: float32, shape (vectors, inputs_stride), zero beyond the columns; if the instructions are paired, the even
-    columns of each chunk before the odd ones. results: of dtype
-    `result`, shape (vectors, results_stride).
+    columns of each chunk before the odd ones. results: of dtype `result`, shape (vectors, results_stride).
 
     Args:
         dtype, how: as for `RowLoops`.
