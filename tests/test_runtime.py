@@ -418,6 +418,13 @@ class TestBadInput:
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
 
+    def test_a_bench_of_an_encoder_decoder_model(self, sparse_models: Models, command: Run, tmp_path: Path) -> None:
+        shutil.copytree(sparse_models("llama"), tmp_path / "t5")
+        (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+        done = command("bench", tmp_path / "t5")
+        assert done.returncode == 2
+        assert "bench measures models that continue their prompt" in done.stderr
+
     def test_nothing_to_compare(self, models: Models, command: Run, tmp_path: Path) -> None:
         done = command("bench", models("llama"), "--prompt-tokens", 8, "--new-tokens", 2, "--output", tmp_path / "bench.json")
         assert done.returncode == 2

@@ -137,7 +137,10 @@ def run_bench(options: BenchOptions) -> Benched:
 
 def _prompt(folder: Path, options: BenchOptions) -> torch.Tensor:
     """Random token ids, the same in every run; int64, shape (sequences, tokens)."""
-    config = read_config(folder, options.trust_remote_code)[0].get_text_config()
+    whole = read_config(folder, options.trust_remote_code)[0]
+    if getattr(whole, "is_encoder_decoder", False):
+        raise UserError(f"{options.model}: an encoder-decoder model; bench measures models that continue their prompt.")
+    config = whole.get_text_config()
     longest, wanted = max_context(config), options.prompt_tokens + options.new_tokens
     if longest is not None and wanted > longest:
         raise UserError(
