@@ -122,6 +122,11 @@ class Architecture:
         )
 
     @property
+    def stored_names(self) -> dict[str, str]:
+        """Parameter -> stored tensor, for parameters stored one to one."""
+        return self._structure.stored_names
+
+    @property
     def reads_images(self) -> bool:
         """Whether the model has a tower for images."""
         return any(layer.tower == "vision" for layer in self.layers)

@@ -178,7 +178,12 @@ class Walk:
                     runner.bytes_read = before + loader.bytes_read
                     yield Step(self, index, block)
 
-    def tail(self, number: int, body: nn.Module | None = None) -> Any:
+    def call(self, number: int, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The output of a block whose weights are loaded, for hidden states of a batch; its arguments stay as they are."""
+        step = Step(self, index, block)
+        return step._hidden(self._calls[number][index].isolated().on(block, hidden), hidden)
+
+    def tail(self, number: int, body: nn.Module | None = None, final: Tensor | None = None) -> Any:
         """The model's output for a batch that has passed through all blocks.
 
         It comes from the model's own forward pass without the blocks, so norm, head, scaling and soft-capping are the model's.
@@ -186,12 +191,14 @@ class Walk:
         Args:
             number: of the batch.
             body: run only this part of the model.
+            final: hidden states that take the place of the batch's; the output then has a gradient for them.
         """
         runner, device, batch = self.runner, execution_device(self.runner.blocks[-1]), self.batches[number]
         where = f"{type(runner.model).__name__} after its last block"
-        with torch.no_grad(), runner._outside.loaded_on_call(), enough_memory(lambda: (where, device), batch):
+        graph = torch.set_grad_enabled(final is not None)
+        with graph, runner._outside.loaded_on_call(), enough_memory(lambda: (where, device), batch):
             # On the device of the last block, as in a pass of the whole model.
-            final = self.hidden.get(number, device)
+            final = self.hidden.get(number, device) if final is None else final
             return run_tail(runner.blocks, lambda: runner._call(batch, body), final, runner._outputs or 0)
 
     def _record(self, batch: Tensor) -> tuple[Tensor, list[Call]]:

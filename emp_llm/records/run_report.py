@@ -135,6 +135,62 @@ class PointRecord(Part, kw_only=True, omit_defaults=False):
     match: str | None = None
 
 
+class UnitsRecord(Part, kw_only=True):
+    """The heads of one attention, or the neurons of one MLP or expert.
+
+    Attributes:
+        kind: "heads" or "neurons"; role: name of their last layer within the block; block: its number.
+        units, kept: numbers in the dense and in the pruned model; groups of heads count as one.
+        rule: the number that the rule keeps; where all layers get one width, `kept` may differ.
+        n_eff, s_eff, s_eff_bound: effective number and effective mass of the scores, and its lower bound (order 2 only).
+    """
+
+    kind: str
+    role: str
+    block: Count
+    units: Count
+    kept: Count
+    rule: Count
+    n_eff: float
+    s_eff: float
+    s_eff_bound: float | None = None
+
+
+class CostRecord(Part, kw_only=True):
+    """Size and speed of a model.
+
+    Attributes:
+        parameters: number of elements of all stored tensors; bytes: their size.
+        flops_per_token: floating-point operations of a forward pass over the prompt, divided by its tokens.
+        tokens_per_second: of the same pass, the median of several.
+    """
+
+    parameters: Count
+    bytes: Count
+    flops_per_token: float | None = None
+    tokens_per_second: float | None = None
+
+
+class StructureRecord(Part, kw_only=True):
+    """The removed heads and neurons.
+
+    Attributes:
+        layers: by the name of the layer that reads them.
+        dense, pruned: size and speed, measured in turn in one run.
+        prompt_tokens: length of the prompt of the passes.
+        difference: ||a - b|| / ||a|| between the logits of the dense model with zeros in place of the removed heads and
+            neurons, and of the written checkpoint; null if the models were too large to compare.
+        config: the changed fields of config.json, with their new values.
+    """
+
+    layers: dict[str, UnitsRecord]
+    dense: CostRecord
+    pruned: CostRecord
+    prompt_tokens: Count | None = None
+    difference: float | None = None
+    config: dict[str, Any] = {}
+
+
 class RunReport(FileRecord, kw_only=True):
     """The report of a pruning run, or of a point of a sweep.
 
@@ -143,6 +199,7 @@ class RunReport(FileRecord, kw_only=True):
         stages: time and memory of each stage.
         targets, sizes, matrices, warnings: the effect of the run.
         fits: of refitted matrices and of SparseGPT, by layer name.
+        structure: the removed heads and neurons; null if weights were pruned.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
         push: the result of --push-to-hub (`hub.pushed.Pushed`); in memory only.
@@ -162,6 +219,7 @@ class RunReport(FileRecord, kw_only=True):
     matrices: dict[str, MatrixRecord]
     warnings: list[str]
     fits: dict[str, FitRecord] = {}
+    structure: StructureRecord | None = None
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
     masks: str | None = None

@@ -88,6 +88,16 @@ class RefitRecord(Part, kw_only=True):
     damping: float | None = None
 
 
+class StructureRecipe(Part, kw_only=True):
+    """The options of structured pruning, defaults filled in. Fields are those of `options.structure`."""
+
+    structure: str
+    group: str = "layer"
+    head_unit: str | None = None
+    keep_shapes: bool = False
+    width_multiple: int | None = None
+
+
 class RecipeRecord(Part, kw_only=True):
     """The options that decide the masks, defaults filled in. Fields that a method does not use are missing.
 
@@ -103,6 +113,7 @@ class RecipeRecord(Part, kw_only=True):
         blocks: name of the list of decoder blocks, if the user gave it.
         tower: the part of a multimodal model, if it is not the language tower.
         dtype, device_map: of the forward passes.
+        structure: of heads and neurons in place of weights.
     """
 
     method: str = ""
@@ -129,6 +140,7 @@ class RecipeRecord(Part, kw_only=True):
     tower: str | None = None
     dtype: str | None = None
     device_map: str | None = None
+    structure: StructureRecipe | None = None
 
 
 class CalibrationRecord(Part, kw_only=True):
