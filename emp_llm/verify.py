@@ -78,6 +78,9 @@ def _check_against(
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     check_source(dense, manifest)
+    if manifest.recipe.structure is not None:
+        _check_units(dense, options, pruned, manifest, findings)
+        return
     norms = _norms(options, manifest)
     recipe = manifest.recipe
     blocks = options.blocks or recipe.blocks
@@ -86,6 +89,41 @@ def _check_against(
     given = _given_scores(options, manifest)
     if check_other_bytes(dense, pruned, targets, findings):
         check_masks(dense, pruned, targets, manifest, norms, findings, given)
+
+
+def _check_units(
+    dense: "Checkpoint", options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
+) -> None:
+    """Compare a checkpoint without some heads or neurons with the dense model."""
+    from emp_llm.pruning.recipe import read_report
+    from emp_llm.structured.language.unit_plan import UnitPlan
+    from emp_llm.structured.language.unit_verification import UnitVerification, config_changes
+
+    recipe, folder = manifest.recipe, options.folder
+    assert recipe.structure is not None
+    named: Any = recipe.structure.structure
+    kinds: Any = ("heads", "neurons") if named == "both" else (named,)
+    unit: Any = recipe.structure.head_unit or "group"
+    plan = UnitPlan(dense.folder, kinds, unit, options.blocks or recipe.blocks, options.trust_remote_code)
+    check = UnitVerification(plan, pruned, recipe, findings.differences.append)
+    features = _features(recipe.method.removeprefix("emp-"), options, manifest)
+    findings.count("heads or neurons", check.check_scores(features))
+    findings.count("choices", check.check_choice())
+    findings.count("tensors of the source", check.check_tensors(recipe.refit is not None))
+    structure = read_report(folder).structure
+    findings.count("side files", check.check_side_files(config_changes({} if structure is None else structure.config)))
+
+
+def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:
+    """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
+    if criterion == "taylor":
+        from safetensors.torch import load_file
+
+        from emp_llm.common.file_names import TAYLOR_NAME
+
+        return load_file(options.folder / TAYLOR_NAME).get
+    norms = _norms(options, manifest)
+    return (lambda name: None) if norms is None else norms.norm
 
 
 def _given_scores(options: VerifyOptions, manifest: "Manifest") -> Any:

@@ -14,6 +14,7 @@ from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOpti
 from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
 from emp_llm.options.recipe import Recipe, ShareOptions, TargetOptions
 from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
+from emp_llm.options.structure import StructureOptions, check_structured
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
@@ -34,6 +35,7 @@ class PruneOptions(
     PropagationOptions,
     NormOptions,
     MaskDeviceOptions,
+    StructureOptions,
     Recipe,
     OutputOptions,
     ModelOptions,
@@ -46,9 +48,19 @@ class PruneOptions(
 
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options."""
-        self.check_recipe()
+        self.check_structure()
+        if self.structure is not None:
+            check_structured(self)
+        elif self.criterion_name == "taylor":
+            raise UserError(f"--method {self.method} scores heads and neurons, not weights. Add --structure, or use emp-wanda.")
+        else:
+            self.check_recipe()
         self.check_loading()
         self.check_calibration()
+        if self.structure is not None:
+            self.check_evaluation()
+            self.check_push()
+            return
         self.check_propagation(self.execution)
         self.check_mask_device()
         self.check_evaluation()

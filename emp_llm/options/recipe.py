@@ -77,7 +77,9 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
 
     method: Annotated[
         str,
-        Opt("wanda, magnitude, relative, ria, sparsegpt or your own; emp-NAME: N_eff sets the counts; default: emp-wanda."),
+        Opt(
+            "wanda, magnitude, relative, ria, sparsegpt, taylor (heads), own; emp-NAME: N_eff sets counts; default: emp-wanda."
+        ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
     order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None

@@ -1,7 +1,7 @@
 """Options of structured pruning: whole heads and neurons in place of weights."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
@@ -73,3 +73,64 @@ class StructureOptions(Options):
             raise UserError("--head-unit is for heads, and --structure neurons removes none. Leave it out.")
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
+
+
+# Options of weights, with what to do in place of them.
+_OF_WEIGHTS = {
+    "pattern": "N:M is a pattern of single weights",
+    "criterion": "a criterion of your own scores single weights",
+    "scores": "scores of your own are of single weights",
+    "score_map": "it is for scores of your own",
+    "score": "it chooses norms for single weights",
+    "count_by": "it is for single weights",
+    "shares": "it is for single weights",
+    "neff_dtype": "it is the paper's arithmetic for rows of weights",
+    "match_by": "matrices lose no single weights",
+    "ignore": "all layers lose heads or neurons together",
+}
+
+
+def check_structured(options: Any) -> None:
+    """Raise UserError for options of `prune` that do not go with --structure; `options` are those of the command."""
+    for name, why in _OF_WEIGHTS.items():
+        if getattr(options, name) is not None:
+            raise UserError(
+                f"--{'map' if name == 'score_map' else name.replace('_', '-')} does not go with --structure: {why}."
+            )
+    for name, default in (("group", "row"), ("targets", "mlp"), ("tower", "language"), ("propagate", "dense")):
+        if getattr(options, name) != default:
+            instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}.get(
+                name, "Leave it out"
+            )
+            raise UserError(f"--{name} does not go with --structure. {instead}.")
+    if options.load_in_8bit or options.load_in_4bit:
+        raise UserError("--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit.")
+    _check_structured_method(options)
+    _check_structured_numbers(options)
+    options.check_refit()
+
+
+def _check_structured_method(options: Any) -> None:
+    name = options.criterion_name
+    if name not in STRUCTURE_CRITERIA:
+        known = ", ".join(f"emp-{each}, {each}" for each in STRUCTURE_CRITERIA)
+        raise UserError(f"--method {options.method} does not score heads or neurons. Use one of {known}.")
+    if options.activations is None:
+        return
+    if name == "taylor":
+        raise UserError("--activations holds norms, and --method taylor needs gradients. Leave it out, or use --method wanda.")
+    if options.refit:
+        raise UserError("--activations holds norms, and --refit needs a text. Leave out one of them.")
+
+
+def _check_structured_numbers(options: Any) -> None:
+    given = [name for name in ("sparsity", "match") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise UserError("--sparsity and --match both set the sparsity; give only one.")
+    if options.adaptive and options.sparsity is not None and options.beta is not None:
+        raise UserError(f"--sparsity finds the beta of {options.method}; leave out --beta.")
+    if options.adaptive and options.match is not None:
+        raise UserError(f"--match does not go with method {options.method}. Use --method {options.criterion_name}.")
+    for name in ("beta", "order"):
+        if not options.adaptive and getattr(options, name) is not None:
+            raise UserError(f"--{name} does not go with method {options.method}. Use --method emp-{options.criterion_name}.")

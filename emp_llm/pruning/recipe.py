@@ -48,7 +48,7 @@ def scheme_of(recipe: Recipe, sizes: Mapping[str, int]) -> Scheme:
     try:
         return Scheme(
             recipe.criterion_name,
-            _budget(recipe, sizes),
+            budget_of(recipe, sizes),
             recipe.group,
             recipe.score_map,
             recipe.relative,
@@ -131,7 +131,8 @@ def read_report(run: Path) -> RunReport:
     return read_record(run / REPORT_NAME, RunReport, REPORT_LIMIT)
 
 
-def _budget(recipe: Recipe, sizes: Mapping[str, int]) -> Budget:
+def budget_of(recipe: Recipe, sizes: Mapping[str, int]) -> Budget:
+    """The budget of a recipe; ValueError if an option is out of range. `sizes` as for `scheme_of`."""
     if recipe.adaptive:
         order = 2.0 if recipe.order is None else recipe.order
         if recipe.sparsity is not None:

@@ -10,10 +10,13 @@ from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.evaluated_model import models_of_report
 from emp_llm.evaluation.measured_values import formatted, values_of
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
+from emp_llm.reporting.structure_tables import structure_lines, structure_rows
 
 
 def pruning_table(report: RunReport) -> str:
     """A table with a line for each role (such as down_proj of all blocks), and totals below it."""
+    if report.structure is not None:
+        return "\n".join([table(structure_rows(report.structure)), *structure_lines(report)])
     return "\n".join([table(pruning_rows(report)), *pruning_lines(report)])
 
 

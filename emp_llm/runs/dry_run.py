@@ -3,14 +3,13 @@
 import logging
 from dataclasses import dataclass, field
 
-from emp_llm.architecture.targets import Coverage
+from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import CURVE_BETAS
 from emp_llm.options.recipe import Recipe
-from emp_llm.pruning.plan import Plan
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
 from emp_llm.reporting.curve_table import curve_table
@@ -44,6 +43,7 @@ class DryRun:
         recipe: the method, with its order and group.
         curve: what the method would remove at its beta and at others; empty if unknown, and for methods without a beta.
         no_curve: why the curve of a method with a beta is unknown, and how to see it.
+        notes: further lines.
     """
 
     layers: dict[str, PlannedLayers]
@@ -59,13 +59,14 @@ class DryRun:
     recipe: str = ""
     curve: list[CurvePoint] = field(default_factory=list)
     no_curve: str = ""
+    notes: list[str] = field(default_factory=list)
     dry_run: bool = field(default=True)
 
 
-def planned_layers(plan: Plan) -> dict[str, PlannedLayers]:
+def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
     """The targets of a plan, by role."""
     layers: dict[str, PlannedLayers] = {}
-    for target in plan.chosen:
+    for target in targets:
         shape = (target.matrix.rows, target.matrix.columns)
         role = layers.setdefault(target.layer.role, PlannedLayers(shape))
         role.count += 1
@@ -153,6 +154,7 @@ def dry_run_table(plan: DryRun) -> str:
         )
     if plan.push_to_hub is not None:
         lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")
+    lines += plan.notes
     if plan.curve:
         lines.append(curve_table(plan.recipe, plan.curve))
     if plan.no_curve:

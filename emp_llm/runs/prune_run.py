@@ -67,8 +67,8 @@ class PruneRun:
         check_ranges(options)
         self._options = options
         self._quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
-        self._destination = _destination(options)
-        self._suite = _suite(options)
+        self._destination = destination_of(options)
+        self._suite = suite_of(options)
         if options.device_map != "auto":
             from emp_llm.execution.device_map import parse_device_map
 
@@ -104,7 +104,7 @@ class PruneRun:
         unknown = calibrates and not by_magnitude
         known = self._options.adaptive and not unknown and ranks().main
         return DryRun(
-            layers=planned_layers(self._plan),
+            layers=planned_layers(self._plan.chosen),
             coverage=self._plan.coverage,
             output=str(self._path),
             disk_bytes=checkpoint.output_bytes,
@@ -264,7 +264,8 @@ class PruneRun:
         return PendingEvaluation(self._path)
 
 
-def _destination(options: PruneOptions) -> "Destination | None":
+def destination_of(options: PruneOptions) -> "Destination | None":
+    """The repository to push to, with a valid name; None if there is none."""
     if options.push_to_hub is None:
         return None
     from emp_llm.hub.destination import Destination
@@ -274,7 +275,8 @@ def _destination(options: PruneOptions) -> "Destination | None":
     return destination
 
 
-def _suite(options: PruneOptions) -> "Suite | None":
+def suite_of(options: PruneOptions) -> "Suite | None":
+    """The suite that evaluates the run; None if there is none."""
     if options.evaluate is None:
         return None
     from emp_llm.evaluation.suites import find_suite

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import EXTRAS
+from emp_llm.common.file_names import TAYLOR_NAME
 from emp_llm.common.ranks import ranks
+from emp_llm.common.wording import count_of
 from emp_llm.options.commands import PruneOptions
+from emp_llm.pruning.recipe import budget_of, read_report
 from emp_llm.runs.stages.run_models import RunModels
-from emp_llm.selection.budgets import Budget
+from emp_llm.selection.budgets import Budget, TotalBudget
 from emp_llm.storage.output.output_folder import OutputFolder
 
 if TYPE_CHECKING:
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from emp_llm.calibration.calibration import Calibration
     from emp_llm.refit.fitted_weights import FittedFiles
     from emp_llm.structured.language.smaller_config import Changes
-    from emp_llm.structured.language.unit_choice import Choice
+    from emp_llm.structured.language.unit_choice import Budgets, Choice
     from emp_llm.structured.language.unit_plan import UnitPlan
+    from emp_llm.structured.language.units import Units
 
 logger = logging.getLogger(__name__)
-TAYLOR_NAME = f"{EXTRAS}/taylor.safetensors"
 Features = Callable[[], "dict[str, torch.Tensor] | None"]
 
 
@@ -120,19 +122,18 @@ class ChooseStage:
     Args:
         plan: of the run.
         options: of the run.
-        budget: how many stay.
         features: returns the features of `unit_scores`.
 
     Attributes:
-        choices, changes, budget: available when the stage is finished; `changes` is None if all shapes stay.
+        choices, changes, budgets: available when the stage is finished; `changes` is None if all shapes stay.
     """
 
     name = "choose"
 
-    def __init__(self, plan: "UnitPlan", options: PruneOptions, budget: Budget, features: Features) -> None:
+    def __init__(self, plan: "UnitPlan", options: PruneOptions, features: Features) -> None:
         self.choices: list[Choice] = []
         self.changes: Changes | None = None
-        self.budget = budget
+        self.budgets: list[Budget] = []
         self._plan = plan
         self._options = options
         self._features = features
@@ -147,7 +148,8 @@ class ChooseStage:
         plan, options = self._plan, self._options
         scores = unit_scores(plan.units, options.criterion_name, plan.matrices, self._features())
         widths = None if options.keep_shapes else plan.widths(options.multiple)
-        self.choices, self.budget = choose_units(plan.units, scores, self.budget, options.compared == "all", widths)
+        budgets, together = unit_budgets(options), options.compared == "all"
+        self.choices, self.budgets = choose_units(plan.units, scores, budgets, together, widths)
         _check_removes(self.choices, options)
         self.changes = None if options.keep_shapes else plan.changes(self.choices)
 
@@ -156,6 +158,52 @@ class ChooseStage:
         from emp_llm.architecture.targets import Target
 
         return [Target(c.units.output, self._plan.matrices[c.units.output]) for c in self.choices if c.removes]
+
+
+def unit_budgets(options: PruneOptions) -> "Budgets":
+    """How many heads or neurons stay, by kind and role. Raises UserError for a number out of range, or a run to match."""
+    if options.match is None:
+        budget = budget_of(options, {})
+        return lambda kind, role: budget
+    matched = read_report(options.match).structure
+    if matched is None:
+        raise UserError(f"--match {options.match}: that run removed weights, not heads or neurons. Give one with --structure.")
+    layers = matched.layers.values()
+
+    def of(kind: str, role: str) -> Budget:
+        own = [each for each in layers if (each.kind, each.role) == (kind, role)]
+        total = sum(each.units for each in own)
+        if not own:
+            raise UserError(f"--match {options.match}: that run has no {kind} of {role}.")
+        return TotalBudget(total - sum(each.kept for each in own), total)
+
+    return of
+
+
+def units_line(every: "Sequence[Units]") -> str:
+    """The numbers of heads and neurons of a model."""
+    roles: dict[tuple[str, str], list[Units]] = {}
+    for units in every:
+        roles.setdefault((units.kind, units.role), []).append(units)
+    parts = []
+    for (kind, role), members in roles.items():
+        words = f"groups of {members[0].heads} heads" if members[0].heads > 1 else kind
+        parts.append(f"{count_of(len(members), 'layer')} with {len(members[0])} {words} ({role})")
+    return f"found: {'; '.join(parts)}"
+
+
+def choice_lines(choices: "Sequence[Choice]", changes: "Changes | None") -> list[str]:
+    """How many heads and neurons stay, and what changes in config.json."""
+    lines = []
+    for kind in ("heads", "neurons"):
+        own = [choice for choice in choices if choice.units.kind == kind]
+        if own:
+            total, rule = sum(len(choice.units) for choice in own), sum(choice.count for choice in own)
+            units = f"groups of {own[0].units.heads} heads" if own[0].units.heads > 1 else kind
+            lines.append(f"{units}: {sum(len(c.kept) for c in own):,} of {total:,} stay (the rule keeps {rule:,})")
+    if changes:
+        lines.append(f"config.json: {', '.join(f'{path[-1]} {value}' for path, value in changes.items())}")
+    return lines
 
 
 def _check_removes(choices: "Sequence[Choice]", options: PruneOptions) -> None:

@@ -6,8 +6,8 @@ best.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from emp_llm.structured.language.unit_scores import Scores
 from emp_llm.structured.language.units import Indices, UnitKind, Units
 
 logger = logging.getLogger(__name__)
+Budgets = Callable[[UnitKind, str], Budget]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,41 +63,46 @@ class Widths:
 
 
 def choose_units(
-    every: Sequence[Units], scores: Sequence[Scores], budget: Budget, together: bool, widths: Widths | None
-) -> tuple[list[Choice], Budget]:
+    every: Sequence[Units], scores: Sequence[Scores], budgets: Budgets, together: bool, widths: Widths | None
+) -> tuple[list[Choice], list[Budget]]:
     """Decide which units stay.
 
     Args:
         every, scores: the units and their scores.
-        budget: how many to keep. Heads and neurons, and MLPs of different roles, have budgets of their own.
+        budgets: returns how many to keep of the units of a kind and a role (`Units.role`).
         together: all units of a role are one group; else those of each layer are.
         widths: None: any number of units may stay in each layer.
 
     Returns:
-        The choices, in order; and the budget, with the beta that a requested sparsity stands for.
+        The choices, in order; and the budgets, with the beta that a requested sparsity stands for.
+
+    Raises:
+        UserError: a requested sparsity would leave a layer without units.
     """
     choices: dict[int, Choice] = {}
-    settled = budget
-    for members in _roles(every):
+    used: list[Budget] = []
+    for (kind, role), members in _roles(every).items():
+        budget = budgets(kind, role)
         rows = [torch.from_numpy(scores[number])[None] for number in members]
         groups = [torch.cat(rows, 1)] if together else rows
         moments = [Moments.of_rows(group, budget.order) for group in groups]
         settled = _settled(budget, moments)
+        used.append(settled)
         masks = _exact(groups, moments, settled, together, [row.shape[1] for row in rows])
         counts = [int(mask.sum()) for mask in masks]
         if widths is not None:
             masks = _even([every[number] for number in members], rows, counts, widths)
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
             choices[number] = _choice(every[number], row, mask, count, budget.order)
-    return [choices[number] for number in range(len(every))], settled
+    return [choices[number] for number in range(len(every))], used
 
 
-def _roles(every: Sequence[Units]) -> list[list[int]]:
+def _roles(every: Sequence[Units]) -> dict[tuple[UnitKind, str], list[int]]:
     """The numbers of the units of each kind and role."""
     by_role: dict[tuple[UnitKind, str], list[int]] = {}
     for number, units in enumerate(every):
         by_role.setdefault((units.kind, units.role), []).append(number)
-    return list(by_role.values())
+    return by_role
 
 
 def _settled(budget: Budget, moments: list[Moments]) -> Budget:
@@ -157,8 +163,3 @@ def _choice(units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, ord
     bound = float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None
     mass = float(effective_mass(row, order=order)[0])
     return Choice(units, row[0].numpy(), count, np.flatnonzero(mask.numpy()), n_eff, mass, bound)
-
-
-def with_all_kept(choice: Choice) -> Choice:
-    """The choice in which every unit stays."""
-    return replace(choice, kept=np.arange(len(choice.units), dtype=np.int64))
