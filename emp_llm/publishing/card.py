@@ -15,29 +15,15 @@ from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
 from emp_llm.hub.destination import Destination
 from emp_llm.publishing.base_model import Origin
+from emp_llm.publishing.card_words import GLOSSARY, UNIT_GLOSSARY, method_words
 from emp_llm.records.bench import Bench
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import pruning_lines, pruning_rows
 from emp_llm.reporting.speed_tables import SPEED_NOTE, speed_rows
+from emp_llm.reporting.structure_tables import structure_lines, structure_rows
 
 _MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
 _OLD_MARK = "<!-- Written by emp-llm, anew with every push."
-_METHODS = {
-    "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
-    "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
-    "emp-relative": "Effective Model Pruning (EMP) with relative scores (weight magnitude times relative input norm)",
-    "emp-ria": "Effective Model Pruning (EMP) with RIA scores (relative importance and activations)",
-    "wanda": "Wanda (weight magnitude times input norm)",
-    "relative": "relative scores (weight magnitude times input norm relative to each token's output)",
-    "ria": "RIA (relative importance and activations)",
-    "magnitude": "weight magnitude",
-    "sparsegpt": "SparseGPT",
-}
-_GLOSSARY = (
-    "*kept*: the share of weights that were kept, overall and by row; *N_eff/N*: the effective number of weights in a row, "
-    "divided by the row's length; *s_eff*: the share of the total score that the N_eff largest scores hold, and *bound* its "
-    "lower bound; *kept mass*: the share of the total score that was kept."
-)
 
 
 def is_ours(path: Path) -> bool:
@@ -92,8 +78,7 @@ class Card:
             "## Use",
             self._use(),
             "## Removed weights",
-            markdown_table(pruning_rows(self._report)),
-            _GLOSSARY,
+            *self._removed(),
             *self._warnings(),
             "## Evaluation",
             *self._evaluation(),
@@ -114,7 +99,8 @@ class Card:
 
     def _metadata(self) -> str:
         carried = dict(self._origin.metadata)
-        tags = ["emp-llm", "pruning", "sparse", "unstructured-sparsity", self._report.recipe.method, *carried.pop("tags", [])]
+        kind = ["sparse", "unstructured-sparsity"] if self._report.structure is None else ["structured-pruning"]
+        tags = ["emp-llm", "pruning", *kind, self._report.recipe.method, *carried.pop("tags", [])]
         data = ModelCardData(
             library_name="transformers",
             pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
@@ -139,20 +125,24 @@ class Card:
         return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
 
     def _summary(self) -> str:
-        recipe = self._report.recipe
-        how = _METHODS.get(recipe.method, recipe.method)
-        if recipe.score == "relative" and recipe.method.removeprefix("emp-") != "relative":
-            how += ", with input norms relative to the output"
-        if recipe.shares == "owl":
-            how += ", with a sparsity for each block by its outliers (OWL)"
-        if recipe.count_by == "magnitude":
-            how += ", and as many weights in each group as its magnitudes are worth"
-        if recipe.refit is not None:
-            how += ", with a refit of the kept weights"
-        lines = "\n".join(f"- {line}" for line in pruning_lines(self._report))
+        how = method_words(self._report.recipe)
+        shown = pruning_lines(self._report) if self._report.structure is None else structure_lines(self._report)
+        lines = "\n".join(f"- {line}" for line in shown)
         return f"{self._base}, pruned by {how} after training, without retraining.\n\n{lines}"
 
+    def _removed(self) -> list[str]:
+        if self._report.structure is None:
+            return [markdown_table(pruning_rows(self._report)), GLOSSARY]
+        return [markdown_table(structure_rows(self._report.structure)), UNIT_GLOSSARY]
+
     def _benefits(self) -> str:
+        structure = self._report.structure
+        if structure is not None and structure.config:
+            return (
+                "A smaller dense model: plain safetensors with the names and dtypes of the base model, fewer rows and columns, "
+                f"and a `config.json` that says so. {self._other_bytes()} It loads with `from_pretrained` and in every runtime "
+                "that reads these numbers from `config.json`."
+            )
         zeros = 100 * (self._report.targets.sparsity_of_all_parameters or 0.0)
         return (
             f"The files are plain safetensors with the names, shapes and dtypes of the base model. {zeros:.1f} % of the "

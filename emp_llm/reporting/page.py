@@ -12,7 +12,8 @@ from emp_llm.reporting.fit_tables import fit_rows
 from emp_llm.reporting.headlines import Headline, headlines
 from emp_llm.reporting.page_tables import difference_rows, point_rows, role_rows, verdict_rows
 from emp_llm.reporting.speed_tables import SPEED_NOTE, speed_rows
-from emp_llm.reporting.studies.study import Study
+from emp_llm.reporting.structure_tables import cost_rows, speed_notes, structure_rows
+from emp_llm.reporting.studies.study import Study, label_of
 
 _POINTS = "All points"
 _REDUNDANT = "Where the model is redundant"
@@ -22,6 +23,7 @@ _ERROR = (
     "fitted ones (after). Held out: on sequences of the calibration text to which no weight was fitted."
 )
 _SPEED = "Speed and memory"
+_UNITS = "Heads and neurons"
 _QUESTION = "Is EMP better at the same sparsity?"
 _CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
@@ -94,12 +96,24 @@ def page_parts(title: str, studies: Sequence[tuple[Study, list[Drawing]]], bench
         rows = fit_rows(study)
         if len(rows) > 1:
             parts += [Heading(_FITS, 3), Table(rows, _FITS), Paragraph(_ERROR)]
+        parts += _structures(study)
         rows = role_rows(study)
         if len(rows) > 1:
             parts += [Heading(_REDUNDANT, 3), Table(rows, _REDUNDANT)]
         parts += left.values()
     if benches:
         parts += [Heading(_SPEED), Table(speed_rows(benches), _SPEED), Paragraph(SPEED_NOTE)]
+    return parts
+
+
+def _structures(study: Study) -> list[PagePart]:
+    """For each structured point, the heads and neurons that stay, and size and speed."""
+    parts: list[PagePart] = []
+    for point in study.points:
+        if point.structure is not None:
+            title = f"{label_of(point)} ({point.name})"
+            parts += [Heading(f"{_UNITS}: {title}", 3), Table(structure_rows(point.structure), f"{_UNITS}, {title}")]
+            parts += [Table(cost_rows(point.structure), f"{_SPEED}, {title}"), *map(Paragraph, speed_notes(point.structure))]
     return parts
 
 

@@ -51,6 +51,13 @@ def cost_rows(structure: StructureRecord) -> Rows:
     return rows
 
 
+def speed_notes(structure: StructureRecord) -> list[str]:
+    """How the speed was measured, if it was."""
+    if structure.prompt_tokens is None:
+        return []
+    return [f"speed: a prompt of {structure.prompt_tokens} tokens, batch 1, both models in turn"]
+
+
 def structure_lines(report: RunReport) -> list[str]:
     """Lines on the removed share of the model, its size and speed, and the changes of config.json."""
     structure, targets = report.structure, report.targets
@@ -63,8 +70,7 @@ def structure_lines(report: RunReport) -> list[str]:
     for name, before, after, ratio in cost_rows(structure)[1:]:
         if structure.config:
             lines.append(f"{name}: {before} -> {after} ({ratio} x)")
-    if structure.prompt_tokens is not None:
-        lines.append(f"speed: a prompt of {structure.prompt_tokens} tokens, batch 1, both models in turn")
+    lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(
             f"checked: the logits are those of the dense model without these parts (difference {structure.difference:.1e})"

@@ -7,7 +7,7 @@ import numpy as np
 
 from emp_llm.evaluation.measured_values import Value
 from emp_llm.options.recipe import MatchBy
-from emp_llm.records.run_report import FitRecord, Quartiles
+from emp_llm.records.run_report import FitRecord, Quartiles, StructureRecord
 
 _GRID = np.linspace(0, 1, 201)
 _QUARTERS = np.array([0, 0.25, 0.5, 0.75, 1])
@@ -101,6 +101,7 @@ class MeasuredPoint:
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
         matrices: of the targets, each expert alone; whole: the effective number of all targets as one group.
         fits: of the layers, by a refit or SparseGPT.
+        structure: the removed heads and neurons; None if weights were pruned.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
         masks: a hash of the masks, in sweeps; else empty.
@@ -127,6 +128,7 @@ class MeasuredPoint:
     matrices: tuple[MatrixStats, ...] = ()
     whole: WholeGroup | None = None
     fits: tuple[LayerFit, ...] = ()
+    structure: StructureRecord | None = None
     results: tuple[SuiteResult, ...] = ()
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""

@@ -104,9 +104,14 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
     if not recipe.method:
         raise UserError(f"{where}: recipe: missing field method.")
     adaptive = recipe.method.startswith("emp-")
-    if adaptive and (recipe.beta is None or recipe.order is None):
+    if adaptive and ((recipe.beta is None and recipe.structure is None) or recipe.order is None):
         raise UserError(f"{where}: recipe: method {recipe.method} must have a beta and an order.")
     words = [recipe.pattern] if recipe.pattern else []
+    if recipe.structure is not None:
+        words.append({"both": "heads and neurons"}.get(recipe.structure.structure, recipe.structure.structure))
+        words += ["of all layers together"] if recipe.structure.group == "all" else []
+        words += ["query heads"] if recipe.structure.head_unit == "query" else []
+        words += ["set to zero"] if recipe.structure.keep_shapes else []
     if recipe.neff_dtype not in (None, "float64"):
         words.append(f"N_eff in {recipe.neff_dtype}")
     if recipe.criterion is not None:

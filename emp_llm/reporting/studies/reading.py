@@ -97,6 +97,7 @@ def _run(report: RunReport, folder: Path, where: str, name: str | None = None, *
         "matrices": matrices_of(report.matrices, where),
         "whole": whole_group_of(report.targets),
         "fits": fits_of(report, where),
+        "structure": report.structure,
         "results": tuple(suite_result_of(model, where) for model in models if model.pruned is not None),
         "dense": dense,
         "signature": json.dumps(pruned_by(report).as_dict(), sort_keys=True),

@@ -18,7 +18,8 @@ from emp_llm.execution.loading import input_device, max_context
 from emp_llm.structured.language.unit_choice import Choice
 
 _PROMPT = 512  # tokens
-_ROUNDS = 5
+_ROUNDS = 7
+_SECONDS = 15.0  # no new round of passes begins after this time
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -59,8 +60,11 @@ def side_by_side(
         )
     flops = (_flops(dense, ids), _flops(written, ids))
     times: tuple[list[float], list[float]] = ([], [])
+    start = time.perf_counter()
     with progress_bar(2 * _ROUNDS, "speed", "pass") as bar:
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            if number > 1 and time.perf_counter() - start > _SECONDS:
+                break
             for model, own in zip((dense, written), times, strict=True):
                 own.append(_seconds(model, ids))
                 bar.update(1)

@@ -1,0 +1,414 @@
+"""Heads and neurons removed from language models: one contract for every family, and the commands for such checkpoints."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from emp_llm.architecture.layers import Layer
+from emp_llm.calibration.corpora import find_corpus
+from emp_llm.calibration.tokens import token_ids
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.records.run_report import RunReport
+from emp_llm.report import report
+from emp_llm.selection.budgets import EffectiveBudget, RatioBudget
+from emp_llm.structured.language.unit_choice import Widths, choose_units
+from emp_llm.structured.language.unit_plan import UnitPlan
+from emp_llm.structured.language.units import Units
+from emp_llm.verify import verify
+
+# What cannot be removed: config.json has no number of heads apart from the width, or the heads share a norm.
+ZERO_ONLY = {"gpt2", "opt", "gpt_neox"}
+MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": ("FalconConfig", tiny._COMMON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}),
+    "glm4": ("Glm4Config", tiny.GLU | {"head_dim": 8, "pad_token_id": 0}),
+    "olmo2": ("Olmo2Config", tiny.GLU),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        tiny.GLU | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4},
+    ),
+}
+QUIET: dict[str, Any] = {"quiet": True, "dtype": "float32"}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns the folder of a family's tiny model in float32, made at the first call."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            known = tiny.FAMILIES
+            tiny.FAMILIES = known | MORE_FAMILIES
+            try:
+                made[family] = tiny.make_model(tmp_path_factory.mktemp(family) / "model", family, torch.float32)
+            finally:
+                tiny.FAMILIES = known
+        return made[family]
+
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model(torch.arange(3, 60)[None]).logits
+
+
+def differences(out: Path, source: Path) -> list[str]:
+    return verify(out, source=str(source), quiet=True).differences
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *MORE_FAMILIES])
+def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models: Any, tmp_path: Path) -> None:
+    """Heads and neurons, at a fixed share, removed and set to zero: the same logits, and other ones than the dense model's."""
+    source = models(family)
+    heads_go = family not in ZERO_ONLY | {"falcon", "bloom", "olmo2"}
+    kinds = ["neurons"] * (family != "bloom") + ["heads"] * heads_go
+    dense = logits(source)
+    for structure in kinds:
+        outs = [tmp_path / f"{structure}-{how}" for how in ("small", "zero")]
+        options: dict[str, Any] = {"structure": structure, "method": "magnitude", "sparsity": 0.5} | QUIET
+        small = prune(str(source), output=outs[0], **options, **({"width_multiple": 8} if structure == "neurons" else {}))
+        prune(str(source), output=outs[1], keep_shapes=True, **options)
+        assert isinstance(small, RunReport)
+        assert small.structure is not None
+        assert small.structure.difference is not None
+        assert small.structure.difference < 1e-5
+        assert small.structure.pruned.parameters < small.structure.dense.parameters
+        computed = [logits(out) for out in outs]
+        same_width = all(each.kept == each.rule for each in small.structure.layers.values())
+        if same_width:  # else the rule's exact counts were zeroed, and one width for all was removed
+            torch.testing.assert_close(computed[0], computed[1], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(computed[0], dense, rtol=1e-3, atol=1e-4)
+        assert [differences(out, source) for out in outs] == [[], []]
+
+
+@pytest.mark.parametrize("family", [*ZERO_ONLY, "llama", "falcon", "gemma2"])
+def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
+    """Where config.json has no number of heads, removal is refused with the option that works; that one is exact."""
+    source, options = models(family), {"structure": "heads", "method": "magnitude", "sparsity": 0.5} | QUIET
+    if family in ZERO_ONLY | {"falcon"}:
+        with pytest.raises(UserError, match=r"config.json has no number for the heads of .*--keep-shapes"):
+            prune(str(source), output=tmp_path / "out", **options)
+    report_ = prune(str(source), output=tmp_path / "zero", keep_shapes=True, **options)
+    assert isinstance(report_, RunReport)
+    assert report_.structure is not None
+    assert report_.structure.config == {}
+    dense, zeroed = (load_all(folder) for folder in (source, tmp_path / "zero"))
+    assert {name: tensor.shape for name, tensor in dense.items()} == {name: tensor.shape for name, tensor in zeroed.items()}
+    changed = {name for name in dense if not torch.equal(dense[name], zeroed[name])}
+    assert changed
+    assert all(re.search(r"attn|attention", name) for name in changed)
+    assert differences(tmp_path / "zero", source) == []
+
+
+def test_query_heads_within_groups(models: Any, tmp_path: Path) -> None:
+    """Llama with 4 heads and 2 of keys: one query head of each group stays; keys and values stay."""
+    out = tmp_path / "out"
+    prune(str(models("llama")), output=out, structure="heads", head_unit="query", method="magnitude", sparsity=0.5, **QUIET)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 8)
+    tensors = load_all(out)
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (16, 32)
+    assert torch.equal(
+        tensors["model.layers.0.self_attn.k_proj.weight"], load_all(models("llama"))["model.layers.0.self_attn.k_proj.weight"]
+    )
+    assert differences(out, models("llama")) == []
+
+
+def test_a_shared_norm_of_heads_is_refused(models: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Olmo2ForCausalLM has no attention whose heads can be told apart"):
+        prune(str(models("olmo2")), output=tmp_path / "out", structure="heads", method="magnitude", **QUIET)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("method", ["emp-wanda", "wanda"])
+def test_scores_with_activations(family: str, method: str, models: Any, tmp_path: Path) -> None:
+    """Norms of activations are collected in the run, and verified from its own files; both kinds in one run."""
+    options: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 32} | QUIET
+    structure = "neurons" if family == "gpt2" else "both"
+    out = tmp_path / "out"
+    run = prune(str(models(family)), output=out, structure=structure, method=method, sparsity=0.4, width_multiple=8, **options)
+    assert isinstance(run, RunReport)
+    assert run.calibration is not None
+    assert differences(out, models(family)) == []
+
+
+def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: Path) -> None:
+    """Block by block as in a backward pass of the whole model: sum over tokens of |dL/dY * Y| for the inputs of o and down."""
+    source, out = models("gemma2"), tmp_path / "out"
+    options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4} | QUIET
+    run = prune(str(source), output=out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options)
+    sums = load_file(out / "emp_llm" / "taylor.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokens = token_ids(find_corpus("demo,samples=6,seqlen=40"), tiny.make_tokenizer())
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: Any, args: Any) -> None:
+            args[0].retain_grad()
+            seen[name] = args[0]
+
+        return hook
+
+    for name in sums:
+        model.get_submodule(name).register_forward_pre_hook(note(name))
+    wanted = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in sums.items()}
+    for row in tokens:
+        logits_ = model(row[None], use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits_.float(), row[1:], reduction="sum").backward()
+        for name, value in seen.items():
+            assert value.grad is not None
+            wanted[name] += (value.grad.double() * value.detach().double()).abs().sum((0, 1))
+    assert set(sums) == {f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")}
+    for name, each in sums.items():
+        torch.testing.assert_close(each, wanted[name], rtol=2e-4, atol=1e-9)
+    assert isinstance(run, RunReport)
+    assert differences(out, source) == []
+
+
+def test_refit_makes_up_for_removed_units(models: Any, tmp_path: Path) -> None:
+    """The output layer is fitted on the calibration text; the report says how well, and nothing else changes."""
+    source = models("llama")
+    options: dict[str, Any] = {"calibration": "demo", "samples": 16, "seqlen": 64, "width_multiple": 8, "sparsity": 0.5} | QUIET
+    out = tmp_path / "fitted"
+    run = prune(str(source), output=out, structure="both", method="wanda", refit=True, **options)
+    assert isinstance(run, RunReport)
+    assert set(run.fits) == {f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")}
+    for fit in run.fits.values():
+        assert fit.error_before is not None
+        assert fit.error_after is not None
+        assert fit.error_after < fit.error_before
+    assert run.structure is not None
+    assert run.structure.difference is not None
+    assert run.structure.difference < 1e-5
+    assert differences(out, source) == []
+
+
+def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> None:
+    """Zeroed neurons: floor(N_eff) of each layer, or of all layers together, by a float64 reference."""
+    source = models("llama")
+    weights = load_all(source)
+    scores = []
+    for layer in (0, 1):
+        gate, up, down = (weights[f"model.layers.{layer}.mlp.{name}_proj.weight"].double() for name in ("gate", "up", "down"))
+        scores.append((gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).numpy())
+    for group in ("layer", "all"):
+        out = tmp_path / group
+        run = prune(
+            str(source),
+            output=out,
+            structure="neurons",
+            structure_group=group,
+            method="emp-magnitude",
+            keep_shapes=True,
+            **QUIET,
+        )
+        assert isinstance(run, RunReport)
+        assert run.structure is not None
+        groups = scores if group == "layer" else [np.concatenate(scores)]
+        kept = []
+        for each in groups:
+            number = int(each.sum() ** 2 / (each**2).sum())
+            mask = np.zeros(len(each), dtype=bool)
+            mask[np.argsort(-each, kind="stable")[:number]] = True
+            kept.append(mask)
+        masks = kept if group == "layer" else np.split(kept[0], 2)
+        for (name, entry), mask in zip(run.structure.layers.items(), masks, strict=True):
+            assert entry.kept == mask.sum()
+            zero = (load_all(out)[f"{name}.weight"] == 0).all(0).numpy()
+            assert (zero == ~mask).all()
+
+
+def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:
+    """--match removes as many neurons as an earlier structured run; a run of weights is refused."""
+    source, first = models("llama"), tmp_path / "first"
+    options: dict[str, Any] = {"structure": "neurons", "keep_shapes": True} | QUIET
+    one = prune(str(source), output=first, method="emp-magnitude", **options)
+    two = prune(str(source), output=tmp_path / "second", method="magnitude", match=first, **options)
+    assert isinstance(one, RunReport)
+    assert isinstance(two, RunReport)
+    assert one.structure is not None
+    assert two.structure is not None
+    counts = [[each.kept for each in run.structure.layers.values()] for run in (one, two) if run.structure]
+    assert sum(counts[0]) == sum(counts[1])
+    assert max(counts[1]) - min(counts[1]) <= 1
+    prune(str(source), output=tmp_path / "weights", method="magnitude", quiet=True)
+    with pytest.raises(UserError, match="that run removed weights, not heads or neurons"):
+        prune(str(source), output=tmp_path / "third", method="magnitude", match=tmp_path / "weights", **options)
+
+
+def test_requested_sparsity_finds_beta(models: Any, tmp_path: Path) -> None:
+    run = prune(
+        str(models("llama")),
+        output=tmp_path / "out",
+        structure="neurons",
+        method="emp-magnitude",
+        sparsity=0.25,
+        keep_shapes=True,
+        **QUIET,
+    )
+    assert isinstance(run, RunReport)
+    assert run.structure is not None
+    assert sum(each.kept for each in run.structure.layers.values()) == 120  # of 160
+    assert run.recipe.beta is not None
+    assert run.recipe.sparsity == 0.25
+
+
+def test_damage_is_found(models: Any, tmp_path: Path) -> None:
+    """A changed weight, a changed choice and a changed config are differences."""
+    source, out = models("llama"), tmp_path / "out"
+    prune(str(source), output=out, structure="neurons", method="magnitude", width_multiple=8, **QUIET)
+    name, shard = next(
+        (name, path) for path in sorted(out.glob("*.safetensors")) for name in load_file(path) if name.endswith("q_proj.weight")
+    )
+    tensors = load_file(shard)
+    tensors[name][0, 0] += 1
+    save_file(tensors, shard, {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    kept = load_file(out / "emp_llm" / "structure.safetensors")
+    first = next(key for key in kept if key.endswith(".kept"))
+    gone = next(number for number in range(80) if number not in kept[first].tolist())
+    kept[first][-1] = gone
+    save_file(kept, out / "emp_llm" / "structure.safetensors")
+    found = "\n".join(differences(out, source))
+    for part in (name, "config.json: it has other changes", "not those with the highest scores", "BLAKE3"):
+        assert part in found
+
+
+def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error between two shards, the same command goes on and gives the same bytes."""
+    from emp_llm.structured.language.unit_writer import UnitWriter
+
+    source, whole, broken = models("llama"), tmp_path / "whole", tmp_path / "broken"
+    options: dict[str, Any] = {
+        "structure": "both",
+        "method": "taylor",
+        "width_multiple": 8,
+        "calibration": "demo",
+        "samples": 4,
+        "seqlen": 32,
+    } | QUIET
+    prune(str(source), output=whole, **options)
+    real, calls = UnitWriter._write_shard, []
+
+    def fails(self: Any, shard: Path, path: Path, files: Any) -> str:
+        calls.append(shard.name)
+        if len(calls) == 2:
+            raise OSError("the machine stops")
+        return real(self, shard, path, files)
+
+    monkeypatch.setattr(UnitWriter, "_write_shard", fails)
+    with pytest.raises(OSError, match="the machine stops"):
+        prune(str(source), output=broken, **options)
+    assert not broken.exists()
+    monkeypatch.setattr("emp_llm.execution.gradients.input_gradients", None)  # the sums are not collected again
+    prune(str(source), output=broken, **options)
+    assert calls.count(calls[0]) == 1
+    shards = [path.name for path in whole.glob("*.safetensors")]
+    assert all((whole / name).read_bytes() == (broken / name).read_bytes() for name in [*shards, "config.json"])
+
+
+def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
+    source, out = models("llama"), tmp_path / "out"
+    options: dict[str, Any] = {"structure": "both", "method": "magnitude", "width_multiple": 8} | QUIET
+    planned = prune(str(source), output=out, dry_run=True, **options)
+    assert not isinstance(planned, RunReport)
+    assert planned.notes[0] == (
+        "found: 2 layers with 2 groups of 2 heads (self_attn.o_proj); 2 layers with 80 neurons (mlp.down_proj)"
+    )
+    assert planned.notes[1:] == [
+        "groups of 2 heads: 2 of 4 stay (the rule keeps 2)",
+        "neurons: 80 of 160 stay (the rule keeps 80)",
+        "config.json: intermediate_size 40, num_attention_heads 2, num_key_value_heads 1",
+    ]
+    assert not out.exists()
+    prune(str(source), output=out, **options)
+    report([out], output=tmp_path / "page", figures=False, quiet=True)
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "Heads and neurons: magnitude, uniform rows, heads and neurons (out)" in page
+    assert re.search(r"\| parameters \| [\d,]+ \| [\d,]+ \| 0\.\d+ \|", page)
+    assert "tokens/s" in page
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"pattern": "2:4", "method": "magnitude"}, "--pattern does not go with --structure"),
+    ({"group": "all"}, "--group does not go with --structure. Use --structure-group"),
+    ({"targets": "all-linear"}, "--targets does not go with --structure"),
+    ({"method": "sparsegpt"}, "--method sparsegpt does not score heads or neurons. Use one of emp-magnitude"),
+    ({"head_unit": "query"}, "--head-unit is for heads"),
+    ({"structure": "heads", "width_multiple": 8}, "--width-multiple is for neurons"),
+    ({"keep_shapes": True, "width_multiple": 8}, "--keep-shapes keeps the width"),
+    ({"method": "magnitude", "beta": 0.5}, "--beta does not go with method magnitude. Use --method emp-magnitude."),
+    ({"method": "taylor", "activations": "x.safetensors"}, "--method taylor needs gradients"),
+    ({"load_in_8bit": True}, "--structure needs the original weights"),
+    ({"sparsity": 1.5, "method": "magnitude"}, "--sparsity must be at least 0 and below 1"),
+    ({"beta": 10.0, "method": "emp-magnitude"}, "the rule keeps all 160 neurons"),
+    ({"method": "emp-magnitude"}, "rounded up to one width for all layers nothing is removed"),
+    ({"structure": None, "method": "taylor"}, "scores heads and neurons, not weights. Add --structure"),
+    ({"structure": None, "keep_shapes": True}, "--keep-shapes has no effect without --structure"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_input(options: dict[str, Any], message: str, models: Any, tmp_path: Path) -> None:
+    given_ = {"structure": "neurons"} | options
+    with pytest.raises(UserError, match=re.escape(message)):
+        prune(str(models("llama")), output=tmp_path / "out", quiet=True, **given_)
+    assert not (tmp_path / "out").exists()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.floats(0.01, 100), min_size=4, max_size=12), min_size=1, max_size=4), st.floats(0.2, 1.5))
+def test_choice_against_a_float64_reference(scores: list[list[float]], beta: float) -> None:
+    """Exact counts and the best units; with widths, one width that is a multiple and not below the mean count."""
+    size = min(len(each) for each in scores)
+    values = [np.array(each[:size]) for each in scores]
+    every = [_plain_units(size, block) for block in range(len(values))]
+    choices, _ = choose_units(every, values, lambda kind, role: EffectiveBudget(beta), False, None)
+    for choice, own in zip(choices, values, strict=True):
+        number = min(size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12)))))
+        best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
+        assert choice.kept.tolist() == sorted(best)
+    even, _ = choose_units(every, values, lambda kind, role: EffectiveBudget(beta), False, Widths(4))
+    mean = -(-sum(choice.count for choice in choices) // len(choices))
+    assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
+    ratio, _ = choose_units(every, values, lambda kind, role: RatioBudget(0.5), False, None)
+    assert {len(choice.kept) for choice in ratio} == {size - size // 2}
+
+
+def test_wiring_needs_no_weights(models: Any) -> None:
+    """The layout of joined matrices is measured: q, k and v of Phi-3 and GPT-NeoX, and gate and up in halves."""
+    phi = UnitPlan(models("phi3"), ("heads", "neurons"), "group").units
+    heads, neurons = phi[0], phi[1]
+    (rows,) = heads.rows.values()
+    assert rows[0].tolist() == [*range(16), *range(32, 40), *range(48, 56)]  # two query heads, their keys, their values
+    (rows,) = neurons.rows.values()
+    assert rows[3].tolist() == [3, 83]
+    neox = UnitPlan(models("gpt_neox"), ("heads",)).units[0]
+    (rows,) = neox.rows.values()
+    assert rows[1].tolist() == list(range(24, 48))  # q, k and v of one head beside each other
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def _plain_units(size: int, block: int) -> Units:
+    each = np.arange(size)[:, None]
+    output = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
+    return Units("neurons", block, output, each, {}, np.zeros(size, dtype=np.int64))
