@@ -316,7 +316,7 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="the machine stops"):
         prune(str(source), output=broken, **options)
     assert not broken.exists()
-    monkeypatch.setattr("emp_llm.execution.gradients.input_gradients", None)  # the sums are not collected again
+    monkeypatch.setattr("emp_llm.structured.language.gradients.input_gradients", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]
@@ -338,7 +338,7 @@ def test_report_and_dry_run(models: Any, tmp_path: Path) -> None:
     ]
     assert not out.exists()
     prune(str(source), output=out, **options)
-    report([out], output=tmp_path / "page", figures=False, quiet=True)
+    report([out], output=tmp_path / "page", no_plots=True, quiet=True)
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Heads and neurons: magnitude, uniform rows, heads and neurons (out)" in page
     assert re.search(r"\| parameters \| [\d,]+ \| [\d,]+ \| 0\.\d+ \|", page)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 
-Structure = Literal["heads", "neurons", "both"]
+StructureKind = Literal["heads", "neurons", "both"]
 StructureGroup = Literal["layer", "all"]
 HeadUnit = Literal["group", "query"]
 STRUCTURE_CRITERIA = ("magnitude", "wanda", "taylor")
@@ -26,9 +26,9 @@ class StructureOptions(Options):
         width_multiple: the number of neurons that stay is rounded up to a multiple of this. None: 64.
     """
 
-    structure: Annotated[Structure | None, Opt("Remove whole attention heads, MLP neurons, or both, in place of weights.")] = (
-        None
-    )
+    structure: Annotated[
+        StructureKind | None, Opt("Remove whole attention heads, MLP neurons, or both, in place of weights.")
+    ] = None
     structure_group: Annotated[
         StructureGroup | None, Opt("Heads or neurons that compete: of a layer, or of all layers; default: layer.")
     ] = None
@@ -58,7 +58,7 @@ class StructureOptions(Options):
 
     def check_structure(self) -> None:
         """Raise UserError for an invalid value, or one without --structure."""
-        for name, choices in (("structure", Structure), ("structure_group", StructureGroup), ("head_unit", HeadUnit)):
+        for name, choices in (("structure", StructureKind), ("structure_group", StructureGroup), ("head_unit", HeadUnit)):
             value = getattr(self, name)
             if value is not None and value not in get_args(choices):
                 raise UserError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(get_args(choices))}.")

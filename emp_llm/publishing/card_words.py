@@ -2,7 +2,7 @@
 
 from emp_llm.records.source import RecipeRecord
 
-METHODS = {
+METHOD_WORDS = {
     "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
     "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
     "emp-relative": "Effective Model Pruning (EMP) with relative scores (weight magnitude times relative input norm)",
@@ -32,7 +32,7 @@ GLOSSARY = (
 
 def method_words(recipe: RecipeRecord) -> str:
     """The method of a run in words."""
-    how = METHODS.get(recipe.method, recipe.method)
+    how = METHOD_WORDS.get(recipe.method, recipe.method)
     if recipe.structure is not None:
         kinds = {"both": "attention heads and MLP neurons", "heads": "attention heads", "neurons": "MLP neurons"}
         how = f"{'EMP' if recipe.method.startswith('emp-') else 'a fixed share'} of whole {kinds[recipe.structure.structure]}"

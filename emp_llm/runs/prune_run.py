@@ -68,7 +68,7 @@ class PruneRun:
         self._options = options
         self._quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
         self._destination = destination_of(options)
-        self._suite = suite_of(options)
+        self._suite = chosen_suite(options)
         if options.device_map != "auto":
             from emp_llm.execution.device_map import parse_device_map
 
@@ -275,7 +275,7 @@ def destination_of(options: PruneOptions) -> "Destination | None":
     return destination
 
 
-def suite_of(options: PruneOptions) -> "Suite | None":
+def chosen_suite(options: PruneOptions) -> "Suite | None":
     """The suite that evaluates the run; None if there is none."""
     if options.evaluate is None:
         return None

@@ -56,12 +56,12 @@ class StructureRun:
     write: StructureWriteStage
 
     def __init__(self, options: PruneOptions) -> None:
-        from emp_llm.runs.prune_run import destination_of, suite_of
+        from emp_llm.runs.prune_run import chosen_suite, destination_of
 
         options.check()
         self._options = options
         self._destination = destination_of(options)
-        self._suite = suite_of(options)
+        self._suite = chosen_suite(options)
         _check_numbers(options)
         self._given = given_structure_norms(options)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)

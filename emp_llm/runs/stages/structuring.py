@@ -97,7 +97,7 @@ def taylor_sums(model: Any, plan: "UnitPlan", tokens: "torch.Tensor", options: P
 
     from emp_llm.calibration.whole_pass import own_batches
     from emp_llm.execution.blockwise import BlockwiseModel
-    from emp_llm.execution.gradients import input_gradients
+    from emp_llm.structured.language.gradients import input_gradients
 
     sums: dict[str, torch.Tensor] = {}
 

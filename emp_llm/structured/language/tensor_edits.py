@@ -13,7 +13,7 @@ from emp_llm.checkpoint.words import WORD, Words, word_bytes
 from emp_llm.structured.language.unit_choice import Choice
 from emp_llm.structured.language.units import Indices
 
-Fitted = Callable[[str], Words | None]
+FittedWords = Callable[[str], Words | None]
 
 
 @dataclass
@@ -68,7 +68,7 @@ class TensorEdit:
             shape[stack + axis] = len(kept)
         return tuple(shape)
 
-    def pieces(self, read: Callable[[int, int], Words], remove: bool, fitted: Fitted) -> Iterator[Words]:
+    def pieces(self, read: Callable[[int, int], Words], remove: bool, fitted: FittedWords) -> Iterator[Words]:
         """The words of the edited tensor, matrix by matrix.
 
         Args:

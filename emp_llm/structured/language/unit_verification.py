@@ -22,7 +22,6 @@ from emp_llm.structured.language.unit_plan import UnitPlan
 from emp_llm.structured.language.units import Units
 
 Say = Callable[[str], None]
-Features = Callable[[str], Tensor | None]
 
 
 class UnitVerification:
@@ -51,7 +50,7 @@ class UnitVerification:
         assert recipe.structure is not None
         self._structure = recipe.structure
 
-    def check_scores(self, features: Features) -> int:
+    def check_scores(self, features: Callable[[str], Tensor | None]) -> int:
         """Compute all scores again; returns their number. `features` as for `unit_scores`, by layer; None if it has none."""
         for units in self._plan.units:
             wanted, stored = self._score(units, features(units.name)), self._stored[f"{units.name}.scores"]

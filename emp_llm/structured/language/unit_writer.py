@@ -21,7 +21,7 @@ from emp_llm.storage.atomic import sync_path, write_json
 from emp_llm.storage.file_pool import FilePool
 from emp_llm.storage.json_files import INDEX_LIMIT, read_json
 from emp_llm.structured.language.smaller_config import Field, changed_config
-from emp_llm.structured.language.tensor_edits import Fitted, TensorEdit, bytes_of_shape
+from emp_llm.structured.language.tensor_edits import FittedWords, TensorEdit, bytes_of_shape
 
 _WORDS = 1 << 22  # of an unchanged tensor, read at a time
 _ALIGNMENT = 8  # of the first tensor, as in safetensors
@@ -38,7 +38,7 @@ class UnitWriter:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, edits: Mapping[str, TensorEdit], changes: Mapping[Field, Any] | None, fitted: Fitted
+        self, checkpoint: Checkpoint, edits: Mapping[str, TensorEdit], changes: Mapping[Field, Any] | None, fitted: FittedWords
     ) -> None:
         self._checkpoint = checkpoint
         self._edits = edits

@@ -11,7 +11,6 @@ from emp_llm.architecture.layers import Layer
 
 Indices = NDArray[np.int64]
 UnitKind = Literal["heads", "neurons"]
-HeadUnit = Literal["group", "query"]
 
 
 @dataclass(frozen=True, eq=False)
