@@ -2,8 +2,9 @@
 
     python scripts/study_structure.py MODEL --calibration demo --text eval/demo/heldout.txt --write docs/structure/demo.md
 
-Neurons, a layer at a time: zeros by the rule's own counts; zeros with as many neurons in every layer, scored in the same way; removed
-to one width; the same with a refit of the down projections. Heads: zeros by the rule, over all layers, and as many in every layer.
+Neurons, a layer at a time: zeros by the rule's own counts; zeros with as many neurons in every layer, scored in the same way;
+removed to one width; the same with a refit of the down projections. Heads: zeros by the rule, over all layers, and as many in
+every layer.
 Perplexities are increases over the dense model with paired standard errors over the blocks of the text.
 """
 
@@ -156,8 +157,8 @@ def page(options: argparse.Namespace, study: StructureStudy, rows: list[list[str
     dense = math.exp(statistics.fmean(study.dense))
     return (
         f"# Heads and neurons of {name}\n\nDense perplexity on {text}, blocks of {options.block}: {dense:.3f}. Calibrated on "
-        f"{options.samples} sequences of {options.calibration}; {options.dtype}. Perplexities are increases with paired standard "
-        "errors. Speed: of a prompt of 512 tokens, measured, and what the FLOPs promise.\n\n"
+        f"{options.samples} sequences of {options.calibration}; {options.dtype}. Perplexities are increases with paired "
+        "standard errors. Speed: of a prompt of 512 tokens, measured, and what the FLOPs promise.\n\n"
         + markdown_table([[*head, "removed", "removed, refit"], *rows])
         + f"\n\n{seconds:.0f} seconds.\n"
     )

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from kernel_cases import DTYPES, weights
+from safetensors.torch import load_file
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
 from test_reconstruction import inputs_of, layer, moments, objective
@@ -107,6 +108,23 @@ def test_pruning_a_model_in_gpu_memory_equals_pruning_it_on_the_cpu(
     for (name, a), (_, b) in zip(here.named_parameters(), there.named_parameters(), strict=True):
         assert b.device.type == "cuda"
         assert torch.equal(a, b.cpu()), name
+
+
+@pytest.mark.parametrize("method", ["emp-taylor", "wanda"])
+def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_path: Path) -> None:
+    """The scores are those of the CPU up to rounding, with weights on the GPU or offloaded."""
+    stored = {}
+    for device_map in ("cpu", "cuda:0", spread(models("llama"), "gpu-cpu")):
+        out = tmp_path / str(len(stored))
+        options: dict[str, Any] = {"structure": "both", "method": method, "sparsity": 0.3, "width_multiple": 8}
+        text = {"calibration": "demo", "samples": 4, "seqlen": 64}
+        prune(str(models("llama")), output=out, dtype="float32", device_map=device_map, **options, **text)  # type: ignore[arg-type]
+        stored[device_map] = load_file(out / "emp_llm" / "structure.safetensors")
+        assert verify(out, source=str(models("llama"))).differences == []
+    first, *others = stored.values()
+    for other in others:
+        for name in (name for name in first if name.endswith(".scores")):
+            torch.testing.assert_close(other[name], first[name], rtol=1e-3, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
