@@ -36,6 +36,7 @@ ROOMS = (
     "pruning",
     "pruning/output",
     "packing",
+    "structured",
     "hub",
     "runtime",
     "evaluation",
