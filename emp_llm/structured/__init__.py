@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from emp_llm.structured.unit_pruning import prune_units as prune_units
     from emp_llm.structured.surgery import remove_units as remove_units
     from emp_llm.structured.surgery import zero_units as zero_units
+    from emp_llm.structured.unit_pruning import prune_units as prune_units
     from emp_llm.structured.unit_report import UnitReport as UnitReport
     from emp_llm.structured.unit_scores import magnitude_scores as magnitude_scores
     from emp_llm.structured.unit_scores import saliency_scores as saliency_scores

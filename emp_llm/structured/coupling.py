@@ -23,8 +23,8 @@ from emp_llm.structured.unit_groups import (
     INSTANCE_NORMS,
     UNIT_LAYERS,
     Axis,
-    Place,
     UnitGroup,
+    UnitPlace,
     cuts_of,
     is_depthwise,
     own_group,
@@ -129,7 +129,7 @@ def _group_of(name: str, size: int, found: Any, graph: Any, names: dict[nn.Modul
         module = item.dep.target.module
         if module not in names:  # an operation, or a parameter of its own
             if isinstance(module, nn.Parameter):
-                why = why or "added to a parameter of its own"
+                why = why or "combined with a parameter that belongs to no layer"
             continue
         axis = _axis(module, graph.is_out_channel_pruning_fn(item.dep.handler))
         if axis is None:
@@ -139,7 +139,7 @@ def _group_of(name: str, size: int, found: Any, graph: Any, names: dict[nn.Modul
             why = why or "repeated by the model"
             continue
         positions, units = (torch.tensor(each, dtype=torch.int64) for each in (list(item.idxs), item.root_idxs))
-        places.append(Place(names[module], axis, positions, units))
+        places.append(UnitPlace(names[module], axis, positions, units))
     if not any(place.axis == "outputs" and place.module == name for place in places):
         return own_group(name, size, None), why or "its dependencies are not known"
     return UnitGroup(name, size, tuple(places)), why

@@ -18,7 +18,7 @@ Cuts = dict[str, dict[Axis, list[int]]]
 
 
 @dataclass(frozen=True)
-class Place:
+class UnitPlace:
     """A place where a model holds something of each unit of a group.
 
     Attributes:
@@ -47,7 +47,7 @@ class UnitGroup:
 
     name: str
     size: int
-    places: tuple[Place, ...]
+    places: tuple[UnitPlace, ...]
 
     @property
     def layers(self) -> list[str]:
@@ -88,9 +88,9 @@ def unit_kind(module: nn.Module) -> str:
 def own_group(name: str, size: int, batch_norm: str | None) -> UnitGroup:
     """The units of a layer alone, with the batch normalisation that reads them."""
     every = torch.arange(size)
-    places = [Place(name, "outputs", every, every)]
+    places = [UnitPlace(name, "outputs", every, every)]
     if batch_norm is not None:
-        places.append(Place(batch_norm, "channels", every, every))
+        places.append(UnitPlace(batch_norm, "channels", every, every))
     return UnitGroup(name, size, tuple(places))
 
 

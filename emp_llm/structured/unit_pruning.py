@@ -75,6 +75,7 @@ def prune_units(
     layers = _layer_units(model, groups, chosen, numbers)
     of_layers = {name: _mask_of_layer(model, name, cuts) for name in layers}
     (remove_units if remove else zero_units)(model, cuts)
+    left = {name: left[name] for name in unit_layers(model) if name in left}
     return UnitReport(layers, left, of_layers, cuts, numbers.get(""), saved, remove, parameters, flops, difference)
 
 
@@ -121,7 +122,7 @@ def _reasons(left: Left) -> str:
     if not left:
         return "It has no linear layers and no convolutions."
     reasons = [f"{name}: {why}" for name, why in left.items()]
-    return "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else "") + "."
+    return "; ".join(reasons[:4]) + ("; ..." if len(reasons) > 4 else ".")
 
 
 def _effect(

@@ -69,7 +69,7 @@ class UnitReport:
     @property
     def sparsity(self) -> float:
         """The share of the units of all groups that was pruned."""
-        return 1 - self.kept / self.units
+        return (self.units - self.kept) / self.units
 
     def __str__(self) -> str:
         rows = [["layer", "units", "kept", "removed %", "N_eff", "s_eff %", "coupled with"]]
