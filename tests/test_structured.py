@@ -2,9 +2,11 @@
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_docs import blocks_of
 from torch import Tensor, nn
 
 from emp_llm.common.errors import UserError
@@ -452,3 +455,15 @@ def test_wrong_input_is_named_and_changes_nothing() -> None:
     resnet, pictures = make("resnet-B")
     with pytest.raises(UserError, match=r"scores: blocks\.0\.conv2 has none, but its units belong to those of conv"):
         prune_units(resnet, pictures, score={"conv": torch.ones(8)})
+
+
+def test_the_page_runs_and_shows_its_output(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "structured.md").read_text(encoding="utf-8")
+    space: dict[str, Any] = {}
+    for block in blocks_of(page):
+        exec(block.text, space)
+    shown = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 1
+    printed = capsys.readouterr().out
+    assert shown[0] in printed
+    assert 0.3 < float(printed.splitlines()[-1]) < 0.6
