@@ -223,12 +223,13 @@ def test_zeroed_units_stay_zero_in_training() -> None:
     """The batch statistics of a zeroed filter are zero, and so is its shift; `zero_units` restores the zeros after a step."""
     model, x = make("vgg")
     model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     report = prune_units(model, x, sparsity=0.5)
     assert all(module.training for module in model.modules())
+    assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(each) for each in model.parameters()]
     seen: dict[str, Tensor] = {}
     for name in ("1", "5", "10"):
         model.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(x).square().sum().backward()
         for norm, layer in (("1", "0"), ("5", "4"), ("10", "9")):

@@ -7,15 +7,15 @@ what the model with these units zeroed computes.
 import math
 import warnings
 from collections.abc import Iterator
-from copy import deepcopy
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from emp_llm.calibration.batch_pass import in_evaluation_mode
 from emp_llm.common.errors import UserError, reason
-from emp_llm.structured.surgery import remove_units, zero_units
+from emp_llm.structured.surgery import changed_units, remove_units, zero_units
 from emp_llm.structured.tracing import Trace, call_model, tensors_in, with_gradients
 from emp_llm.structured.unit_groups import (
     BATCH_NORMS,
@@ -70,23 +70,21 @@ def groups_of(model: nn.Module, example: Any, trace: Trace, coupled: Coupled, ig
     return kept, left
 
 
-def outputs_differ(model: nn.Module, example: Any, groups: list[UnitGroup], masks: list[Tensor]) -> tuple[float, nn.Module]:
-    """How much the model with units removed differs from the model with them zeroed, relative to the largest output.
+def outputs_differ(model: nn.Module, example: Any, groups: list[UnitGroup], masks: list[Tensor]) -> float:
+    """The largest difference of an output with units removed and zeroed, relative to the largest output.
 
-    Returns:
-        The largest difference of an output, and the smaller model. The model itself is unchanged.
+    The model is unchanged afterwards.
     """
-    cuts = cuts_of(groups, masks)
-    zeroed, smaller = deepcopy(model), deepcopy(model)
-    zero_units(zeroed, cuts)
-    remove_units(smaller, cuts)
-    with with_gradients(zeroed), with_gradients(smaller):
-        pairs = list(zip(*(tensors_in(call_model(each, example)) for each in (zeroed, smaller)), strict=True))
+    cuts, outputs = cuts_of(groups, masks), []
+    for change in (zero_units, remove_units):
+        with changed_units(model, cuts, change), in_evaluation_mode(model):
+            outputs.append([each.detach() for each in tensors_in(call_model(model, example))])
+    pairs = list(zip(*outputs, strict=True))
     if any(a.shape != b.shape for a, b in pairs):
-        return torch.inf, smaller
-    largest = max((float(a.detach().abs().max()) for a, _ in pairs if a.numel()), default=0.0)
-    difference = max((float((a - b).detach().abs().max()) for a, b in pairs if a.numel()), default=0.0)
-    return (difference / largest if largest else difference), smaller
+        return torch.inf
+    largest = max((float(a.abs().max()) for a, _ in pairs if a.numel()), default=0.0)
+    difference = max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+    return difference / largest if largest else difference
 
 
 def tolerance_of(model: nn.Module) -> float:
@@ -203,24 +201,27 @@ def torch_pruning() -> ModuleType:
 
 def _tested(model: nn.Module, example: Any, groups: list[UnitGroup]) -> tuple[list[UnitGroup], list[tuple[UnitGroup, str]]]:
     """The groups whose removal computes what zeroing computes; and the others, with the reason."""
-    if not groups or _problem(model, example, groups) is None:
-        return groups, []
-    kept: list[UnitGroup] = []
-    failed = []
-    for group in groups:
-        why = _problem(model, example, [group])
-        if why is None:
-            kept.append(group)
-        else:
-            failed.append((group, why))
-    return kept, failed
+    found = _sifted(model, example, sorted(groups, key=lambda group: len(group.layers)))  # those of many layers may fail
+    reasons = {group.name: why for group, why in found}
+    return [group for group in groups if group.name not in reasons], found
+
+
+def _sifted(model: nn.Module, example: Any, groups: list[UnitGroup]) -> list[tuple[UnitGroup, str]]:
+    """The groups that fail the test, found by halving, with the reason."""
+    why = _problem(model, example, groups) if groups else None
+    if why is None:
+        return []
+    if len(groups) == 1:
+        return [(groups[0], why)]
+    half = len(groups) // 2
+    return _sifted(model, example, groups[:half]) + _sifted(model, example, groups[half:])
 
 
 def _problem(model: nn.Module, example: Any, groups: list[UnitGroup]) -> str | None:
     """Why every other unit of groups cannot be removed; None if it can."""
     masks = [torch.arange(group.size) % 2 == 0 for group in groups]
     try:
-        difference, _ = outputs_differ(model, example, groups, masks)
+        difference = outputs_differ(model, example, groups, masks)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         return f"the model does not run without some of its units ({reason(error)})"
     return None if difference <= tolerance_of(model) else "the model places its units by their number, so none can be removed"

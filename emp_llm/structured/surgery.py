@@ -4,7 +4,8 @@ Cuts are plain dictionaries, module -> axis -> positions, so that they can be wr
 model: `UnitReport.cuts`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,29 @@ def remove_units(model: nn.Module, cuts: AnyCuts) -> None:
             kept = torch.ones(_size(module, axis), dtype=torch.bool)
             kept[positions] = False
             _keep(module, axis, kept.nonzero()[:, 0])
+
+
+@contextmanager
+def changed_units(model: nn.Module, cuts: AnyCuts, change: Callable[[nn.Module, AnyCuts], None]) -> Iterator[None]:
+    """A model with `zero_units` or `remove_units` applied; afterwards it is as before, with the same parameters."""
+    modules = [model.get_submodule(name) for name in cuts]
+    before = [dict(module.__dict__) for module in modules]
+    try:
+        for module in modules:
+            module.__dict__["_parameters"] = {name: _copied(each) for name, each in module._parameters.items()}
+            module.__dict__["_buffers"] = {name: _copied(each) for name, each in module._buffers.items()}
+        change(model, cuts)
+        yield
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+def _copied(values: Tensor | None) -> Tensor | None:
+    if isinstance(values, nn.Parameter):
+        return nn.Parameter(values.detach().clone(), values.requires_grad)
+    return None if values is None else values.clone()
 
 
 def _checked(model: nn.Module, cuts: AnyCuts) -> Iterable[tuple[nn.Module, Mapping[str, Tensor]]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from emp_llm.common.errors import UserError
 from emp_llm.structured.coupling import Coupled, Left, groups_of, outputs_differ, tolerance_of
-from emp_llm.structured.surgery import remove_units, zero_units
+from emp_llm.structured.surgery import changed_units, remove_units, zero_units
 from emp_llm.structured.tracing import Trace, trace_model
 from emp_llm.structured.unit_groups import Cuts, UnitGroup, cuts_of, unit_count, unit_kind, unit_layers
 from emp_llm.structured.unit_report import LayerUnits, UnitReport
@@ -35,7 +35,7 @@ def prune_units(
 ) -> UnitReport:
     """Prune neurons of linear layers and filters of convolutions, in place. Layers that end the model are never pruned.
 
-    Everything is decided before the first weight changes. Unless `coupled` is "alone", removal is tried on a copy first: the
+    Everything is decided before the first weight changes. Unless `coupled` is "alone", removal is tried first: the
     smaller model must compute, on the example, what the model with zeroed units computes. Units that fail are left alone, and
     the report says why.
 
@@ -132,10 +132,11 @@ def _effect(
     before = _parameters(model)
     if coupled == "alone":
         return None, (before, None), (trace.flops, None)
-    difference, smaller = outputs_differ(model, example, groups, masks)
+    difference = outputs_differ(model, example, groups, masks)
     if not difference <= tolerance_of(model):
         raise UserError(f"The outputs with units removed and zeroed differ by {difference:.1e}. Use coupled='alone'.")
-    return difference, (before, _parameters(smaller)), (trace.flops, trace_model(smaller, example).flops)
+    with changed_units(model, cuts_of(groups, masks), remove_units):
+        return difference, (before, _parameters(model)), (trace.flops, trace_model(model, example).flops)
 
 
 def _layer_units(
