@@ -416,6 +416,47 @@ def test_what_cannot_be_pruned_is_named() -> None:
     }
 
 
+class Attention(nn.Module):
+    """Four heads with tiny weights: with other heads, its outputs are nearly the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = nn.Linear(12, 32), nn.Linear(12, 32), nn.Linear(12, 6), nn.Linear(6, 2)
+        for each in (self.q, self.k):
+            nn.init.normal_(each.weight, std=0.01)
+            nn.init.zeros_(each.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q(x), self.k(x)))
+        shares = (q @ k.transpose(2, 3)).softmax(-1).mean(1)
+        out: Tensor = self.head(shares @ self.v(x))
+        return out
+
+
+def test_heads_are_not_taken_for_neurons() -> None:
+    """The difference is far below float32's, and an even number of units would leave whole heads."""
+    torch.manual_seed(0)
+    model = Attention()
+    report = prune_units(model, torch.rand(2, 5, 12), sparsity=0.25, remove=True)
+    assert set(report.layers) == {"v"}
+    assert report.left["q"].startswith("the model ")
+
+
+def test_a_language_model() -> None:
+    """Rotary embeddings of shared heads have no end for torch-pruning; gate and up are multiplied, so they go together."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    report = prune_units(model, {"input_ids": torch.arange(7)[None], "use_cache": False}, sparsity=0.25, remove=True)
+    mlp = "model.layers.0.mlp."
+    assert set(report.layers) == {f"{mlp}gate_proj", f"{mlp}up_proj"}
+    assert model.get_parameter(f"{mlp}down_proj.weight").shape == (16, 18)
+    assert report.left["model.layers.0.self_attn.q_proj"] == "torch-pruning does not come to an end of its dependencies"
+    assert "tied to Embedding" in report.left[f"{mlp}down_proj"]
+
+
 def test_wrong_input_is_named_and_changes_nothing() -> None:
     model, x = make("mlp")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,17 +1,20 @@
 """Units that belong together: layers whose outputs are added, and the layers that read them, found by torch-pruning.
 
-A dependency that torch-pruning reports is believed only if it stands the test: the model without half of the units must compute
-what the model with these units zeroed computes.
+A dependency that torch-pruning reports is believed only if it stands the test: the model without a third of the units must
+compute what the model with these units zeroed computes.
 """
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from emp_llm.calibration.batch_pass import in_evaluation_mode
 from emp_llm.common.errors import UserError, reason
@@ -64,7 +67,7 @@ def groups_of(model: nn.Module, example: Any, trace: Trace, coupled: Coupled, ig
             left.update(dict.fromkeys(layers, why))
     if coupled == "alone":
         return groups, left
-    kept, failed = _tested(model, example, groups)
+    kept, failed = _tested(*_doubled(model, example), groups)
     for group, why in failed:
         left.update(dict.fromkeys(group.layers, why))
     return kept, left
@@ -104,7 +107,7 @@ def _candidates(model: nn.Module, example: Any, trace: Trace) -> Iterator[tuple[
     """The groups of units that torch-pruning finds, each with the reason to leave it alone, if there is one."""
     graph = _dependencies(model, example)
     names = {module: name for name, module in model.named_modules()}
-    visited: set[str] = set()
+    watch, visited = _Watch(graph), set[str]()
     for name, module in unit_layers(model).items():
         if name in visited:
             continue
@@ -113,11 +116,44 @@ def _candidates(model: nn.Module, example: Any, trace: Trace) -> Iterator[tuple[
             yield own_group(name, size, None), _why_not(module, name, trace) or "not called as a module of its own"
             continue
         pruner = graph.get_pruner_of_module(module)
-        found = graph.get_pruning_group(module, pruner.prune_out_channels, list(range(size)))
+        try:
+            watch.begin()
+            found = graph.get_pruning_group(module, pruner.prune_out_channels, list(range(size)))
+        except _EndlessError:
+            yield own_group(name, size, None), "torch-pruning does not come to an end of its dependencies"
+            continue
         group, why = _group_of(name, size, found, graph, names)
         visited.update(group.layers)
         reasons = (_why_not(model.get_submodule(place.module), place.module, trace, place.axis) for place in group.places)
         yield group, why or next((each for each in reasons if each is not None), None)
+
+
+class _EndlessError(Exception):
+    """A group has far more dependencies than the model."""
+
+
+class _Watch:
+    """Ends the search for a group that goes around in circles, as in rotary embeddings with shared heads.
+
+    Args:
+        graph: of torch-pruning, whose dependencies are counted when they are asked for.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        every = [dependency for node in graph.module2node.values() for dependency in node.dependencies]
+        self._limit, self._asked = 1000 + 4 * len(every), 0
+        for dependency in every:
+            dependency.is_triggered_by = partial(self._ask, dependency.is_triggered_by)
+
+    def begin(self) -> None:
+        """Begin a group."""
+        self._asked = 0
+
+    def _ask(self, is_triggered_by: Callable[[Any], bool], trigger: Any) -> bool:
+        self._asked += 1
+        if self._asked > self._limit:
+            raise _EndlessError
+        return is_triggered_by(trigger)
 
 
 def _group_of(name: str, size: int, found: Any, graph: Any, names: dict[nn.Module, str]) -> tuple[UnitGroup, str | None]:
@@ -131,7 +167,7 @@ def _group_of(name: str, size: int, found: Any, graph: Any, names: dict[nn.Modul
             continue
         axis = _axis(module, graph.is_out_channel_pruning_fn(item.dep.handler))
         if axis is None:
-            why = why or f"read by {type(module).__name__} {names[module]}, which does not treat units one by one"
+            why = why or f"tied to {type(module).__name__} {names[module]}, which units cannot leave one by one"
             continue
         if any(unit is None for unit in item.root_idxs):
             why = why or "repeated by the model"
@@ -206,6 +242,20 @@ def _tested(model: nn.Module, example: Any, groups: list[UnitGroup]) -> tuple[li
     return [group for group in groups if group.name not in reasons], found
 
 
+def _doubled(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """A copy of a model in float64, and its example: there, only wrong dependencies differ. Or both as they are, if it fails."""
+    try:
+        copied = deepcopy(model).double()
+        inputs = tree_map(
+            lambda each: each.double() if isinstance(each, Tensor) and each.is_floating_point() else each, example
+        )
+        with in_evaluation_mode(copied), torch.no_grad():
+            call_model(copied, inputs)
+    except Exception:  # some models name a dtype
+        return model, example
+    return copied, inputs
+
+
 def _sifted(model: nn.Module, example: Any, groups: list[UnitGroup]) -> list[tuple[UnitGroup, str]]:
     """The groups that fail the test, found by halving, with the reason."""
     why = _problem(model, example, groups) if groups else None
@@ -218,8 +268,8 @@ def _sifted(model: nn.Module, example: Any, groups: list[UnitGroup]) -> list[tup
 
 
 def _problem(model: nn.Module, example: Any, groups: list[UnitGroup]) -> str | None:
-    """Why every other unit of groups cannot be removed; None if it can."""
-    masks = [torch.arange(group.size) % 2 == 0 for group in groups]
+    """Why every third unit of groups cannot be removed; None if it can."""
+    masks = [torch.arange(group.size) % 3 != 1 for group in groups]
     try:
         difference = outputs_differ(model, example, groups, masks)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, reason
 from emp_llm.structured.coupling import Coupled, Left, groups_of, outputs_differ, tolerance_of
 from emp_llm.structured.surgery import changed_units, remove_units, zero_units
 from emp_llm.structured.tracing import Trace, trace_model
@@ -132,7 +132,10 @@ def _effect(
     before = _parameters(model)
     if coupled == "alone":
         return None, (before, None), (trace.flops, None)
-    difference = outputs_differ(model, example, groups, masks)
+    try:
+        difference = outputs_differ(model, example, groups, masks)
+    except RuntimeError as error:
+        raise UserError(f"The model does not run without these units ({reason(error)}). Use coupled='alone'.") from error
     if not difference <= tolerance_of(model):
         raise UserError(f"The outputs with units removed and zeroed differ by {difference:.1e}. Use coupled='alone'.")
     with changed_units(model, cuts_of(groups, masks), remove_units):
