@@ -416,30 +416,16 @@ def test_what_cannot_be_pruned_is_named() -> None:
     }
 
 
-class Attention(nn.Module):
-    """Four heads with tiny weights: with other heads, its outputs are nearly the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.head = nn.Linear(12, 32), nn.Linear(12, 32), nn.Linear(12, 6), nn.Linear(6, 2)
-        for each in (self.q, self.k):
-            nn.init.normal_(each.weight, std=0.01)
-            nn.init.zeros_(each.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = (each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q(x), self.k(x)))
-        shares = (q @ k.transpose(2, 3)).softmax(-1).mean(1)
-        out: Tensor = self.head(shares @ self.v(x))
-        return out
-
-
 def test_heads_are_not_taken_for_neurons() -> None:
-    """The difference is far below float32's, and an even number of units would leave whole heads."""
+    """With other heads, the random attention differs by less than float32 resolves; BERT counts its heads by their width."""
+    from transformers import BertConfig, BertForSequenceClassification
+
     torch.manual_seed(0)
-    model = Attention()
-    report = prune_units(model, torch.rand(2, 5, 12), sparsity=0.25, remove=True)
-    assert set(report.layers) == {"v"}
-    assert report.left["q"].startswith("the model ")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 64}
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, **sizes))
+    report = prune_units(model, {"input_ids": torch.arange(18).reshape(2, 9)}, sparsity=0.3, remove=True)
+    assert set(report.layers) == {"bert.encoder.layer.0.intermediate.dense", "bert.pooler.dense"}
+    assert report.left["bert.encoder.layer.0.attention.self.query"].startswith("the model ")
 
 
 def test_a_language_model() -> None:

@@ -243,12 +243,14 @@ def _tested(model: nn.Module, example: Any, groups: list[UnitGroup]) -> tuple[li
 
 
 def _doubled(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """A copy of a model in float64, and its example: there, only wrong dependencies differ. Or both as they are, if it fails."""
+    """A copy of a model in float64, where only wrong dependencies differ, and its example; or both as they are, if it fails."""
+
+    def wide(each: Any) -> Any:
+        return each.double() if isinstance(each, Tensor) and each.is_floating_point() else each
+
     try:
         copied = deepcopy(model).double()
-        inputs = tree_map(
-            lambda each: each.double() if isinstance(each, Tensor) and each.is_floating_point() else each, example
-        )
+        inputs = tree_map(wide, example)
         with in_evaluation_mode(copied), torch.no_grad():
             call_model(copied, inputs)
     except Exception:  # some models name a dtype
