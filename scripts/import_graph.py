@@ -31,6 +31,7 @@ ROOMS = (
     "calibration",
     "calibration/images",
     "refit",
+    "structured",
     "structured/language",
     "pruning/scoring",
     "pruning",

@@ -320,3 +320,55 @@ def test_a_model_that_fails_is_unchanged() -> None:
     with pytest.raises(UserError, match="NaN"):
         prune_model(last, Recipe(method="magnitude"))
     assert bool((last[0].weight != 0).all())  # the masks of all layers are decided before one is applied
+
+
+class Filters(nn.Module):
+    """Convolutions of one, two and several groups, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, (1, 3), groups=2, bias=False)
+        self.line, self.head = nn.Conv1d(6, 5, 2), nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(torch.relu(self.first(x))).flatten(2)
+        out: torch.Tensor = self.head(self.line(torch.relu(hidden)).mean(2))
+        return out
+
+
+@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+@pytest.mark.parametrize("make", [Filters, Net])
+def test_convolutions_are_pruned_like_matrices(make: Callable[[], nn.Module], group: Any) -> None:
+    """The masks of the rule on flat filters, in each group: a row, a parameter, all parameters."""
+    net = make()
+    weights = {name: value.detach().clone() for name, value in net.named_parameters() if name.endswith("weight")}
+    found = prune_model(net, Recipe(method="emp-magnitude", group=group, targets="all-linear"))
+    assert found.masks.keys() == weights.keys()
+    rows = {name: weight.double().abs().flatten(1) for name, weight in weights.items()}
+    if group == "all":
+        together = torch.cat([row.reshape(1, -1) for row in rows.values()], 1).numpy()
+        flat = torch.from_numpy(oracle.row_masks(together, adaptive=True))
+        wanted = dict(zip(rows, flat[0].split([row.numel() for row in rows.values()]), strict=True))
+    else:
+        groups = {name: row if group == "row" else row.reshape(1, -1) for name, row in rows.items()}
+        wanted = {name: torch.from_numpy(oracle.row_masks(each.numpy(), adaptive=True)) for name, each in groups.items()}
+    for name, weight in weights.items():
+        mask = wanted[name].reshape(weight.shape)
+        assert torch.equal(found.masks[name], mask)
+        assert torch.equal(net.get_parameter(name).detach(), weight * mask)
+    assert found.targets.weights == sum(weight.numel() for weight in weights.values())
+    again = make()
+    assert reapply_mask(again, found.masks) == found.targets.zeros
+    assert same(again, net)
+
+
+def test_convolutions_have_no_norms() -> None:
+    x = torch.rand(2, 3, 8, 8)
+    with pytest.raises(UserError, match="first is a convolution, which has no norms of input features"):
+        prune_model(Filters(), Recipe(method="emp-wanda", targets="all-linear"), data=[x])
+    net = Filters()
+    dense = net.first.weight.detach().clone()
+    found = prune_model(net, Recipe(method="emp-wanda", targets="head"), data=[x])  # the other layers are not calibrated
+    assert found.matrices.keys() == {"head"}
+    assert torch.equal(net.first.weight, dense)

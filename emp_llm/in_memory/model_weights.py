@@ -1,5 +1,6 @@
 """The weights of a model in memory, seen as a checkpoint: the pruner reads them by name and offset, as it reads files."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from emp_llm.storage.buffers import tensor_bytes
 from emp_llm.storage.direct_io import FileReader
 from emp_llm.storage.file_pool import FilePool
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -57,6 +59,11 @@ class ModelWeights(Checkpoint):
     def config(self) -> dict[str, Any]:
         return {}
 
+    def flatten(self, name: str) -> None:
+        """Take a convolution's weight, shape (filters, inputs, height, width), as a matrix with one filter per row."""
+        stored = self.tensors[name]
+        self.tensors[name] = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
+
     def locate(self, structure: Structure) -> None:
         """Note where the stored tensors of a model's layers are in its parameters."""
         for name, stored in structure.stored_names.items():
@@ -86,12 +93,17 @@ def name_of(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
 
 
+def is_convolution(model: nn.Module, layer: Layer) -> bool:
+    """Whether a layer of a model is a convolution."""
+    return layer.expert is None and isinstance(model.get_submodule(layer.name), _CONVOLUTIONS)
+
+
 def architecture_of(model: nn.Module, weights: ModelWeights, blocks: str | None = None) -> Architecture:
     """The layers of a model in memory.
 
     Args:
         model: of transformers, or any module. The linear layers of a module without blocks are its MLP, except those whose
-            names say that they mix tokens.
+            names say that they mix tokens; its convolutions are linear layers too, with a row for each filter.
         weights: its weights.
         blocks: name of the list of decoder blocks; None: detected.
 
@@ -114,6 +126,7 @@ def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None
         if blocks is not None:
             raise
         layers = _plain_layers(model)
+    layers = _with_convolutions(model, weights, layers)
     names = {name: name for name in weights.tensors}
     in_block = [layer.parameter for layer in layers if layer.block is not None]
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
@@ -130,6 +143,16 @@ def _plain_layers(model: nn.Module) -> list[Layer]:
             kind = "attention" if MIXES_TOKENS.search(re.sub(r"\.\d+", "", name)) else "mlp"
             layers.append(Layer(name, kind, None, isinstance(module, Conv1D)))  # type: ignore[arg-type]
     return layers
+
+
+def _with_convolutions(model: nn.Module, weights: ModelWeights, layers: list[Layer]) -> list[Layer]:
+    """Layers and the convolutions of a module, in its order."""
+    found = {layer.name: layer for layer in layers}
+    for name, module in model.named_modules():
+        if isinstance(module, _CONVOLUTIONS) and f"{name}.weight" in weights.tensors:
+            found[name] = Layer(name, "mlp", None)
+            weights.flatten(f"{name}.weight")
+    return [found[name] for name, _ in model.named_modules() if name in found]
 
 
 def _values_of(model: nn.Module, name: str) -> Tensor:
@@ -162,7 +185,9 @@ def _stored_like(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _in_shape(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A parameter as it is stored: as it is, or with its last two dimensions exchanged."""
+    """A parameter as it is stored: as it is, flat after its first dimension, or with its last two dimensions exchanged."""
+    if values.dim() > len(shape):
+        return values.reshape(shape)
     return values if tuple(values.shape) == shape else values.transpose(-1, -2)
 
 

@@ -25,7 +25,7 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
 from emp_llm.in_memory.fit_in_memory import check_fit, fit_model, put_weights
 from emp_llm.in_memory.model_report import ModelReport
-from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, name_of
+from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.model import LoadingOptions
 from emp_llm.options.recipe import Recipe
@@ -93,8 +93,8 @@ def prune_model(
     Everything is decided before the first weight changes.
 
     Args:
-        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers; or a
-            model folder or Hub id, which is loaded.
+        model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers or
+            convolutions (by magnitude; a filter is a row); or a model folder or Hub id, which is loaded.
         recipe: method, targets and group; None: EMP-Wanda on the MLP layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
             conversations, rows of a data set, also with images, token ids of shape (samples, length), or batches (a
@@ -200,11 +200,16 @@ def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _C
             f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, a DataLoader or the name of "
             "a recipe; or use a magnitude method."
         )
+    filters = next((target.name for target in pruner.targets if is_convolution(model, target.layer)), None)
+    if filters is not None:
+        raise UserError(
+            f"{filters} is a convolution, which has no norms of input features. Use a magnitude method, or targets without it."
+        )
     context = max_context(model.config) if isinstance(model, PreTrainedModel) else None
     if holds_images(how.data, how.tokenizer):
         return _norms_of_images(model, plan, how, context)
     text = calibration_text(how.data, how.tokenizer, how.options, context)
-    layers = plan.layers_to_calibrate()
+    layers = [layer for layer in plan.layers_to_calibrate() if not is_convolution(model, layer)]
     if text is not None:
         check_calibrated(layers)
     name = name_of(model)

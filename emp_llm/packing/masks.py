@@ -145,8 +145,10 @@ def check_whole(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def rows_in(parameter: Block, layer: Layer) -> Block:
-    """The part of a parameter's array that is a layer's weight, one output per row; a view."""
+    """The part of a parameter's array that is a layer's weight, one output per row; a view. Filters are flat."""
     if layer.expert is None:
+        if parameter.ndim > 2:
+            return parameter.reshape(parameter.shape[0], -1)
         return parameter.T if layer.transposed else parameter
     matrix = parameter[layer.expert.expert]
     rows: Block = (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
