@@ -25,6 +25,7 @@ ROOMS = (
     "storage",
     "storage/output",
     "records",
+    "pixels",
     "checkpoint",
     "architecture",
     "execution",
