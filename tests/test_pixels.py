@@ -5,6 +5,7 @@ import math
 import struct
 import sys
 import zlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,25 @@ def test_a_missing_package_is_named_with_its_extra(
     done = command("image", photo)
     assert done.returncode == 2
     assert "pip install 'emp-llm[image]'" in done.stderr
+
+
+def test_the_script_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its page has the published rows, and ours for each photograph; the photographs here are crops."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "paper"))
+    monkeypatch.delitem(sys.modules, "image", raising=False)
+    script = import_module("image")
+    whole = script.photograph
+    monkeypatch.setattr(script, "photograph", lambda name: whole(name)[100:140, 200:248])
+    script.main(["--output", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "image.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    assert table[1][:1] + table[1][3:] == ["the paper's", "26.7", "29.4", "0.912"]
+    assert [row[0] for row in table[3:]] == [f"{name}, 48 × 40" for name in script.PHOTOGRAPHS for _ in range(3)]
+    crop = np.ascontiguousarray(np.moveaxis(script.photograph("coffee"), 2, 0))
+    shares = [
+        1 - np.mean([expected(each, 1.0, patch, literal)[0] for each in crop])
+        for patch, literal in ((None, False), (4, False), (4, True))
+    ]
+    assert [row[3] for row in table[6:9]] == [f"{100 * share:.1f}" for share in shares]
+    assert Image.open(tmp_path / "page" / "image.jpg").width == 1100
+    assert "image.jpg" in capsys.readouterr().out

@@ -19,7 +19,7 @@ class ImageOptions(LoudnessOptions):
 
     image: Annotated[Path, Opt("Image to prune.", argument=True, metavar="IN")] = field(kw_only=False)
     output: Annotated[
-        Path | None, Opt("Folder to write; default: IN's name with -emp, here.", argument=True, metavar="[OUT]")
+        Path | None, Opt("Folder to write; default: IN's name with -emp, here.", argument=True, metavar="OUT")
     ] = None
     beta: Annotated[float, Opt("Keep beta x N_eff pixels of a group.")] = 1.0
     group: Annotated[

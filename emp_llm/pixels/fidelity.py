@@ -1,7 +1,6 @@
 """Fidelity of a changed image: PSNR and SSIM, by scikit-image."""
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,16 +40,16 @@ def structural_similarity_of(original: NDArray[Any], changed: NDArray[Any]) -> f
     if np.array_equal(original, changed):
         return 1.0
     span, rim = _data_range(original), SSIM_WINDOW - 1
-    height, width = original.shape[1:]
+    height, width = map(int, original.shape[1:])
     step = max(1, _AT_A_TIME // width)
     strips = [slice(first, min(first + step, height - rim) + rim) for first in range(0, height - rim, step)]
 
     def of_strip(place: tuple[int, slice]) -> float:
         """SSIM of a strip, which has no value in its rim, times the rows that have one."""
-        value = structural_similarity(original[place], changed[place], data_range=span)
-        return float(value) * (place[1].stop - place[1].start - rim)
+        first, second = original[place], changed[place]
+        return float(structural_similarity(first, second, data_range=span)) * (int(first.shape[0]) - rim)
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor() as pool:
         values = pool.map(of_strip, [(channel, strip) for channel in range(len(original)) for strip in strips])
         return math.fsum(values) / (len(original) * (height - rim))
 
