@@ -29,6 +29,7 @@ ROOMS = (
     "checkpoint",
     "architecture",
     "execution",
+    "gating",
     "calibration",
     "calibration/images",
     "refit",

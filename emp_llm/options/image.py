@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt
-from emp_llm.options.loudness import LoudnessOptions
+from emp_llm.options.base import LoudnessOptions, Opt
 from emp_llm.selection.arithmetic.definitions import check_beta
 
 PixelGroup = Literal["channel", "patch", "both"]
