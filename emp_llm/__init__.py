@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from emp_llm.calibrate import calibrate as calibrate
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
+    from emp_llm.image import image as image
     from emp_llm.in_memory.prune_model import masks_of, prune_model
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe
@@ -57,6 +58,7 @@ _COMMANDS = (
     "calibrate",
     "evaluate",
     "generate",
+    "image",
     "measure",
     "pack",
     "prune",
@@ -81,6 +83,7 @@ __all__ = [
     "evaluate",
     "exponential",
     "generate",
+    "image",
     "loss_change_bound",
     "masks_of",
     "measure",

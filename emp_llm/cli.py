@@ -20,6 +20,7 @@ COMMANDS = {
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
     "generate": "Continue a text with a pruned model, computed from its packed weights.",
+    "image": "Prune the pixels of an image, and compare it with the original.",
     "measure": "Measure the redundancy of a model; no weights are written.",
     "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
     "prune": "Prune a model and write the pruned checkpoint.",

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from emp_llm.evaluation.suites import SuiteFile
+from emp_llm.pixels.image_record import ImageRecord
 from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import FileRecord
 from emp_llm.records.bench import Bench
@@ -34,6 +35,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "sweep": (Sweep, "sweep.json"),
     "measure": (Measure, "the output of emp-llm measure"),
     "bench": (Bench, "the output of emp-llm bench"),
+    "image": (ImageRecord, "image.json"),
     "report": (ReportPage, "report.json"),
     "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from json_schema import errors
+from PIL import Image
 from runs import report_of
 from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
@@ -18,6 +19,7 @@ from emp_llm.calibration.activations import METADATA_KEY, Activations
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
+from emp_llm.image import image
 from emp_llm.measure import measure
 from emp_llm.prune import prune
 from emp_llm.pruning.output.manifest import read_manifest
@@ -62,6 +64,8 @@ def written(
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
     how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
     bench(str(folder / "all"), output=folder / "bench.json", **how)
+    Image.linear_gradient("L").resize((12, 9)).save(folder / "grey.png")
+    image(folder / "grey.png", output=folder / "grey")
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
@@ -73,6 +77,7 @@ def written(
         "sweep": [read(folder / "sweep" / "sweep.json")],
         "measure": [read(folder / "measure.json")],
         "bench": [read(folder / "bench.json")],
+        "image": [read(folder / "grey" / "image.json")],
         "report": [read(folder / "report" / "report.json")],
         "activations": [activations],
         "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],

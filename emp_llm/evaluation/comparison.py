@@ -16,7 +16,9 @@ from emp_llm.evaluation.changes import UNPAIRED, change_of, shown_change
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.evaluation.measured_values import Value, formatted, in_percent, values_of
 from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.gating.kept_table import KEPT_NOTE, kept_rows
 from emp_llm.options.commands import TableFormat
+from emp_llm.records.results import MadeBy
 
 UNPAIRED_NOTE = (
     f"{UNPAIRED} unpaired standard error, usually too large: the results do not hold both models' answers to the same examples"
@@ -43,9 +45,13 @@ def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[s
         return csv_table(_csv_rows(names, labels, measured, published))
     rows = _rows(names, labels, measured, published)
     notes = _notes(models, measured, published)
-    if form == "markdown":
-        return "\n\n".join([markdown_table(rows), *notes])
-    return "\n".join([table(rows), *notes])
+    form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
+    parts = [form_table(rows), *notes]
+    kept = [(label, each.measures.kept_features) for label, each in zip(labels, models, strict=True)]
+    if kept := [(label, features) for label, features in kept if features]:
+        by_layer = kept_rows([label for label, _ in kept], [features for _, features in kept])
+        parts += [form_table(by_layer) if form == "markdown" else f"\n{table(by_layer)}", KEPT_NOTE]
+    return gap.join(parts)
 
 
 def check_format(form: str) -> None:
@@ -151,9 +157,14 @@ def _all_digits(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
+def _suffix(made_by: MadeBy) -> str:
+    bits = f" {made_by.quantization.bits}" if made_by.quantization else ""
+    return bits if made_by.activation_emp is None else f"{bits} activations β={made_by.activation_emp:g}"
+
+
 def _labels(models: list[EvaluatedModel]) -> list[str]:
     """The models' names with their quantisation; short names where these are distinct."""
-    suffixes = [f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models]
+    suffixes = [_suffix(each.made_by) for each in models]
     short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, suffixes, strict=True)]
     long = [f"{each.model}{suffix}" for each, suffix in zip(models, suffixes, strict=True)]
     return short if len(set(short)) == len(short) else long

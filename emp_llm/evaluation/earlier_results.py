@@ -58,9 +58,10 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
         results = read_results(baseline, "--baseline")
         _check_complete(results, baseline, "--baseline")
         made_by, measures = results.made_by, results.measures
-    found = _first_difference(made_by, wanted, ("text", "tasks", "limit", "dtype", "quantization"))
+    found = _first_difference(made_by, wanted, ("text", "tasks", "limit", "dtype", "quantization", "activation_emp"))
     if found is not None:
-        raise UserError(f"--baseline {baseline}: its results are of another suite, dtype or quantisation ({found}). {_REMEDY}")
+        what = "suite, dtype or quantisation, or of pruned activations"
+        raise UserError(f"--baseline {baseline}: its results are of another {what} ({found}). {_REMEDY}")
     _check_model(baseline, made_by, wanted)
     return measures
 

@@ -1,4 +1,4 @@
-"""The inputs and outputs of each expert of a mixture, observed while a model runs.
+"""The inputs and outputs of each expert of a mixture, observed or changed while a model runs.
 
 While the module of the experts runs, every matrix product is inspected. If one factor lies in the memory of an expert's matrix,
 the other factor is the inputs of that expert, and the product its outputs. So no code depends on a family's routing, gating or
@@ -23,11 +23,16 @@ _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, 
 _SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 ExpertObserver = Callable[[str, int, Tensor, Tensor], None]
+ExpertChange = Callable[[str, Tensor], Tensor]
 
 
 @contextmanager
 def expert_hooks(
-    model: nn.Module, stacks: Mapping[str, bool], observe: ExpertObserver, paused: Callable[[], bool]
+    model: nn.Module,
+    stacks: Mapping[str, bool],
+    observe: ExpertObserver | None = None,
+    paused: Callable[[], bool] = lambda: False,
+    change: ExpertChange | None = None,
 ) -> Iterator[None]:
     """Call `observe(parameter, expert, inputs, outputs)` for every expert of these parameters, inside this context.
 
@@ -39,6 +44,8 @@ def expert_hooks(
         observe: receives inputs of shape (tokens, inputs) and outputs of shape (tokens, outputs), without the rows of zeros in
             place of other experts' tokens. A bias that is added to a product is part of the outputs.
         paused: returns true while nothing is to be observed.
+        change: receives a parameter's name and the inputs of one of its experts, shape (tokens, inputs), or of several, shape
+            (experts, tokens, inputs) with rows of zeros in place of other experts' tokens; returns other inputs.
 
     Raises:
         UserError: in the forward pass, if a matrix is used in another orientation than its shape suggests.
@@ -53,7 +60,7 @@ def expert_hooks(
 
         def enter(module: nn.Module, args: Any, own: dict[str, bool] = own, running: list[_Watch] = running) -> None:
             if not paused():
-                running.append(_Watch(module, own, observe))
+                running.append(_Watch(module, own, observe, change))
                 running[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
@@ -110,16 +117,23 @@ class _Product:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inspects the matrix products of one forward pass of a module of experts."""
 
-    def __init__(self, module: nn.Module, stacks: dict[str, bool], observe: ExpertObserver) -> None:
+    def __init__(
+        self, module: nn.Module, stacks: dict[str, bool], observe: ExpertObserver | None, change: ExpertChange | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
         self._stacks = stacks
         self._observe = observe
+        self._change = change
         self._product: _Product | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         first = _PRODUCTS.get(func)
+        if first is not None and self._change is not None:
+            args = self._changed(args, first)
+        result = func(*args, **(kwargs or {}))
+        if self._observe is None:
+            return result
         if first is not None:
             self.finish()
             left, right = args[first], args[first + 1]
@@ -134,9 +148,25 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.finish()
         return result
 
+    def _changed(self, args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+        """The arguments of a product with other inputs of its experts; unchanged if no factor is an expert's matrix."""
+        assert self._change is not None
+        left, right = args[first], args[first + 1]
+        if (name := self._owner(right)) is not None:
+            return (*args[:first], self._change(name, left), *args[first + 1 :])
+        if (name := self._owner(left.transpose(-1, -2))) is not None:
+            turned = self._change(name, right.transpose(-1, -2)).transpose(-1, -2)
+            return (*args[: first + 1], turned, *args[first + 2 :])
+        return args
+
+    def _owner(self, matrix: Tensor) -> str | None:
+        """Name of the parameter in which a matrix of shape (inputs, outputs) lies."""
+        found = self._found(matrix, matrix, matrix, matrix)
+        return None if found is None else found.parameter
+
     def finish(self) -> None:
         """Observe the last product."""
-        if self._product is None:
+        if self._product is None or self._observe is None:
             return
         product, self._product = self._product, None
         if product.inputs.dim() == 2:

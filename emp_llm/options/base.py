@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
+from emp_llm.common.errors import UserError
 from emp_llm.common.loudness import loudness
 from emp_llm.common.progress_bars import progress_of
 
@@ -50,6 +51,21 @@ class Options:
                 object.__setattr__(self, name, type(value)(Path(item) for item in value))
             elif not is_path and isinstance(value, Path):
                 object.__setattr__(self, name, str(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoudnessOptions(Options):
+    """What a command tells while it works. Warnings and errors are always shown."""
+
+    verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.", flag="--verbose", short="-v")] = False
+    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.", flag="--quiet", short="-q")] = (
+        False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verbose and self.quiet:
+            raise UserError("--verbose and --quiet exclude each other; give one of them.")
 
 
 def part(options: Any, kind: type[T]) -> T:

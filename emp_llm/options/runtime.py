@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
-from emp_llm.options.loudness import LoudnessOptions
+from emp_llm.options.base import LoudnessOptions, Opt, Options
 from emp_llm.options.model import DTYPES, ModelOptions
 
 Runtime = Literal["dense", "sparse"]

@@ -13,6 +13,8 @@ from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
+from emp_llm.records.results import Results
+from emp_llm.reporting.activation_tables import activation_figures, split_activations
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
 from emp_llm.reporting.fit_tables import layer_fit_rows
@@ -60,13 +62,14 @@ def write_report(runs: list[Path], output: Path, title: str, plots: bool, overwr
     if not runs:
         raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
     others, benches = split_benches([Path(path) for path in runs])
+    others, activations = split_activations(others)
     found = studies(read_points(others)) if others else []
     check_folder(output, overwrite, _SUMMARY)
     if plots:
         check_matplotlib()
     drawn = [(study, draw(study, name) if plots else []) for study, name in zip(found, _names(found), strict=True)]
     page = ReportPage(title=printable(title), studies=[_summary(*each) for each in drawn])
-    files = _files(page, drawn, benches)
+    files = _files(page, drawn, benches, activations)
     write_folder(output, files, overwrite, _SUMMARY)
     return ReportSummary(page, output, sorted(files), [_differences(study) for study in found])
 
@@ -84,8 +87,10 @@ def summary_words(summary: ReportSummary) -> str:
     return "\n".join(lines)
 
 
-def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench]) -> dict[str, bytes]:
-    parts = page_parts(page.title, drawn, benches)
+def _files(
+    page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench], activations: list[Results]
+) -> dict[str, bytes]:
+    parts = page_parts(page.title, drawn, benches, activations)
     files = {
         "report.html": html_page(page.title, parts),
         "report.md": markdown_page(parts),
@@ -99,6 +104,8 @@ def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], bench
         files["fits.csv"] = csv_table(_joined([layer_fit_rows(study) for study, _ in drawn])) + "\n"
     if benches:
         files["speeds.csv"] = csv_table(speed_figures(benches)) + "\n"
+    if activations:
+        files["activations.csv"] = csv_table(activation_figures(activations)) + "\n"
     encoded = {name: text.encode("utf-8") for name, text in files.items()}
     encoded[_SUMMARY] = msgspec.json.format(msgspec.json.encode(page), indent=1) + b"\n"
     for _, drawings in drawn:

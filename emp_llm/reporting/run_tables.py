@@ -9,6 +9,7 @@ from emp_llm.evaluation.changes import shown_change
 from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.evaluated_model import models_of_report
 from emp_llm.evaluation.measured_values import formatted, values_of
+from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
 from emp_llm.reporting.structure_tables import structure_lines, structure_rows
 
@@ -107,3 +108,13 @@ def _mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | N
     values = [value(entry) for entry in entries]
     known = [each for each in values if each is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def curve_table(title: str, curve: list[CurvePoint]) -> str:
+    """A column for each beta: the percentage that EMP removes, of the targets and of all parameters."""
+    rows: Rows = [
+        [f"{title}: removed % at beta", *(f"{point.beta:g}" for point in curve)],
+        ["of the targets", *(percent_cell(point.sparsity_of_targets) for point in curve)],
+        ["of all parameters", *(percent_cell(point.sparsity_of_all_parameters) for point in curve)],
+    ]
+    return table(rows)

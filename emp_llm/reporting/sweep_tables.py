@@ -12,8 +12,7 @@ from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.run_report import MatrixRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.curve_table import curve_table
-from emp_llm.reporting.run_tables import effective_share
+from emp_llm.reporting.run_tables import curve_table, effective_share
 
 _DEPTHS = 8  # largest number of block columns in the table of measures
 

@@ -12,8 +12,7 @@ from emp_llm.options.commands import CURVE_BETAS
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.measure import CurvePoint
-from emp_llm.reporting.curve_table import curve_table
-from emp_llm.reporting.run_tables import dense_lines
+from emp_llm.reporting.run_tables import curve_table, dense_lines
 
 logger = logging.getLogger(__name__)
 

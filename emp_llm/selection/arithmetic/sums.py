@@ -30,7 +30,9 @@ def sum_rows(rows: Tensor, *terms: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """
     rows = rows.detach()
     count, columns = rows.shape
-    lanes = [torch.zeros(count, LANES, dtype=torch.float64, device=rows.device) for _ in terms]
+    # Lanes without an element hold zero and change no bit of the sum, so short rows have only as many as they need.
+    width = min(LANES, 1 << max(columns - 1, 0).bit_length())
+    lanes = [torch.zeros(count, width, dtype=torch.float64, device=rows.device) for _ in terms]
     step = max(_PIECE // max(count, 1) // LANES, 1) * LANES
     for start in range(0, columns, step):
         piece = rows[:, start : start + step].double()

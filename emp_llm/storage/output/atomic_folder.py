@@ -11,13 +11,14 @@ from emp_llm.storage.atomic import sync_path, sync_tree
 from emp_llm.storage.disk_errors import explain_disk_error
 
 
-def check_folder(path: Path, overwrite: bool, expected: str) -> None:
+def check_folder(path: Path, overwrite: bool, expected: str, option: str = "--output") -> None:
     """Check that a folder can be written.
 
     Args:
         path: the output.
         overwrite: replace an older output.
         expected: a file that every output of this kind holds; a folder without it is never replaced.
+        option: the option that names the path, for errors.
 
     Raises:
         UserError: the path exists and may not be replaced.
@@ -26,18 +27,18 @@ def check_folder(path: Path, overwrite: bool, expected: str) -> None:
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
     if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
-        raise UserError(f"--output {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
+        raise UserError(f"{option} {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
     if not overwrite:
-        raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
+        raise UserError(f"{option} {path}: it exists; name another folder, or add --overwrite.")
 
 
-def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str) -> None:
+def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str, option: str = "--output") -> None:
     """Write files, given by relative name, into a folder that appears when all of them are on disk.
 
     Arguments and errors as for `check_folder`; also UserError if the disk fails or is full.
     """
     path = Path(os.path.abspath(path))
-    check_folder(path, overwrite, expected)
+    check_folder(path, overwrite, expected, option)
     aside: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

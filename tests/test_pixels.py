@@ -1,0 +1,274 @@
+"""`emp-llm image`: pixels pruned as an oracle prunes them, images of every kind, and wrong input."""
+
+import json
+import math
+import struct
+import sys
+import zlib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from conftest import Run
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from skimage.metrics import structural_similarity
+
+from emp_llm.image import image
+from emp_llm.pixels.pruned_pixels import prune_pixels
+
+Pixels = NDArray[Any]
+
+
+def picture(width: int = 37, height: int = 26) -> Image.Image:
+    """A drawing with edges, a gradient, noise and an even area; sides that are no multiples of 4."""
+    noise = np.random.default_rng(0).integers(0, 60, (height, width, 3))
+    ramp = np.linspace(0, 180, width)[None, :, None] * np.array([1.0, 0.5, 0.2])
+    drawn = Image.fromarray((noise + ramp).astype(np.uint8))
+    ImageDraw.Draw(drawn).rectangle((4, 4, 19, 15), (200, 30, 90))
+    return drawn
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    picture().save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def expected(channel: Pixels, beta: float, patch: int | None, channel_mean: bool = False) -> tuple[Pixels, Pixels]:
+    """The mask and the pruned channel by the oracle, patch by patch."""
+    height, width = channel.shape
+    side = patch or max(height, width)
+    mask, pruned = np.zeros(channel.shape, bool), channel.copy()
+    for top in range(0, height, side):
+        for left in range(0, width, side):
+            area = np.s_[top : top + side, left : left + side]
+            values = channel[area].astype(np.float64)
+            mean = channel.mean(dtype=np.float64) if channel_mean else values.mean()
+            # N x - sum x is exact: pixels equally far from the mean have equal scores.
+            scores = np.abs(values - mean) if channel.dtype.kind == "f" else np.abs(values * values.size - values.sum())
+            if channel_mean:
+                scores = np.abs(values * channel.size - channel.sum(dtype=np.float64))
+            kept = oracle.keep(scores.ravel(), oracle.count(scores.ravel(), beta)).reshape(values.shape)
+            mask[area] = kept
+            fill = mean if channel.dtype.kind == "f" else np.rint(mean)
+            pruned[area] = np.where(kept, channel[area], fill.astype(channel.dtype))
+    return mask, pruned
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(
+    ("patch", "channel_mean"), [(None, False), (4, False), (4, True), (5, False), (1, False), (100, False)]
+)
+def test_pixels_are_pruned_as_by_the_oracle(beta: float, patch: int | None, channel_mean: bool) -> None:
+    channels = np.ascontiguousarray(np.moveaxis(np.asarray(picture()), 2, 0))
+    found = prune_pixels(channels, beta, patch, channel_mean)
+    for number, channel in enumerate(channels):
+        mask, pruned = expected(channel, beta, patch, channel_mean)
+        np.testing.assert_array_equal(found.kept[number], mask)
+        np.testing.assert_array_equal(found.channels[number], pruned)
+
+
+def test_the_command_writes_images_figure_and_figures_of_merit(command: Run, photo: Path, tmp_path: Path) -> None:
+    done = command("image", photo, "out", "--beta", "0.8")
+    assert done.returncode == 0, done.stderr
+    original = np.asarray(picture())
+    record = json.loads((tmp_path / "out" / "image.json").read_text())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"channel.png", "patch.png", "figure.png", "image.json"}
+    assert (record["width"], record["height"], record["beta"], record["patch"]) == (37, 26, 0.8, 4)
+    for entry, side in zip(record["groups"], (None, 4), strict=True):
+        pruned = np.asarray(Image.open(tmp_path / "out" / entry["file"]))
+        wanted = [expected(original[..., channel], 0.8, side) for channel in range(3)]
+        np.testing.assert_array_equal(pruned, np.stack([each for _, each in wanted], axis=2))
+        kept = [int(mask.sum()) for mask, _ in wanted]
+        assert entry["kept"] == sum(kept)
+        assert entry["sparsity"] == pytest.approx(1 - sum(kept) / original.size)
+        assert list(entry["sparsity_of_channels"].values()) == pytest.approx([1 - each / (37 * 26) for each in kept])
+        error = np.mean((original.astype(float) - pruned) ** 2)
+        assert entry["psnr"] == pytest.approx(10 * math.log10(255**2 / error))
+        assert entry["ssim"] == pytest.approx(structural_similarity(original, pruned, channel_axis=2))
+        assert f"{entry['kept']:,}" in done.stdout
+        assert f"{entry['psnr']:.1f}" in done.stdout
+        assert f"{entry['ssim']:.3f}" in done.stdout
+    figure = Image.open(tmp_path / "out" / "figure.png")
+    assert figure.width > 3 * 320
+    assert "3 channels of 8 bits" in done.stdout
+
+
+def test_one_group_and_the_default_name(command: Run, photo: Path, tmp_path: Path) -> None:
+    done = command("image", photo, "--group", "patch", "--patch", "8", "--mean", "channel")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "photo-emp").iterdir()} == {"patch.png", "figure.png", "image.json"}
+    record = json.loads((tmp_path / "photo-emp" / "image.json").read_text())
+    assert (record["patch"], record["mean"], [entry["group"] for entry in record["groups"]]) == (8, "channel", ["patch"])
+    assert "patches 8 x 8" in done.stdout
+    again = command("image", photo)
+    assert again.returncode == 2
+    assert "photo-emp: it exists; name another folder, or add --overwrite." in again.stderr
+    assert command("image", photo, "--overwrite").returncode == 0
+    assert (tmp_path / "photo-emp" / "channel.png").is_file()
+
+
+def _kind(mode: str) -> Image.Image:
+    """The picture in a mode of Pillow."""
+    if mode in ("I;16", "I", "F"):
+        grey = np.asarray(picture().convert("L")).astype(np.int64)
+        return Image.fromarray(
+            (grey * {"I;16": 250, "I": -90_000, "F": 0.25}[mode]).astype({"I;16": "u2", "I": "i4"}.get(mode, "f4"))
+        )
+    if mode == "P+":
+        palette = picture().quantize(16)
+        palette.info["transparency"] = 3
+        return palette
+    if mode in ("RGBA", "LA"):
+        clear = picture().convert(mode)
+        clear.putalpha(Image.linear_gradient("L").resize(clear.size))
+        return clear
+    return picture().convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix", "channels", "bits", "alpha", "note"),
+    [
+        ("1", "png", 1, 8, False, ""),
+        ("L", "png", 1, 8, False, ""),
+        ("LA", "png", 1, 8, True, ""),
+        ("P", "gif", 3, 8, False, ""),
+        ("P+", "png", 3, 8, True, ""),
+        ("RGB", "webp", 3, 8, False, ""),
+        ("RGBA", "png", 3, 8, True, ""),
+        ("CMYK", "jpg", 3, 8, False, "its colours (CMYK) are converted to RGB."),
+        ("I;16", "png", 1, 16, False, ""),
+        ("I", "tiff", 1, 32, False, ""),
+        ("F", "tiff", 1, 32, False, ""),
+    ],
+)
+def test_every_kind_of_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, suffix: str, channels: int, bits: int, alpha: bool, note: str
+) -> None:
+    source = tmp_path / f"in.{suffix}"
+    drawn = _kind(mode)
+    drawn.save(source, **({"transparency": 3} if mode == "P+" else {}))
+    record = image(source, output=tmp_path / "out")
+    assert (len(record.channels), record.bits, record.alpha, (record.width, record.height)) == (channels, bits, alpha, (37, 26))
+    assert note in caplog.text
+    assert record.notes == [note] * bool(note)
+    with Image.open(source) as opened:
+        plain = (
+            opened if channels == 1 and mode != "1" else opened.convert("RGBA" if alpha else "RGB" if channels == 3 else "L")
+        )
+        before = np.atleast_3d(np.asarray(plain))
+    for entry in record.groups:
+        after = np.atleast_3d(np.asarray(Image.open(tmp_path / "out" / entry.file)))
+        assert after.shape == before.shape
+        assert 0 < entry.sparsity < 0.9
+        assert 10 < entry.decibels < 90
+        for channel in range(channels):
+            mask, pruned = expected(before[..., channel].astype(after.dtype), 1.0, 4 if entry.group == "patch" else None)
+            if mode == "F":  # the oracle's scores are rounded
+                assert abs(int(mask.sum()) - int((after[..., channel] == before[..., channel]).sum())) < 20
+            else:
+                np.testing.assert_array_equal(after[..., channel], pruned)
+        if alpha:
+            np.testing.assert_array_equal(after[..., -1], before[..., -1])
+
+
+def test_frames_orientation_and_deep_colours(tmp_path: Path) -> None:
+    frames = [picture(), picture().rotate(180)]
+    frames[0].save(tmp_path / "in.gif", save_all=True, append_images=frames[1:])
+    assert image(tmp_path / "in.gif", output=tmp_path / "gif").notes == ["it holds 2 frames; the first is used."]
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    picture().save(tmp_path / "in.jpg", exif=exif)
+    record = image(tmp_path / "in.jpg", output=tmp_path / "jpg")
+    assert (record.width, record.height) == (26, 37)
+    with Image.open(tmp_path / "jpg" / "patch.png") as turned:
+        assert turned.size == (26, 37)
+        assert not turned.getexif()
+
+    rows = b"".join(b"\0" + bytes(range(48)) for _ in range(8))  # 8 x 8 pixels, three channels of 16 bits
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
+    (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    assert image(tmp_path / "deep.png", output=tmp_path / "deep").notes == ["Pillow reads 8 of the 16 bits of its colours."]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (9, 8)])
+@pytest.mark.parametrize("mode", ["L", "RGBA", "F"])
+def test_one_colour_stays_as_it_is(command: Run, tmp_path: Path, size: tuple[int, int], mode: str) -> None:
+    Image.new(mode, size, 77 if mode != "RGBA" else (1, 2, 3, 4)).save(tmp_path / "in.tiff")
+    done = command("image", "in.tiff", "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("infinite") == 2
+    assert done.stdout.count(" 0.00 ") == 2
+    assert ("SSIM needs an image of at least 7 x 7 pixels" in done.stdout) == (size == (1, 1))
+    record = json.loads((tmp_path / "out" / "image.json").read_text())
+    assert [(entry["psnr"], entry["ssim"]) for entry in record["groups"]] == [(None, None if size == (1, 1) else 1.0)] * 2
+
+
+def test_wrong_input_is_answered(command: Run, photo: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no image at all")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "cut.png").write_bytes(photo.read_bytes()[:900])
+    Image.fromarray(np.full((8, 8), np.nan, np.float32)).save(tmp_path / "nan.tiff")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.txt").write_text("mine")
+    for line, message in (
+        (("none.png",), "none.png: there is no such file"),
+        (("own",), "own: there is no such file"),
+        (("text.png",), "text.png: not an image in a format that Pillow reads"),
+        (("empty.png",), "empty.png: not an image in a format that Pillow reads"),
+        (("cut.png",), "cut.png: the image is damaged"),
+        (("nan.tiff",), "nan.tiff: the image holds NaN or infinity"),
+        ((photo, "--beta", "0"), "--beta must be a number above 0"),
+        ((photo, "--beta", "nan"), "--beta must be a number above 0"),
+        ((photo, "--patch", "0"), "--patch"),
+        ((photo, "--group", "row"), "--group"),
+        ((photo, "--mean", "row"), "--mean"),
+        ((photo, "out.jpg"), "OUT out.jpg: it is a folder for the pruned images; give a name without .jpg."),
+        ((photo, "own"), "it exists and holds no image.json, so it is never replaced"),
+    ):
+        done = command("image", *line)
+        assert done.returncode == 2, line
+        assert message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("*-emp")), "nothing was written"
+    for name, value in (("group", "row"), ("mean", "row"), ("patch", 0)):
+        with pytest.raises(ValueError, match=f"--{name}"):
+            image(photo, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("package", ["skimage.metrics", "PIL"])
+def test_a_missing_package_is_named_with_its_extra(
+    command: Run, photo: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    done = command("image", photo)
+    assert done.returncode == 2
+    assert "pip install 'emp-llm[image]'" in done.stderr
+
+
+def test_the_script_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its page has the published rows, and ours for each photograph; the photographs here are crops."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "paper"))
+    monkeypatch.delitem(sys.modules, "image", raising=False)
+    script = import_module("image")
+    whole = script.photograph
+    monkeypatch.setattr(script, "photograph", lambda name: whole(name)[100:140, 200:248])
+    script.main(["--output", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "image.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    assert table[1][:1] + table[1][3:] == ["the paper's", "26.7", "29.4", "0.912"]
+    assert [row[0] for row in table[3:]] == [f"{name}, 48 × 40" for name in script.PHOTOGRAPHS for _ in range(3)]
+    crop = np.ascontiguousarray(np.moveaxis(script.photograph("coffee"), 2, 0))
+    shares = [
+        1 - np.mean([expected(each, 1.0, patch, literal)[0] for each in crop])
+        for patch, literal in ((None, False), (4, False), (4, True))
+    ]
+    assert [row[3] for row in table[6:9]] == [f"{100 * share:.1f}" for share in shares]
+    assert Image.open(tmp_path / "page" / "image.jpg").width == 1100
+    assert "image.jpg" in capsys.readouterr().out
