@@ -52,8 +52,8 @@ PUBLISHED = {
 REASONS = {
     "accuracy": "The paper's VGG16 has the full width and 200 epochs on 50,000 images; ours is narrower and has seen fewer "
     "images, as the line above its table says, so its accuracy starts lower and it has less to spare.",
-    "sparsity by magnitude": "It is 1 - N_eff / N, a property of the trained weights: a wide network that is trained for long with "
-    "weight decay has more weights near zero than a narrow one after a short training.",
+    "sparsity by magnitude": "It is 1 - N_eff / N, a property of the trained weights: a wide network that is trained for long "
+    "with weight decay has more weights near zero than a narrow one after a short training.",
     "sparsity by Taylor and saliency": "The published 2.1 % and 25.7 % are N_eff / N, the share that Algorithm 1 keeps. The "
     "released code removes that share, the N_eff lowest scores, instead of all others. Algorithm 1, as run here, removes the "
     "complement, which would be 97.9 % and 74.3 % on the paper's network; a fixed share of that size does the same harm.",
@@ -97,7 +97,7 @@ def network_named(name: str, data: ImageData, options: argparse.Namespace) -> tu
 
 def schedule_of(epochs: int | None) -> Schedule:
     """The paper's schedule for CIFAR-10, shortened; the rate is higher and the batches smaller, as the steps are fewer."""
-    count = epochs or 20
+    count = epochs or 15
     if count >= 100:
         return Schedule(count, "sgd", 0.01, 5e-4, cosine=True, warmup=5, augment=True)
     return Schedule(count, "sgd", 0.05, 5e-4, cosine=True, warmup=min(2, count / 2), augment=True, batch_size=64)
