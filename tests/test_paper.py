@@ -285,7 +285,12 @@ def test_splines() -> None:
     torch.manual_seed(0)
     layer = kan.SplineLayer(3, 2, 4)
     values = torch.linspace(-0.99, 0.99, 30).view(10, 3)
-    assert torch.allclose(layer.bases(values).sum(-1), torch.ones(10, 3), atol=1e-5)
+    wide, knots = torch.linspace(-3, 3, 240), torch.arange(-3, 8) / 2 - 1
+    found = ((wide[:, None] >= knots[:-1]) & (wide[:, None] < knots[1:])).float()
+    for order in (1, 2, 3):  # the recursion of Cox and de Boor
+        rising = (wide[:, None] - knots[: -order - 1]) / (order / 2) * found[:, :-1]
+        found = rising + (knots[order + 1 :] - wide[:, None]) / (order / 2) * found[:, 1:]
+    assert torch.allclose(layer.bases(wide), found, atol=1e-5)
     middle = layer.bases(torch.zeros(1))[0]  # at a knot: 1/6, 2/3, 1/6
     assert torch.allclose(middle[middle > 1e-6], torch.tensor([1 / 6, 2 / 3, 1 / 6]), atol=1e-5)
     edges = torch.stack([layer(torch.where(torch.arange(3) == i, values, torch.nan).nan_to_num(0)) for i in range(3)])

@@ -48,22 +48,25 @@ class SplineLayer(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, grid: int) -> None:
         super().__init__()
-        step = 2 / grid
-        self.knots: Tensor
-        self.register_buffer("knots", torch.arange(-_ORDER, grid + _ORDER + 1) * step - 1)
+        self.grid = grid
         self.base = nn.Parameter(torch.empty(outputs, inputs))
         self.coefficients = nn.Parameter(torch.randn(outputs, inputs, grid + _ORDER) * 0.1 / grid)
         nn.init.kaiming_uniform_(self.base, a=math.sqrt(5))
 
     def bases(self, values: Tensor) -> Tensor:
-        """B_g(x) by the recursion of Cox and de Boor: the shape of `values` and a last dimension for g."""
-        x, knots = values[..., None], self.knots
-        found = ((x >= knots[:-1]) & (x < knots[1:])).to(values.dtype)
-        step = float(knots[1] - knots[0])
-        for order in range(1, _ORDER + 1):
-            rising = (x - knots[: -order - 1]) / (order * step) * found[..., :-1]
-            found = rising + (knots[order + 1 :] - x) / (order * step) * found[..., 1:]
-        return found
+        """B_g(x), g from 0 to grid + 2: the shape of `values` and a last dimension for g.
+
+        In the interval c of the grid, at the share u of its width, four of them are not zero: B_c to B_(c+3).
+        """
+        places = (values + 1) * (self.grid / 2)
+        cells = places.detach().floor().clamp(-_ORDER, self.grid + _ORDER - 1)
+        u = places - cells
+        polynomials = ((1 - u) ** 3, 3 * u**3 - 6 * u**2 + 4, -3 * u**3 + 3 * u**2 + 3 * u + 1, u**3)
+        inside = (places >= -_ORDER) & (places < self.grid + _ORDER)
+        four = torch.stack(polynomials, -1) * (inside / 6)[..., None]
+        first = cells.long()[..., None] + _ORDER + torch.arange(_ORDER + 1)
+        padded = values.new_zeros(*values.shape, self.grid + 3 * _ORDER).scatter(-1, first, four)
+        return padded[..., _ORDER : self.grid + 2 * _ORDER]
 
     def forward(self, values: Tensor) -> Tensor:
         """Shape (images, inputs) -> (images, outputs)."""
@@ -99,7 +102,7 @@ class KAN(nn.Module):
         Args:
             kept: bool, shape (hidden,).
         """
-        smaller = KAN(self.second.coefficients.shape[2] - _ORDER, int(kept.sum()))
+        smaller = KAN(self.second.grid, int(kept.sum()))
         with torch.no_grad():
             for name in ("base", "coefficients"):
                 getattr(smaller.first, name).copy_(getattr(self.first, name)[kept])
