@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from training import seconds_of_training
 from vision_data import DATA
 
 from emp_llm.common.cache_folder import cache_folder
@@ -132,12 +133,11 @@ def written_page(name: str, title: str, options: argparse.Namespace, line: list[
     arguments = _without_folders(sys.argv[1:] if line is None else line)
     command = " ".join(["python", f"scripts/paper/{name}.py", shlex.join(arguments)]).strip()
     threads = f"{options.threads} thread{'s' if options.threads != 1 else ''}"
-    head = f"`{command}`: {processor_name()}, {threads}, torch {torch.__version__}, {time.perf_counter() - start:.0f} s"
-    head += " with the trained weights in the cache." if name in _TRAINED else "."
-    print(page.save(options.output, head))
-
-
-_TRAINED = ("fc", "loss_change", "cifar_weights", "kan", "beta")
+    spent = sum(seconds_of_training)
+    seconds_of_training.clear()
+    training = f", and {spent:.0f} s of training" if spent else ""
+    taken = f"{time.perf_counter() - start - spent:.0f} s{training}"
+    print(page.save(options.output, f"`{command}`: {processor_name()}, {threads}, torch {torch.__version__}, {taken}."))
 
 
 def _without_folders(arguments: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from vision_data import ImageData
 
 _EVALUATION_BATCH = 100
+seconds_of_training: list[float] = []  # of the networks that were not in the cache
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def _train(model: nn.Module, name: str, data: ImageData, schedule: Schedule, see
             total += float(loss.detach()) * len(places)
         told = f"{name}: epoch {epoch + 1} of {schedule.epochs}, loss {total / len(data.train):.4f}"
         print(f"{told}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    seconds_of_training.append(time.perf_counter() - start)
     model.cpu()
 
 

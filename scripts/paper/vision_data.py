@@ -17,6 +17,7 @@ from emp_llm.common.errors import UserError
 
 DATA = Path(__file__).parents[3] / "shared" / "vision"
 _CIFAR_MEAN, _CIFAR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the given ResNets were trained with
+_IDX_PIXELS = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}  # mean and std of the training pixels, as is usual
 _FIRST_TEST = 50  # number of the first sheet of test images of CIFAR-10
 
 
@@ -73,7 +74,8 @@ def image_data(name: str, data: Path) -> ImageData:
 
 
 def _idx_data(name: str, data: Path) -> ImageData:
-    """MNIST or Fashion-MNIST: four idx files, compressed or not. Pixels are from 0 to 1, not centred."""
+    """MNIST or Fashion-MNIST: four idx files, compressed or not."""
+    mean, std = _IDX_PIXELS[name]
     folder = data / name.replace("-", "_")
     parts = [
         _idx(folder, name, f"{part}-{what}")
@@ -81,7 +83,7 @@ def _idx_data(name: str, data: Path) -> ImageData:
         for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
     ]
     images, labels, test, test_labels = parts
-    return ImageData(name, images[:, None], labels.long(), test[:, None], test_labels.long(), (0.0,), (1.0,))
+    return ImageData(name, images[:, None], labels.long(), test[:, None], test_labels.long(), (mean,), (std,))
 
 
 def _idx(folder: Path, name: str, file: str) -> Tensor:
