@@ -42,7 +42,7 @@ REASONS = {
     "pruned accuracy": "It moves with the dense accuracy; the column of changes compares without it.",
     "sparsity": "PyTorch starts the weights uniform, which gives N_eff / N = 3/4, a sparsity of 25 %; training moves it "
     "towards the 36.3 % of normal weights. The same start and the same few epochs give nearly the same distribution.",
-    "change": "It is smaller than its standard deviation over trainings where it differs.",
+    "change": "Differences of 0.1 to 0.3 points are 10 to 30 of the 10,000 test images, as between two trainings.",
 }
 
 
@@ -81,7 +81,8 @@ def _add_table(page: Page, data: ImageData, options: argparse.Namespace) -> None
         "them (global); beta = 1."
     )
     measures = ("dense accuracy", "pruned accuracy", "sparsity", "change", "its standard deviation")
-    page.add(beside_table(("network", "group", "trainings"), measures, rows, (2, 2, 2, 2, 2)))
+    shown = len(measures) if any(row.ours[-1] is not None for row in rows) else len(measures) - 1
+    page.add(beside_table(("network", "group", "trainings"), measures[:shown], rows, (2,) * shown))
     page.explain(REASONS)
 
 
