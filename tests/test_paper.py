@@ -315,11 +315,13 @@ def test_splines() -> None:
 
 def test_tables_show_both_numbers() -> None:
     rows = [paper_pages.Beside(("a",), (97.314, 3.0), (97.35, None)), paper_pages.Beside(("b",), (1.0, None))]
+    rows.append(paper_pages.Beside(("c",), (None, None), (3.0, None)))
     assert paper_pages.beside_table(("net",), ("accuracy", "nodes"), rows, (2, 0)).splitlines() == [
         "| net | accuracy: ours (published, difference) | nodes |",
         "|---|---:|---:|",
         "| a | 97.31 (97.35, -0.04) | 3 |",
         "| b | 1.00 | - |",
+        "| c | - (3.00) | - |",
     ]
 
 

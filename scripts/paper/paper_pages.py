@@ -60,8 +60,10 @@ def _at(values: tuple[float | None, ...], place: int) -> float | None:
 
 
 def _cell(ours: float | None, published: float | None, digits: int) -> str:
-    if published is None or ours is None:
-        return "-" if ours is None else f"{round(ours, digits) + 0.0:.{digits}f}"
+    if ours is None:
+        return "-" if published is None else f"- ({published:.{digits}f})"
+    if published is None:
+        return f"{round(ours, digits) + 0.0:.{digits}f}"
     difference = round(round(ours, digits) - round(published, digits), digits) + 0.0  # of the numbers shown
     return f"{ours:.{digits}f} ({published:.{digits}f}, {difference:+.{digits}f})"
 
