@@ -46,7 +46,7 @@ REASONS = {
     "is narrower, so their losses differ from the published ones.",
     "sparsity": "It follows from the weights: a shorter training leaves them nearer to the uniform start, which has 25 %.",
     "change": "It is the size of a difference of two losses, and shares their reasons. In the published table the loss falls "
-    "by the pruning in all rows but one, which a network that overfits can show; here it rises.",
+    "by the pruning in all rows but one, as it does here for cifar10:fc5: a network that overfits can gain.",
     "bounds": "The paper prints the bound only as a curve. Equation 5 holds by many orders of magnitude, because the squared "
     "l1 norm of millions of weights is large, so it says little about the size of the change. The inequality before it is of "
     "the right size, but it assumes a minimum of the loss, and curvature spread evenly; where it fails, the test loss has a "
