@@ -14,7 +14,18 @@ from run_docs import blocks_of, commands_of, pages
 from emp_llm.cli import COMMANDS, _fields, parse
 
 ROOT = Path(__file__).parents[1]
-OTHER_FLAGS = {"--extra-index-url", "--force", "--nproc-per-node", "--update", "--help", "--write", "--device", "--version"}
+OTHER_FLAGS = {
+    "--extra-index-url",
+    "--force",
+    "--nproc-per-node",
+    "--update",
+    "--help",
+    "--write",
+    "--device",
+    "--version",
+    "--data",
+    "--draws",
+}
 
 
 def arguments_of(line: str) -> list[list[str]]:

@@ -1,0 +1,135 @@
+"""Single weights of any network: their scores, the rule that selects them, and what is left of the arithmetic.
+
+The scores are those of `emp_llm.structured` for a unit of one weight; Algorithm 1 and the fixed shares are those of
+`emp_llm.selection`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from networks import layer_weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
+from emp_llm.selection.row_selection import select_rows
+
+Scores = dict[str, Tensor]
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def magnitudes(model: nn.Module, batches: Batches = ()) -> Scores:
+    """|theta| of each weight."""
+    return {name: weight.detach().abs() for name, weight in layer_weights(model).items()}
+
+
+def taylor(model: nn.Module, batches: Batches) -> Scores:
+    """|dL/dtheta * theta| of each weight, the mean over the batches: the first-order change of the loss if it is removed."""
+    return _of_gradients(model, batches, lambda weight, gradient: (weight * gradient).abs())
+
+
+def saliency(model: nn.Module, batches: Batches) -> Scores:
+    """|dL/dtheta| of each weight, the mean over the batches."""
+    return _of_gradients(model, batches, lambda weight, gradient: gradient.abs())
+
+
+CRITERIA: dict[str, Callable[[nn.Module, Batches], Scores]] = {
+    "magnitude": magnitudes,
+    "Taylor": taylor,
+    "saliency": saliency,
+}
+
+
+def _of_gradients(model: nn.Module, batches: Batches, measure: Callable[[Tensor, Tensor], Tensor]) -> Scores:
+    model.eval()
+    weights, count = layer_weights(model), 0
+    totals = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
+    for images, labels in batches:
+        loss = functional.cross_entropy(model(images), labels)
+        for (name, weight), gradient in zip(weights.items(), torch.autograd.grad(loss, list(weights.values())), strict=True):
+            totals[name] += measure(weight.detach(), gradient)
+        count += 1
+    return {name: total / count for name, total in totals.items()}
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The weights that a rule keeps.
+
+    Attributes:
+        masks: by name, bool, the shape of the weight, true where kept.
+        n_eff: the effective number, summed over the groups.
+        sparsity: the share of the weights that is removed.
+    """
+
+    masks: dict[str, Tensor]
+    n_eff: float
+    sparsity: float
+
+
+def select_weights(scores: Mapping[str, Tensor], budget: Budget, scope: str) -> Selected:
+    """Select weights.
+
+    Args:
+        scores: by name, any shape.
+        budget: how many to keep of each group.
+        scope: "block": the weights of a matrix or convolution are a group; "global": all weights are one group.
+    """
+    sizes = [score.numel() for score in scores.values()]
+    rows = [score.reshape(1, -1) for score in scores.values()]
+    groups = rows if scope == "block" else [torch.cat(rows, 1)]
+    found = [select_rows(group, budget) for group in groups]
+    flat = torch.split(torch.cat([selection.mask[0] for selection in found]), sizes)
+    masks = {name: mask.view(score.shape) for (name, score), mask in zip(scores.items(), flat, strict=True)}
+    kept = sum(int(selection.kept.sum()) for selection in found)
+    n_eff = sum(float(selection.n_eff.sum()) for selection in found if selection.n_eff is not None)
+    return Selected(masks, n_eff, 1 - kept / sum(sizes))
+
+
+def effective(beta: float) -> Budget:
+    """Algorithm 1 with beta."""
+    return EffectiveBudget(beta)
+
+
+def fixed_share(sparsity: float) -> Budget:
+    """A fixed share of each group is removed."""
+    return RatioBudget(sparsity)
+
+
+@contextmanager
+def masked(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """The model with its masked weights set to zero; afterwards it is as before."""
+    weights = layer_weights(model)
+    before = {name: weights[name].detach().clone() for name in masks}
+    with torch.no_grad():
+        for name, mask in masks.items():
+            weights[name].mul_(mask)
+        try:
+            yield model
+        finally:
+            for name, values in before.items():
+                weights[name].copy_(values)
+
+
+def nonzero_flops(model: nn.Module, image: Tensor) -> float:
+    """Two operations for each nonzero weight and each of its uses, for one image: what a sparse computation needs at least.
+
+    Args:
+        image: an input, with the dimension of the batch.
+    """
+    total = 0.0
+
+    def count(module: nn.Module, _: Any, outputs: Tensor) -> None:
+        nonlocal total
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        total += 2.0 * int(weight.count_nonzero()) * outputs[0, 0].numel()
+
+    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    with torch.no_grad():
+        model.eval()(image[:1])
+    for hook in hooks:
+        hook.remove()
+    return total

@@ -1,0 +1,345 @@
+"""The scripts of the paper's tables, on small data sets made here; and on the real ones where they are."""
+
+import gzip
+import re
+import shutil
+import struct
+from importlib import import_module
+from pathlib import Path
+
+import cifar_weights
+import fc
+import kan
+import loss_change
+import numpy as np
+import paper_pages
+import pytest
+import torch
+from networks import VGG16, CifarResNet, fc_network, given_resnet, new_network
+from PIL import Image
+from safetensors.torch import save_file
+from test_scripts import run
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from training import Schedule, evaluate_on, trained
+from vision_data import ImageData, image_data
+from weight_pruning import CRITERIA, effective, fixed_share, magnitudes, masked, nonzero_flops, select_weights
+
+from emp_llm.common.errors import UserError
+from emp_llm.in_memory.prune_model import prune_model
+from emp_llm.options.recipe import Recipe
+from emp_llm.selection.effective import effective_mask
+
+ROOT = Path(__file__).parents[1]
+NAMES = sorted(
+    path.stem for path in (ROOT / "scripts" / "paper").glob("*.py") if "__main__" in path.read_text(encoding="utf-8")
+)
+# script -> the arguments of a quick run
+QUICK = {
+    "fc": "--models fc2 --seeds 2",
+    "bounds": "--draws 5",
+    "loss_change": "--models mnist:fc2 --probes 1 --loss-images 10",
+    "cifar_weights": "--models vgg16 --width 0.05 --gradient-images 10",
+    "kan": "--grid 3 --score-images 20",
+    "beta": "--networks mnist:fc2 --units weights",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MNIST and CIFAR-10 in small: noise that is brighter in the row of its label, and a ResNet-20 with random weights."""
+    folder = tmp_path_factory.mktemp("vision")
+    generator = np.random.default_rng(0)
+    (folder / "mnist").mkdir()
+    for part, count in (("train", 300), ("t10k", 100)):
+        labels = generator.integers(0, 10, count, dtype=np.uint8)
+        images = generator.integers(0, 60, (count, 28, 28), dtype=np.uint8)
+        images[np.arange(count), labels * 2] = 255
+        for name, values in (("images-idx3", images), ("labels-idx1", labels)):
+            head = struct.pack(f">2xBB{values.ndim}I", 8, values.ndim, *values.shape)
+            (folder / "mnist" / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(head + values.tobytes(), 1))
+    (folder / "cifar10").mkdir()
+    for number in (0, 50):
+        pixels = generator.integers(0, 256, (1000, 1024, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "cifar10" / f"cifar10_batch_{number}.png", compress_level=0)
+    (folder / "cifar10" / "labels.bin").write_bytes(generator.integers(0, 10, 51_000, dtype=np.uint8).tobytes())
+    (folder / "resnet_cifar10").mkdir()
+    torch.manual_seed(0)
+    values = {name: value for name, value in CifarResNet(20).state_dict().items() if "num_batches" not in name}
+    save_file(values, folder / "resnet_cifar10" / "resnet20.safetensors")
+    return folder
+
+
+def test_every_script_is_tried() -> None:
+    assert set(NAMES) == set(QUICK)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The usage line names only options that exist."""
+    assert run(monkeypatch, name, "--help") == 0
+    usage, _, options = capsys.readouterr().out.partition("\noptions:")
+    assert f"    python scripts/paper/{name}.py" in usage
+    named = set(re.findall(r"--[a-z-]+", usage.split(f"python scripts/paper/{name}.py", 1)[1].split("\n\n")[0]))
+    assert named <= set(re.findall(r"--[a-z-]+", options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each script writes a page with its command, tables of equal rows, figures that exist, and reasons."""
+    shared = ["--data", str(data), "--cache", str(tmp_path / "cache"), "--output", str(tmp_path), "--threads", "1"]
+    small = ["--train-images", "64", "--test-images", "10", "--epochs", "1"]
+    import_module(name).main([*QUICK[name].split(), *small, *shared])
+    page = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+    assert page == capsys.readouterr().out.removesuffix("\n")
+    assert f"`python scripts/paper/{name}.py {QUICK[name]}" in page
+    assert str(tmp_path) not in page
+    assert "Why the numbers differ:" in page
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    assert tables
+    for table in tables:
+        assert len({len(line.split(" | ")) for line in table.splitlines() if "---" not in line}) == 1
+    for figure in re.findall(r"\]\(([^)]+\.svg)\)", page):
+        assert (tmp_path / figure).read_bytes().startswith(b"<?xml")
+
+
+def test_committed_pages_name_commands_that_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = sorted((ROOT / "docs" / "paper").glob("*.md"))
+    assert pages
+    for page in pages:
+        for name in re.findall(r"`python scripts/paper/(\w+)\.py", page.read_text(encoding="utf-8")):
+            assert name in NAMES or (ROOT / "scripts" / "paper" / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("fc --models fc2", "train-images-idx3-ubyte.gz: no such file. Put the four files of mnist into"),
+        ("fc --dataset fashion-mnist", "Put the four files of fashion-mnist into"),
+        ("fc --dataset letters", "--dataset 'letters' is not one of mnist, fashion-mnist, cifar10"),
+        ("kan", "Put the four files of mnist into"),
+        ("cifar_weights", "no CIFAR-10. Put there data_batch_1.bin"),
+        ("cifar_weights --dataset cifar100 --models resnet18", "no CIFAR-100. Put there train.bin and test.bin"),
+        ("cifar_weights --dataset tiny-imagenet --models resnet50", "Unpack tiny-imagenet-200.zip there"),
+        ("loss_change --models fc5", "--models 'fc5' has no data set; give it as cifar10:fc5."),
+        ("beta --networks resnet20", "--networks 'resnet20' has no data set; give it as cifar10:resnet20."),
+    ],
+)
+def test_missing_data(line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message says what to put where, the exit code is 2, and no page is written."""
+    name, *arguments = line.split()
+    with pytest.raises(SystemExit) as end:
+        import_module(name).main([*arguments, "--data", str(tmp_path), "--output", str(tmp_path / "pages")])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "pages").exists()
+
+
+def test_damaged_data(data: Path, tmp_path: Path) -> None:
+    for name in ("mnist", "cifar10", "cifar100"):
+        (tmp_path / name).mkdir()
+    for path in (data / "mnist").iterdir():
+        (tmp_path / "mnist" / path.name).write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(UserError, match="not an idx file of bytes"):
+        image_data("mnist", tmp_path)
+    for path in (data / "cifar10").iterdir():
+        (tmp_path / "cifar10" / path.name).write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"cifar10_batch_0.png: not a sheet of images of 32 x 32 pixels"):
+        image_data("cifar10", tmp_path)
+    for path in (data / "cifar10").glob("*.png"):
+        shutil.copyfile(path, tmp_path / "cifar10" / path.name)
+    with pytest.raises(UserError, match="5000 labels, too few for cifar10_batch_50"):
+        image_data("cifar10", tmp_path)
+    for part in ("train", "test"):
+        (tmp_path / "cifar100" / f"{part}.bin").write_bytes(bytes(3075))
+    with pytest.raises(UserError, match="not in the binary version of cifar100"):
+        image_data("cifar100", tmp_path)
+    with pytest.raises(UserError, match=r"resnet56.safetensors: no such file"):
+        given_resnet(56, data)
+
+
+def test_binary_versions(tmp_path: Path) -> None:
+    """CIFAR-100: two labels a row, of which the second counts. CIFAR-10: one."""
+    for name, labels, files in (("cifar100", [7, 42], ("train", "test")), ("cifar10", [9], ("data_batch_1", "test_batch"))):
+        (tmp_path / name).mkdir()
+        row = bytes(labels) + bytes(range(256)) * 12
+        for file in files:
+            (tmp_path / name / f"{file}.bin").write_bytes(row * 3)
+        found = image_data(name, tmp_path)
+        assert found.train.shape == (3, 3, 32, 32)
+        assert found.test_labels.tolist() == [labels[-1]] * 3
+        assert found.train[0, 0, 1, 3] == 35
+        assert found.classes == (100 if name == "cifar100" else 10)
+
+
+def test_tiny_imagenet(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-imagenet-200"
+    for part in ("train/n2/images", "train/n1/images", "val/images"):
+        (folder / part).mkdir(parents=True)
+    (folder / "wnids.txt").write_text("n1\nn2\n")
+    (folder / "val" / "val_annotations.txt").write_text("v.JPEG\tn2\t0\t0\t1\t1\n")
+    for place in ("train/n2/images/a", "train/n1/images/b", "val/images/v"):
+        Image.new("L", (64, 64), 200).save(folder / f"{place}.JPEG")
+    found = image_data("tiny-imagenet", tmp_path)
+    assert found.train_labels.tolist() == [0, 1]
+    assert found.test_labels.tolist() == [1]
+    assert found.test.shape == (1, 3, 64, 64)
+
+
+def test_the_cache(data: Path, tmp_path: Path) -> None:
+    """A network is trained once; another schedule, seed or data set has its own file."""
+    images = image_data("mnist", data)
+
+    def network(epochs: int, seed: int, count: int = 300) -> nn.Module:
+        some = images.shortened(count, None)
+        return trained(lambda: fc_network((20, 10)), "small", some, Schedule(epochs, rate=1e-2), seed, tmp_path)
+
+    first = network(5, 0)
+    assert evaluate_on(first, images).accuracy > 0.9
+    (file,) = tmp_path.iterdir()
+    written = file.stat().st_mtime_ns
+    assert torch.equal(network(5, 0)[1].weight, first[1].weight)  # type: ignore[index]
+    assert file.stat().st_mtime_ns == written
+    for other in ((4, 0), (5, 1), (5, 0, 100)):
+        assert not torch.equal(network(*other)[1].weight, first[1].weight)  # type: ignore[index]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_schedules() -> None:
+    cosine = Schedule(10, rate=1.0, cosine=True, warmup=2)
+    assert [cosine.rate_at(epoch) for epoch in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    assert Schedule(3, rate=1.0, decay=0.5).rate_at(2.9) == 0.25
+
+
+@pytest.mark.parametrize("scope", ["block", "global"])
+def test_weights_are_those_of_prune_model(scope: str) -> None:
+    """The script's rule for any network selects the same weights as `prune_model`, of which it counts the same sparsity."""
+    torch.manual_seed(0)
+    model = fc_network((30, 20, 10), 12)
+    selected = select_weights(magnitudes(model), effective(1.0), scope)
+    report = prune_model(model, Recipe(method="emp-magnitude", group=fc.GROUPS[scope]))
+    assert selected.sparsity == pytest.approx(report.targets.sparsity_of_targets)
+    for name, mask in selected.masks.items():
+        assert torch.equal(mask, report.masks[name])
+
+
+def test_gradient_scores_follow_algorithm_1() -> None:
+    """Taylor and saliency by hand, and the N_eff largest of them are kept, not the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3))
+    batches = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(2)]
+    weight, gradients = model[0].weight, list[Tensor]()
+    for images, labels in batches:
+        outputs = model(images).softmax(1) - nn.functional.one_hot(labels, 3)
+        gradients.append((outputs.T @ images / 8).detach())
+    expected = {"Taylor": sum((g * weight).abs() for g in gradients) / 2, "saliency": sum(g.abs() for g in gradients) / 2}  # type: ignore[operator]
+    for name, scores in expected.items():
+        found = CRITERIA[name](model, batches)
+        torch.testing.assert_close(found["0.weight"].float(), scores.detach(), rtol=1e-4, atol=1e-6)
+        selected = select_weights(found, effective(1.0), "global")
+        assert torch.equal(selected.masks["0.weight"], effective_mask(found["0.weight"], dim=None))
+        assert selected.sparsity == pytest.approx(1 - int(selected.n_eff) / 18)
+    shares = select_weights({"a": torch.rand(7, 5), "b": torch.rand(9)}, fixed_share(0.5), "global")
+    assert sum(int(mask.sum()) for mask in shares.masks.values()) == 22
+
+
+def test_flops_of_zeros_do_not_count() -> None:
+    torch.manual_seed(0)
+    for network in (VGG16(10, 0.1), CifarResNet(8)):
+        model, image = network.eval(), torch.randn(1, 3, 32, 32)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(image)
+        assert nonzero_flops(model, image) == counter.get_total_flops()
+        before = model(image)
+        with masked(model, select_weights(magnitudes(model), fixed_share(0.5), "block").masks):
+            assert nonzero_flops(model, image) == pytest.approx(counter.get_total_flops() / 2, rel=1e-3)
+            assert not torch.equal(model(image), before)
+        assert torch.equal(model(image), before)
+
+
+def test_the_trace_of_a_hessian() -> None:
+    """Softmax regression: the trace is the mean over images of |x|^2 times the sum of p (1 - p)."""
+    torch.manual_seed(0)
+    images, labels = torch.randint(0, 256, (20, 1, 3, 2), dtype=torch.uint8), torch.randint(0, 4, (20,))
+    data = ImageData("mnist", images, labels, images, labels, (0.0,), (1.0,), 4)
+    model = fc_network((4,), 6)
+    shares = model(data.inputs(images)).softmax(1).detach()
+    exact = ((shares * (1 - shares)).sum(1) * data.inputs(images).square().sum((1, 2, 3))).mean()
+    found = loss_change.hessian_trace(model, data, 300, 20)
+    assert found == pytest.approx(float(exact), rel=0.1)
+
+
+def test_resnets_for_other_data_sets() -> None:
+    """The parameters of the ResNets with a first convolution of 3 x 3, as in the literature for CIFAR-100."""
+    with torch.device("meta"):
+        counts = {
+            name: sum(each.numel() for each in new_network(name, 100, 1, 0).parameters()) for name in ("resnet18", "resnet50")
+        }
+    assert counts == {"resnet18": 11_220_132, "resnet50": 23_705_252}
+    with pytest.raises(UserError, match=r"--models 'alexnet' is not one of fc2, fc5, fc12, vgg16, resnet18, resnet50"):
+        new_network("alexnet", 10, 1, 0)
+
+
+def test_splines() -> None:
+    """B-splines of order 3: a partition of one inside the grid; the layer's functions; and nodes that are removed for real."""
+    torch.manual_seed(0)
+    layer = kan.SplineLayer(3, 2, 4)
+    values = torch.linspace(-0.99, 0.99, 30).view(10, 3)
+    wide, knots = torch.linspace(-3, 3, 240), torch.arange(-3, 8) / 2 - 1
+    found = ((wide[:, None] >= knots[:-1]) & (wide[:, None] < knots[1:])).float()
+    for order in (1, 2, 3):  # the recursion of Cox and de Boor
+        rising = (wide[:, None] - knots[: -order - 1]) / (order / 2) * found[:, :-1]
+        found = rising + (knots[order + 1 :] - wide[:, None]) / (order / 2) * found[:, 1:]
+    assert torch.allclose(layer.bases(wide), found, atol=1e-5)
+    middle = layer.bases(torch.zeros(1))[0]  # at a knot: 1/6, 2/3, 1/6
+    assert torch.allclose(middle[middle > 1e-6], torch.tensor([1 / 6, 2 / 3, 1 / 6]), atol=1e-5)
+    edges = torch.stack([layer(torch.where(torch.arange(3) == i, values, torch.nan).nan_to_num(0)) for i in range(3)])
+    rest = layer(torch.zeros(10, 3))
+    assert torch.allclose(edges.sum(0) - 2 * rest, layer(values), atol=1e-5)  # a sum of functions of one variable
+    zero = kan.SplineLayer(3, 2, 4)
+    zero.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        zero.base[:, 1:] = 0
+        zero.coefficients[:, 1:] = 0
+    assert torch.allclose(layer.norms(values)[:, 0], zero(values).abs().mean(0), atol=1e-5)
+    model = kan.KAN(3, 8)
+    kept = torch.tensor([True, False, True, True, False, True, True, True])
+    images = torch.rand(5, 1, 28, 28)
+    smaller = model.with_nodes(kept)
+    with torch.no_grad():
+        model.second.base[:, ~kept] = 0
+        model.second.coefficients[:, ~kept] = 0
+    assert sum(each.numel() for each in smaller.parameters()) == 6 / 8 * sum(each.numel() for each in model.parameters())
+    assert torch.allclose(smaller(images), model(images), atol=1e-5)
+
+
+def test_tables_show_both_numbers() -> None:
+    rows = [paper_pages.Beside(("a",), (97.314, 3.0), (97.35, None)), paper_pages.Beside(("b",), (1.0, None))]
+    rows.append(paper_pages.Beside(("c",), (None, None), (3.0, None)))
+    assert paper_pages.beside_table(("net",), ("accuracy", "nodes"), rows, (2, 0)).splitlines() == [
+        "| net | accuracy: ours (published, difference) | nodes |",
+        "|---|---:|---:|",
+        "| a | 97.31 (97.35, -0.04) | 3 |",
+        "| b | 1.00 | - |",
+        "| c | - (3.00) | - |",
+    ]
+
+
+def test_the_given_resnet_on_real_images(shared: Path) -> None:
+    """ResNet-20 has its published accuracy, so the architecture, the pixels and the labels are right."""
+    if not (shared / "vision" / "resnet_cifar10").is_dir():
+        pytest.skip("no shared/vision")
+    images = image_data("cifar10", shared / "vision").shortened(100, 200)
+    assert evaluate_on(given_resnet(20, shared / "vision"), images).accuracy > 0.88
+    assert cifar_weights.count_weights(given_resnet(20, shared / "vision")) == 268_336
+
+
+def test_mnist_is_learned(shared: Path, tmp_path: Path) -> None:
+    if not (shared / "vision" / "mnist").is_dir():
+        pytest.skip("no shared/vision")
+    images: ImageData = image_data("mnist", shared / "vision")
+    assert images.train.shape == (60_000, 1, 28, 28)
+    model = trained(lambda: fc_network((50, 10)), "fc", images.shortened(6000, 1000), Schedule(2, rate=2e-3), 0, tmp_path)
+    dense, pruned = fc.measure_network(model, images.shortened(None, 1000))
+    assert dense > 0.85
+    assert 0.25 < pruned["block"][1] < 0.5
