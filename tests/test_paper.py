@@ -42,6 +42,7 @@ QUICK = {
     "cifar_weights": "--models vgg16 --width 0.05 --gradient-images 10",
     "kan": "--grid 3 --score-images 20",
     "beta": "--networks mnist:fc2 --units weights",
+    "structured": "--networks mnist:fc2 --gradient-images 10",
 }
 
 
@@ -122,6 +123,7 @@ def test_committed_pages_name_commands_that_parse(monkeypatch: pytest.MonkeyPatc
         ("cifar_weights --dataset cifar100 --models resnet18", "no CIFAR-100. Put there train.bin and test.bin"),
         ("cifar_weights --dataset tiny-imagenet --models resnet50", "Unpack tiny-imagenet-200.zip there"),
         ("loss_change --models fc5", "--models 'fc5' has no data set; give it as cifar10:fc5."),
+        ("structured --networks resnet20", "--networks 'resnet20' has no data set; give it as cifar10:resnet20."),
         ("beta --networks resnet20", "--networks 'resnet20' has no data set; give it as cifar10:resnet20."),
     ],
 )
