@@ -39,6 +39,24 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         tiny.GLU | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4},
     ),
 }
+GEMMA_3N = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 256,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": [80, 80, 96, 96],
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": None,
+    "altup_num_inputs": 2,
+    "max_position_embeddings": 128,
+}
+MORE_FAMILIES["gemma3n"] = ("Gemma3nTextConfig", GEMMA_3N)
 QUIET: dict[str, Any] = {"quiet": True, "dtype": "float32"}
 
 
@@ -71,7 +89,7 @@ def differences(out: Path, source: Path) -> list[str]:
     return verify(out, source=str(source), quiet=True).differences
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *sorted(MORE_FAMILIES.keys() - {"gemma3n"})])
 def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models: Any, tmp_path: Path) -> None:
     """Heads and neurons, at a fixed share, removed and set to zero: the same logits, and other ones than the dense model's."""
     source = models(family)
@@ -127,6 +145,19 @@ def test_query_heads_within_groups(models: Any, tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.k_proj.weight"], load_all(models("llama"))["model.layers.0.self_attn.k_proj.weight"]
     )
     assert differences(out, models("llama")) == []
+
+
+def test_a_width_for_each_layer(models: Any, tmp_path: Path) -> None:
+    """Gemma 3n has a list of widths: each layer's count is rounded up by itself. Its low-rank connections are no MLPs."""
+    source, out = models("gemma3n"), tmp_path / "out"
+    run = prune(str(source), output=out, structure="neurons", method="emp-magnitude", beta=0.6, width_multiple=4, **QUIET)
+    assert isinstance(run, RunReport)
+    assert run.structure is not None
+    layers = list(run.structure.layers.values())
+    assert [each.units for each in layers] == [80, 80, 96, 96]
+    assert [each.kept for each in layers] == [-(-each.rule // 4) * 4 for each in layers]
+    assert run.structure.config == {"intermediate_size": [each.kept for each in layers]}
+    assert differences(out, source) == []
 
 
 def test_a_shared_norm_of_heads_is_refused(models: Any, tmp_path: Path) -> None:

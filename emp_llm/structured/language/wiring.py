@@ -25,6 +25,7 @@ from emp_llm.structured.language.units import Indices, Units
 
 logger = logging.getLogger(__name__)
 _TOKENS = 24  # of the random text; each neuron behind a ReLU is active in some of them
+_NARROW = 4  # a part narrower than this share of the hidden states is a low-rank connection, not an MLP
 _SAMPLES = 16  # features of an MLP whose place is measured; the others must follow the same rule
 
 
@@ -52,9 +53,10 @@ def find_units(architecture: Architecture, skeleton: Any, blocks: str | None = N
     layers = [layer for layer in architecture.layers if layer.block is not None and layer.name.startswith(f"{path}.")]
     plain = {layer.name: layer for layer in layers if layer.expert is None and layer.kind in ("attention", "mlp")}
     every: list[Units] = []
+    hidden = int(skeleton.config.get_text_config().hidden_size)
     with _random_products(skeleton, plain) as seen:
         for number, found in _blocks(skeleton, modules, seen):
-            heads, neurons = _heads(found, number, skeleton), _neurons(found, number)
+            heads, neurons = _heads(found, number, skeleton), _neurons(found, number, hidden)
             every += [units for units in (heads, *neurons, *expert_units(layers, number)) if units is not None]
     return every
 
@@ -208,12 +210,20 @@ def _shared_places(rows: Indices) -> Indices:
     return np.array([order[each] for each in shared], dtype=np.int64)
 
 
-def _neurons(found: list[_Seen], block: int) -> list[Units]:
-    """The neurons of the MLPs of a block, each read by one layer that has sources with one output, or two, for each."""
+def _neurons(found: list[_Seen], block: int, hidden: int) -> list[Units]:
+    """The neurons of the MLPs of a block, each read by one layer that has sources with one output, or two, for each.
+
+    Args:
+        found: the layers of the block.
+        block: its number.
+        hidden: width of the hidden states, which the MLPs return.
+    """
     found = [each for each in found if each.layer.kind == "mlp"]
     units = []
     for place, last in enumerate(found):
         width = last.inputs.shape[-1]
+        if last.outputs.shape[-1] != hidden or _NARROW * width <= hidden:
+            continue
         samples = np.unique(np.linspace(0, width - 1, _SAMPLES).astype(np.int64))
         touched = [_touched(last.inputs, samples[i : i + 1], found[:place]) for i in range(len(samples))]
         rows: dict[Layer, Indices] = {}
