@@ -117,11 +117,10 @@ def _check_units(
 def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:
     """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
     if criterion == "taylor":
-        from safetensors.torch import load_file
-
         from emp_llm.common.file_names import TAYLOR_NAME
+        from emp_llm.structured.language.unit_verification import read_tensors
 
-        return load_file(options.folder / TAYLOR_NAME).get
+        return read_tensors(options.folder / TAYLOR_NAME).get
     norms = _norms(options, manifest)
     return (lambda name: None) if norms is None else norms.norm
 

@@ -319,6 +319,9 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
     found = "\n".join(differences(out, source))
     for part in (name, "config.json: it has other changes", "not those with the highest scores", "BLAKE3"):
         assert part in found
+    (out / "emp_llm" / "structure.safetensors").unlink()
+    with pytest.raises(UserError, match=r"structure.safetensors: it decided which units stay, and cannot be read"):
+        differences(out, source)
 
 
 def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

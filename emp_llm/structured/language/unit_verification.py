@@ -42,7 +42,7 @@ class UnitVerification:
         self._pruned = pruned
         self._recipe = recipe
         self._say = say
-        self._stored = _load(pruned.folder / STRUCTURE_NAME)
+        self._stored = read_tensors(pruned.folder / STRUCTURE_NAME)
         for units in plan.units:
             if not {f"{units.name}.kept", f"{units.name}.scores"} <= self._stored.keys():
                 raise UserError(f"{pruned.folder / STRUCTURE_NAME}: it does not name {units.name}. Download it again.")
@@ -186,12 +186,13 @@ class UnitVerification:
         return parts[0] if None in masks else torch.stack(parts)
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that the run wrote beside the checkpoint; UserError if it is missing or damaged."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
         return tensors
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: the kept units cannot be read ({reason(error)}). Download it again.") from error
+        raise UserError(f"{path}: it decided which units stay, and cannot be read ({reason(error)}). Download it.") from error
 
 
 def _tensor(shard: Path, name: str) -> Tensor:
