@@ -17,6 +17,7 @@ from emp_llm.records.source import RecipeRecord, StructureRecipe
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import stage_records
 from emp_llm.runs.stages.structuring import ChooseStage
+from emp_llm.runs.stages.writing import PublishingStage
 from emp_llm.selection.budgets import EffectiveBudget
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.output.output_folder import OutputFolder
@@ -69,7 +70,7 @@ class FittedUnits:
         return {choice.units.name: choice.units.block for choice in self._choose.choices}
 
 
-class StructureWriteStage:
+class StructureWriteStage(PublishingStage):
     """Writes the checkpoint without the removed units, or with zeros in their place.
 
     Args:
@@ -80,9 +81,6 @@ class StructureWriteStage:
         report: returns the report without its figures, given the figures' records and the source's identity.
         norms: returns the digest of the norms, or None.
         before_publishing: called when all other files are complete.
-
-    Attributes:
-        report: available when the stage is finished, on all ranks.
     """
 
     name = "prune"
@@ -99,7 +97,6 @@ class StructureWriteStage:
         norms: Callable[[], str | None],
         before_publishing: Callable[[], None] | None,
     ) -> None:
-        self.report: RunReport | None = None
         self._models = models
         self._plan = plan
         self._options = options
@@ -109,16 +106,6 @@ class StructureWriteStage:
         self._assemble = report
         self._norms = norms
         self._before_publishing = before_publishing
-
-    @classmethod
-    def finished_before(cls, report: RunReport) -> "StructureWriteStage":
-        """The finished stage of a checkpoint written by an earlier run, with its report."""
-        stage = cls.__new__(cls)
-        stage.report = report
-        return stage
-
-    def finished(self) -> bool:
-        return self.report is not None
 
     def run(self) -> None:
         self.report = ranks().share(self._write() if ranks().main else None)

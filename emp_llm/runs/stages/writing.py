@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
@@ -30,7 +30,27 @@ logger = logging.getLogger(__name__)
 _WARNINGS = 6  # that are logged; the report has all
 
 
-class WriteStage:
+class PublishingStage:
+    """A stage that publishes a checkpoint.
+
+    Attributes:
+        report: available when the stage is finished, on all ranks.
+    """
+
+    report: RunReport | None = None
+
+    @classmethod
+    def finished_before(cls, report: RunReport) -> Self:
+        """The finished stage of a checkpoint written by an earlier run, with its report."""
+        stage = cls.__new__(cls)
+        stage.report = report
+        return stage
+
+    def finished(self) -> bool:
+        return self.report is not None
+
+
+class WriteStage(PublishingStage):
     """Decides the masks, writes the checkpoint with report and manifest, and publishes the output.
 
     Args:
@@ -41,9 +61,6 @@ class WriteStage:
         stopwatch: its record is added to the report.
         before_publishing: called when all other files are complete.
         fitted: the weights of a refit, or of SparseGPT.
-
-    Attributes:
-        report: available when the stage is finished, on all ranks.
     """
 
     name = "prune"  # in reports
@@ -60,7 +77,6 @@ class WriteStage:
         before_publishing: Callable[[], None] | None = None,
         fitted: "FittedFiles | None" = None,
     ) -> None:
-        self.report: RunReport | None = None
         self._plan = plan
         self._pruner = pruner
         self._recipe = recipe
@@ -70,16 +86,6 @@ class WriteStage:
         self._stopwatch = stopwatch
         self._before_publishing = before_publishing
         self._fitted = fitted
-
-    @classmethod
-    def finished_before(cls, report: RunReport) -> "WriteStage":
-        """The finished stage of a checkpoint written by an earlier run, with its report."""
-        stage = cls.__new__(cls)
-        stage.report = report
-        return stage
-
-    def finished(self) -> bool:
-        return self.report is not None
 
     def run(self) -> None:
         report = ranks().share(self._write() if ranks().main else None)
