@@ -351,3 +351,19 @@ def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_pat
     code, _, err = client.command(tmp_path, *again.split()[1:])
     assert code == 0, err
     check_pushed(hub, "user/late", tmp_path / "out", "b")
+
+
+def test_a_model_with_fewer_heads_and_neurons(hub: Hub, client: Client, hub_dense: Path, tmp_path: Path) -> None:
+    """Pushed with a card that says what was removed; the smaller model loads by its name, and verify accepts the download."""
+    out = tmp_path / "narrow"
+    options: dict[str, Any] = {"structure": "both", "method": "magnitude", "width_multiple": 8, "quiet": True}
+    prune(str(hub_dense), output=out, **options)
+    client.call("push", folder=out, repository="user/narrow")
+    check_pushed(hub, "user/narrow", out)
+    card = held(hub, "user/narrow")["README.md"].decode()
+    assert "a fixed share of whole attention heads and MLP neurons scored by the norms of their weights" in card
+    assert "A smaller dense model" in card
+    assert "structured-pruning" in card
+    assert "unstructured" not in card
+    assert str(tmp_path) not in card
+    assert client.call("weights", name="user/narrow")["result"] == client.call("weights", name=str(out))["result"]
