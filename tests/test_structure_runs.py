@@ -425,6 +425,17 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 
+def test_few_configurations_are_tried(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only fields of config.json that hold the number are tried: for a large model each trial takes a second."""
+    plan, tried = UnitPlan(models("qwen2_moe"), ("neurons",)), []
+    real = plan._shapes_of
+    monkeypatch.setattr(plan, "_shapes_of", lambda values: tried.append(values) or real(values))
+    scores = [np.arange(1.0, len(each) + 1) for each in plan.units]
+    choices, _ = choose_units(plan.units, scores, lambda kind, role: RatioBudget(0.5), False, plan.widths(8))
+    assert plan.changes(choices) == {("moe_intermediate_size",): 16, ("shared_expert_intermediate_size",): 24}
+    assert len(tried) <= 4
+
+
 def test_wiring_needs_no_weights(models: Any) -> None:
     """The layout of joined matrices is measured: q, k and v of Phi-3 and GPT-NeoX, and gate and up in halves."""
     phi = UnitPlan(models("phi3"), ("heads", "neurons"), "group").units

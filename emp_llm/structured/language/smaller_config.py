@@ -111,9 +111,8 @@ def _neuron_attempts(config: dict[str, Any], choices: list[Choice]) -> Iterator[
     options: list[list[tuple[Field, Any]]] = []
     for members in by_role.values():
         after = len(members[0].kept)
-        fields = _fields(config, len(members[0].units).__eq__) or [
-            path for path in _fields(config, lambda value: value is None) if any(part in path[-1] for part in _WIDTHS)
-        ]
+        unset = [path for path in _fields(config, lambda value: value is None) if any(part in path[-1] for part in _WIDTHS)]
+        fields = _fields(config, _equals(len(members[0].units))) + unset
         lists = _fields(config, lambda value: isinstance(value, list) and len(value) > 1 and type(value[0]) is int)
         values: list[tuple[Field, Any]] = [(path, after) for path in fields]
         if lists:
@@ -136,13 +135,13 @@ def _head_attempts(config: dict[str, Any], choices: list[Choice]) -> Iterator[Ch
     units, kept = choices[0].units, len(choices[0].kept)
     width = units.columns.shape[1] // units.heads
     before, after = len(units) * units.heads, kept * units.heads
-    heads = {path: after for path in _fields(config, lambda value: value == before) if "head" in path[-1]}
+    heads = {path: after for path in _fields(config, _equals(before)) if "head" in path[-1]}
     keys: Changes = {}
     if units.keys:
         every_key = len(units)
         keys = {
             path: kept
-            for path in _fields(config, lambda value: value == every_key)
+            for path in _fields(config, _equals(every_key))
             if "head" in path[-1] and ("kv" in path[-1] or "key" in path[-1])
         }
     queries = {path: value for path, value in heads.items() if path not in keys}
@@ -173,6 +172,11 @@ def _fields(config: dict[str, Any], is_it: Callable[[Any], bool], path: Field = 
         elif not isinstance(value, bool) and is_it(value):
             found.append((*path, name))
     return found
+
+
+def _equals(number: int) -> Callable[[Any], bool]:
+    """A test for a whole number."""
+    return lambda value: type(value) is int and value == number
 
 
 def _value(config: dict[str, Any], path: Field) -> Any:
