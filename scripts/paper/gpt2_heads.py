@@ -4,9 +4,9 @@
         [--seqlen N] [--block N] [--limit N] [--dtype TYPE] [--output DIR] [--threads N]
 
 Heads are scored by Taylor |dL/dY * Y| and by the norm of their columns of the output projection. All heads of a model are one
-group, and those that Algorithm 1 removes are set to zero, by `emp-llm prune --structure heads`. The perplexity of the whole text
-is that of `emp_llm.evaluation`. With several models, --calibration and --text name one text for each, or one for all.
-GPT-2 (124M) takes about an hour on two cores; a GPU is used if there is one.
+group, and those that Algorithm 1 removes are set to zero, by `emp-llm prune --structure heads`. The perplexity is that of
+`emp_llm.evaluation`. With several models, --calibration and --text name one text for each, or one for all. GPT-2 (124M) takes
+an estimated two hours on two cores; a GPU is used if there is one.
 """
 
 import argparse
@@ -30,8 +30,8 @@ _MEASURES = ("N_eff / N, %", "heads kept", "sparsity", "perplexity", "increase, 
 REASONS = {
     "published rows": "They are those of GPT-2 with 144 heads. Other models have other heads and texts, so their rows are no "
     "reproduction; N_eff / N shows whether importance is as even as in the paper's model.",
-    "dense perplexity": "The paper does not say in which blocks it reads the text. Longer blocks give lower perplexities, so "
-    "compare the increases.",
+    "dense perplexity": "The paper does not say in which blocks it reads the text, and the perplexity depends on them. The "
+    "increases compare without it.",
     "Taylor": "The paper's formula is summed here over the tokens and the features of a head. Its 50,000 tokens are here the "
     "sequences of the line above each table.",
     "standard error": "It is that of the mean difference of the losses of the same blocks, dense and pruned.",
@@ -92,7 +92,14 @@ class HeadModel:
             out = Path(folder) / "pruned"
             try:
                 report = prune(
-                    self.name, output=out, structure="heads", structure_group="all", method=method, beta=beta, **self._how, **data
+                    self.name,
+                    output=out,
+                    structure="heads",
+                    structure_group="all",
+                    method=method,
+                    beta=beta,
+                    **self._how,
+                    **data,
                 )
             except UserError as error:
                 if "the rule keeps all" in str(error):
@@ -189,7 +196,9 @@ def _numbers(run: HeadRun | None, dense: PerplexityRecord) -> tuple[float | None
         return (None,) * len(_MEASURES)
     pairs = zip(dense.block_losses or [], run.measured.block_losses or [], strict=True)
     changes = [after - before for before, after in pairs]
-    growth = math.exp(run.measured.loss - dense.loss)
+    assert run.measured.perplexity is not None
+    assert dense.perplexity is not None
+    growth = run.measured.perplexity / dense.perplexity
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
     return (
         100 * run.n_eff / run.heads,

@@ -161,9 +161,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _choice(
-    units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, order: float, together: float | None
-) -> Choice:
+def _choice(units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, order: float, together: float | None) -> Choice:
     n_eff = float(Moments.of_rows(row, order).number()[0])
     bound = float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None
     mass = float(effective_mass(row, order=order)[0])
