@@ -28,8 +28,8 @@ PUBLISHED_DENSE = 34.86
 PUBLISHED = {"Taylor": (141.4, 2.1, 35.20), "weight norm": (134.0, 6.9, 37.14)}  # N_eff, sparsity in percent, perplexity
 _MEASURES = ("N_eff / N, %", "heads kept", "sparsity", "perplexity", "increase, %", "its standard error")
 REASONS = {
-    "published rows": "They are those of GPT-2 with 144 heads. Other models have other heads and texts, so their rows are no "
-    "reproduction; N_eff / N shows whether importance is as even as in the paper's model.",
+    "published rows": "They are those of GPT-2 with 144 heads. The rows of other models are no reproduction; they show what "
+    "the rule does elsewhere.",
     "dense perplexity": "The paper does not say in which blocks it reads the text, and the perplexity depends on them. The "
     "increases compare without it.",
     "Taylor": "The paper's formula is summed here over the tokens and the features of a head. Its 50,000 tokens are here the "
