@@ -7,6 +7,7 @@ import struct
 from importlib import import_module
 from pathlib import Path
 
+import beta
 import cifar_weights
 import fc
 import gpt2_heads
@@ -125,9 +126,9 @@ def test_heads_of_gpt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     number = float(scores.sum() ** 2 / scores.square().sum())
     assert 7 < number < 8
     dense = re.findall(r"Dense perplexity ([\d.]+) on 4 blocks of at most 32 tokens", page)
-    for beta in (1.0, 1.2):
-        kept = min(8, int(beta * number))
-        (row,) = re.findall(rf"\| weight norm \| {beta:g} \| (.+) \|\n", page.split("not run")[0])
+    for factor in (1.0, 1.2):
+        kept = min(8, int(factor * number))
+        (row,) = re.findall(rf"\| weight norm \| {factor:g} \| (.+) \|\n", page.split("not run")[0])
         share, heads, sparsity, perplexity, increase, _ = row.split(" | ")
         assert (share, heads, sparsity) == (f"{100 * number / 8:.1f}", str(kept), f"{100 * (1 - kept / 8):.1f}")
         assert (perplexity == dense[0]) == (kept == 8)
@@ -137,6 +138,21 @@ def test_heads_of_gpt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         gpt2_heads.main(["--model", str(model), "--text", "a", "b", *line, "--output", str(tmp_path)])
     assert end.value.code == 2
     assert "--text names 2 texts for 1 models. Give one for each, or one for all." in capsys.readouterr().err
+
+
+def test_heads_over_beta(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves of heads and neurons: more of them go with a lower beta, and the figure has both axes."""
+    monkeypatch.setattr(beta, "BETAS", (0.5, 2.0))
+    model = tiny.make_model(tmp_path / "model", "gpt2", torch.float32)
+    text = tmp_path / "text.txt"
+    text.write_text("A head reads, another writes; most of them do both. " * 4)
+    line = ["--networks", "mnist:fc2", "--units", "neurons", "heads", "--heads", str(model), "--text", str(text)]
+    small = ["--train-images", "64", "--test-images", "10", "--epochs", "1", "--block", "32", "--threads", "1"]
+    beta.main([*line, *small, "--data", str(data), "--cache", str(tmp_path / "cache"), "--output", str(tmp_path)])
+    page = (tmp_path / "beta.md").read_text(encoding="utf-8")
+    assert re.search(r"\| mnist:fc2, neurons \| ([\d.]+) \| [\d.]+ \([45]\d\.0\) \| \1 \(0\.0\) \|\n", page)
+    assert re.search(r"\| model, heads \| (\d+) \| \d+ \((50\.0|62\.5)\) \| \1 \(0\.0\) \|\n", page)
+    assert "perplexity" in (tmp_path / "beta.svg").read_text(encoding="utf-8")
 
 
 def test_committed_pages_name_commands_that_parse(monkeypatch: pytest.MonkeyPatch) -> None:
