@@ -116,7 +116,7 @@ def _add_curves(
 
 def _drawing(curves: dict[str, list[tuple[float, float]]], heads: tuple[str, list[tuple[float, float]]] | None) -> Drawing:
     with styled():
-        figure = new_figure(3.4)
+        figure = new_figure(4.2)
         axes = figure.subplots()
         for place, (name, points) in enumerate(curves.items()):
             style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
@@ -133,10 +133,13 @@ def _drawing(curves: dict[str, list[tuple[float, float]]], heads: tuple[str, lis
             place = len(curves)
             style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
             right.plot(BETAS, [value for _, value in points[1:]], label=f"{name} (right axis)", linestyle=":", **style)
+            right.grid(False)
             right.set_yscale("log")
+            right.yaxis.set_major_formatter("{x:g}")
+            right.yaxis.set_minor_formatter("")
             right.set_ylabel("perplexity")
             caption += " Right axis: perplexity of a language model that loses heads."
-        figure.legend(loc="outside right upper")
+        figure.legend(loc="outside lower center", ncols=2)
         return drawn(figure, "beta", "Accuracy over beta", caption)
 
 
