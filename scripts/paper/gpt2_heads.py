@@ -30,8 +30,8 @@ _MEASURES = ("N_eff / N, %", "heads kept", "sparsity", "perplexity", "increase, 
 REASONS = {
     "published rows": "They are those of GPT-2 with 144 heads. The rows of other models are no reproduction; they show what "
     "the rule does elsewhere.",
-    "dense perplexity": "The paper does not say in which blocks it reads the text, and the perplexity depends on them. The "
-    "increases compare without it.",
+    "dense perplexity": "The paper does not say in which blocks it reads the text, and the perplexity depends on them. "
+    "Compare the increases.",
     "Taylor": "The paper's formula is summed here over the tokens and the features of a head. Its 50,000 tokens are here the "
     "sequences of the line above each table.",
     "standard error": "It is that of the mean difference of the losses of the same blocks, dense and pruned.",
