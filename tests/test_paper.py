@@ -7,17 +7,20 @@ import struct
 from importlib import import_module
 from pathlib import Path
 
+import beta
 import cifar_weights
 import fc
+import gpt2_heads
 import kan
 import loss_change
 import numpy as np
 import paper_pages
 import pytest
+import tiny
 import torch
 from networks import VGG16, CifarResNet, fc_network, given_resnet, new_network
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_scripts import run
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,7 +75,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_script_is_tried() -> None:
-    assert set(NAMES) == set(QUICK)
+    assert set(NAMES) == {*QUICK, "gpt2_heads", "image"}  # one has its own test, one takes half a minute
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,7 +88,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert named <= set(re.findall(r"--[a-z-]+", options))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUICK)
 def test_pages(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each script writes a page with its command, tables of equal rows, figures that exist, and reasons."""
     shared = ["--data", str(data), "--cache", str(tmp_path / "cache"), "--output", str(tmp_path), "--threads", "1"]
@@ -102,6 +105,54 @@ def test_pages(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert len({len(line.split(" | ")) for line in table.splitlines() if "---" not in line}) == 1
     for figure in re.findall(r"\]\(([^)]+\.svg)\)", page):
         assert (tmp_path / figure).read_bytes().startswith(b"<?xml")
+
+
+def test_heads_of_gpt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny GPT-2: N_eff of all heads by a float64 reference, its whole part of heads kept, dense where all are."""
+    monkeypatch.setattr(gpt2_heads, "BETAS", (1.0, 1.2))
+    model = tiny.make_model(tmp_path / "model", "gpt2", torch.float32)
+    text = tmp_path / "text.txt"
+    text.write_text("A head reads, another writes; most of them do both. " * 8)
+    line = ["--calibration", str(text), "--samples", "3", "--seqlen", "32", "--block", "32", "--limit", "4", "--threads", "1"]
+    gpt2_heads.main(["--model", str(model), "--text", str(text), *line, "--output", str(tmp_path)])
+    page = (tmp_path / "gpt2_heads.md").read_text(encoding="utf-8")
+    assert page == capsys.readouterr().out.removesuffix("\n")
+    assert "`python scripts/paper/gpt2_heads.py --model model --text text.txt --calibration text.txt" in page
+    weights = {}
+    for file in model.glob("*.safetensors"):
+        weights |= load_file(file)
+    rows = [weights[f"transformer.h.{layer}.attn.c_proj.weight"].double().view(4, -1).norm(dim=1) for layer in (0, 1)]
+    scores = torch.cat(rows)
+    number = float(scores.sum() ** 2 / scores.square().sum())
+    assert 7 < number < 8
+    dense = re.findall(r"Dense perplexity ([\d.]+) on 4 blocks of at most 32 tokens", page)
+    for factor in (1.0, 1.2):
+        kept = min(8, int(factor * number))
+        (row,) = re.findall(rf"\| weight norm \| {factor:g} \| (.+) \|\n", page.split("not run")[0])
+        share, heads, sparsity, perplexity, increase, _ = row.split(" | ")
+        assert (share, heads, sparsity) == (f"{100 * number / 8:.1f}", str(kept), f"{100 * (1 - kept / 8):.1f}")
+        assert (perplexity == dense[0]) == (kept == 8)
+        assert float(increase) == pytest.approx(100 * (float(perplexity) / float(dense[0]) - 1), abs=0.01)
+    assert "| Taylor | 1 | - (98.2) | - (141) | - (2.1) | - (35.200) | - (0.98) |" in page
+    with pytest.raises(SystemExit) as end:
+        gpt2_heads.main(["--model", str(model), "--text", "a", "b", *line, "--output", str(tmp_path)])
+    assert end.value.code == 2
+    assert "--text names 2 texts for 1 models. Give one for each, or one for all." in capsys.readouterr().err
+
+
+def test_heads_over_beta(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves of heads and neurons: more of them go with a lower beta, and the figure has both axes."""
+    monkeypatch.setattr(beta, "BETAS", (0.5, 2.0))
+    model = tiny.make_model(tmp_path / "model", "gpt2", torch.float32)
+    text = tmp_path / "text.txt"
+    text.write_text("A head reads, another writes; most of them do both. " * 4)
+    line = ["--networks", "mnist:fc2", "--units", "neurons", "heads", "--heads", str(model), "--text", str(text)]
+    small = ["--train-images", "64", "--test-images", "10", "--epochs", "1", "--block", "32", "--threads", "1"]
+    beta.main([*line, *small, "--data", str(data), "--cache", str(tmp_path / "cache"), "--output", str(tmp_path)])
+    page = (tmp_path / "beta.md").read_text(encoding="utf-8")
+    assert re.search(r"\| mnist:fc2, neurons \| ([\d.]+) \| [\d.]+ \([45]\d\.0\) \| \1 \(0\.0\) \|\n", page)
+    assert re.search(r"\| model, heads \| (\d+) \| \d+ \((50\.0|62\.5)\) \| \1 \(0\.0\) \|\n", page)
+    assert "perplexity" in (tmp_path / "beta.svg").read_text(encoding="utf-8")
 
 
 def test_committed_pages_name_commands_that_parse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,9 @@ def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> Non
             mask[np.argsort(-each, kind="stable")[:number]] = True
             kept.append(mask)
         masks = kept if group == "layer" else np.split(kept[0], 2)
+        number = groups[0].sum() ** 2 / (groups[0] ** 2).sum()
+        for entry in run.structure.layers.values():
+            assert entry.n_eff_together == (None if group == "layer" else pytest.approx(number))
         for (name, entry), mask in zip(run.structure.layers.items(), masks, strict=True):
             assert entry.kept == mask.sum()
             zero = (load_all(out)[f"{name}.weight"] == 0).all(0).numpy()

@@ -143,6 +143,7 @@ class UnitsRecord(Part, kw_only=True):
         units, kept: numbers in the dense and in the pruned model; groups of heads count as one.
         rule: the number that the rule keeps; where all layers get one width, `kept` may differ.
         n_eff, s_eff, s_eff_bound: effective number and effective mass of the scores, and its lower bound (order 2 only).
+        n_eff_together: effective number of the scores of all layers with this role, if they are one group.
     """
 
     kind: str
@@ -154,6 +155,7 @@ class UnitsRecord(Part, kw_only=True):
     n_eff: float
     s_eff: float
     s_eff_bound: float | None = None
+    n_eff_together: float | None = None
 
 
 class CostRecord(Part, kw_only=True):

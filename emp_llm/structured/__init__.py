@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from emp_llm.structured.surgery import zero_units as zero_units
     from emp_llm.structured.unit_pruning import prune_units as prune_units
     from emp_llm.structured.unit_report import UnitReport as UnitReport
+    from emp_llm.structured.unit_scores import gradient_scores as gradient_scores
     from emp_llm.structured.unit_scores import magnitude_scores as magnitude_scores
     from emp_llm.structured.unit_scores import saliency_scores as saliency_scores
     from emp_llm.structured.unit_scores import taylor_scores as taylor_scores
 
 _HOME = {
     "UnitReport": "unit_report",
+    "gradient_scores": "unit_scores",
     "magnitude_scores": "unit_scores",
     "prune_units": "unit_pruning",
     "remove_units": "surgery",
@@ -27,6 +29,7 @@ _HOME = {
 }
 __all__ = [
     "UnitReport",
+    "gradient_scores",
     "magnitude_scores",
     "prune_units",
     "remove_units",

@@ -17,7 +17,7 @@ from emp_llm.structured.unit_groups import unit_count, unit_layers
 
 UnitScores = dict[str, Tensor]
 Loss = Callable[[Any, Any], Tensor]
-_Measure = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+GradientMeasure = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
 def magnitude_scores(model: nn.Module) -> UnitScores:
@@ -45,12 +45,48 @@ def taylor_scores(model: nn.Module, data: Iterable[Any], loss: Loss) -> UnitScor
             total = total + of_bias.double() * module.bias.detach().double()  # type: ignore[operator]
         return total.abs()
 
-    return _gradient_scores(model, data, loss, change)
+    return gradient_scores(model, data, loss, change)
 
 
 def saliency_scores(model: nn.Module, data: Iterable[Any], loss: Loss) -> UnitScores:
     """||dL/dtheta_u||_2, the norm of the gradient of the unit's weights, the mean over the batches. Arguments as for Taylor."""
-    return _gradient_scores(model, data, loss, lambda module, gradient, of_bias: _row_norms(gradient))
+    return gradient_scores(model, data, loss, lambda module, gradient, of_bias: _row_norms(gradient))
+
+
+def gradient_scores(model: nn.Module, data: Iterable[Any], loss: Loss, measure: GradientMeasure) -> UnitScores:
+    """The mean over the batches of a measure of the gradients of each linear layer and convolution.
+
+    Args:
+        model, data, loss: as for `taylor_scores`.
+        measure: takes a layer, dL/dweight and dL/dbias (None without a bias), and returns a tensor of any shape, such as one
+            score per unit or per weight. Where the loss does not depend on a layer, the gradient of its weight is zero.
+
+    Returns:
+        Layer name -> float64 tensor on the CPU, of the shape that the measure returns.
+
+    Raises:
+        UserError: as for `taylor_scores`.
+    """
+    layers = unit_layers(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no linear layer or convolution.")
+    totals: UnitScores = {}
+    batches = 0
+    with with_gradients(model):
+        parameters = [each for module in layers.values() for each in (module.weight, module.bias) if each is not None]
+        for batch in data:
+            value = _loss_of(model, batch, loss)
+            found = torch.autograd.grad(value, parameters, allow_unused=True)  # type: ignore[arg-type]
+            gradients = {id(each): gradient for each, gradient in zip(parameters, found, strict=True)}
+            for name, module in layers.items():
+                gradient = gradients[id(module.weight)]
+                gradient = torch.zeros_like(_weight_of(module)) if gradient is None else gradient
+                measured = measure(module, gradient, gradients.get(id(module.bias))).double().cpu()
+                totals[name] = totals[name] + measured if name in totals else measured
+            batches += 1
+    if not batches:
+        raise UserError("data: it gives no batches. A generator can be read only once; give a list or a DataLoader.")
+    return {name: total / batches for name, total in totals.items()}
 
 
 def checked_scores(model: nn.Module, scores: Mapping[str, Tensor]) -> UnitScores:
@@ -74,29 +110,6 @@ def checked_scores(model: nn.Module, scores: Mapping[str, Tensor]) -> UnitScores
             raise UserError(f"scores of {name}: some are below zero. Take their size, or map them by emp_llm.shift first.")
         found[name] = values
     return found
-
-
-def _gradient_scores(model: nn.Module, data: Iterable[Any], loss: Loss, measure: _Measure) -> UnitScores:
-    """The mean over batches of a measure of the gradients of each layer."""
-    layers = unit_layers(model)
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no linear layer or convolution.")
-    totals = {name: torch.zeros(unit_count(module), dtype=torch.float64) for name, module in layers.items()}
-    batches = 0
-    with with_gradients(model):
-        parameters = [each for module in layers.values() for each in (module.weight, module.bias) if each is not None]
-        for batch in data:
-            value = _loss_of(model, batch, loss)
-            found = torch.autograd.grad(value, parameters, allow_unused=True)  # type: ignore[arg-type]
-            gradients = {id(each): gradient for each, gradient in zip(parameters, found, strict=True)}
-            for name, module in layers.items():
-                gradient, of_bias = gradients[id(module.weight)], gradients.get(id(module.bias))
-                if gradient is not None:
-                    totals[name] += measure(module, gradient, of_bias).cpu()
-            batches += 1
-    if not batches:
-        raise UserError("data: it gives no batches. A generator can be read only once; give a list or a DataLoader.")
-    return {name: total / batches for name, total in totals.items()}
 
 
 def _loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:

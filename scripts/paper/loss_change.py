@@ -44,13 +44,12 @@ PUBLISHED = {
 REASONS = {
     "losses": "The networks for CIFAR-10 are trained here on {images:,} of the 50,000 images and for fewer epochs, and VGG16 "
     "is narrower, so their losses differ from the published ones.",
-    "sparsity": "It follows from the weights: a shorter training leaves them nearer to the uniform start, which has 25 %.",
+    "sparsity": "It follows from the weights. They start uniform, which has 25 %; training moves it, and is shorter here.",
     "change": "It is the size of a difference of two losses, and shares their reasons. In the published table the loss falls "
-    "by the pruning in all rows but one, as it does here for cifar10:fc5: a network that overfits can gain.",
+    "by the pruning in all rows but one, as it does here for cifar10:fc5.",
     "bounds": "The paper prints the bound only as a curve. Equation 5 holds by many orders of magnitude, because the squared "
-    "l1 norm of millions of weights is large, so it says little about the size of the change. The inequality before it is of "
-    "the right size, but it assumes a minimum of the loss, and curvature spread evenly; where it fails, the test loss has a "
-    "slope in the direction of the removed weights.",
+    "l1 norm of millions of weights is large, so it says little about the size of the change. The inequality before it assumes "
+    "a minimum of the loss and curvature spread evenly. It fails where it says no; why was not tested.",
     "AlexNet, CIFAR-100 and TinyImageNet": "They are not here: images of 224 pixels take a GPU, and the data are not at "
     "hand; the last two run by this script with --models cifar100:resnet18 and so on, where the data are.",
 }

@@ -106,16 +106,17 @@ class Page:
         return text
 
 
-def options_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all scripts of this folder share."""
+def options_of(doc: str | None, images: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that all scripts of this folder share; without `images`, only those of the page."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
-    parser.add_argument("--cache", type=Path, default=cache_folder() / "paper", help="folder of the trained weights")
     parser.add_argument("--output", type=Path, default=PAGES, help="folder of the page and its figures")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the processor")
-    parser.add_argument("--train-images", type=int, help="use only the first training images, for a quick try")
-    parser.add_argument("--test-images", type=int, help="use only the first test images, for a quick try")
-    parser.add_argument("--epochs", type=int, help="passes through the training images, for a quick try")
+    if images:
+        parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
+        parser.add_argument("--cache", type=Path, default=cache_folder() / "paper", help="folder of the trained weights")
+        parser.add_argument("--train-images", type=int, help="use only the first training images, for a quick try")
+        parser.add_argument("--test-images", type=int, help="use only the first test images, for a quick try")
+        parser.add_argument("--epochs", type=int, help="passes through the training images, for a quick try")
     return parser
 
 
@@ -151,5 +152,14 @@ def _without_folders(arguments: list[str]) -> list[str]:
         elif argument in ("--data", "--cache", "--output"):
             skip = True
         else:
-            found.append(argument)
+            found.append(shown_argument(argument))
     return found
+
+
+def shown_argument(argument: str) -> str:
+    """An argument as a page shows it: a path within the repository from its root, any other absolute path by its name."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    root = PAGES.parents[1]
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name

@@ -52,12 +52,11 @@ REASONS = {
     "has seen fewer images, as the line above its table says. The change compares without it.",
     "published gains": "The paper's networks gain up to 1.87 points (F-MNIST, FC5) by losing neurons. The paper does not say "
     "how many neurons, nor of which layers, nor whether a network was trained afterwards. Here nothing was, and the output "
-    "layer stays whole; the gain at beta = 1 is as small as the number of neurons that go.",
-    "magnitude": "The norms of a layer's units differ little, because each is taken over many weights, and equal scores give "
-    "N_eff = N. So EMP by magnitude removes few units of the fully connected networks, at little cost.",
+    "layer stays whole; at beta = 1 hardly any neuron goes, and the accuracy hardly changes.",
+    "magnitude": "The norms of a layer's units differ little, and equal scores give N_eff = N. So EMP by magnitude removes few "
+    "units at beta = 1.",
     "Taylor and saliency": "These scores differ more between units, so their N_eff is lower, and EMP removes more. At the same "
-    "share of units they need not be better than the magnitude: the sum of the gradients' products over a unit cancels, and "
-    "the gradients on training images are small where a network has learned them. The paper has no such rows.",
+    "share of units neither is better than the magnitude throughout; why was not tested. The paper has no such rows.",
     "zeroed and removed": "Zeroed for themselves, all filters compete, also those on both sides of a residual connection. "
     "Removed, the ResNets lose only filters of the first convolution of each block: their shortcuts pad channels with zeros "
     "(option A), so no channel of the other convolutions can go. Shares of units are those of the units that can be pruned.",

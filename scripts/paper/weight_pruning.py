@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
 from emp_llm.selection.row_selection import select_rows
+from emp_llm.structured import gradient_scores
 
 Scores = dict[str, Tensor]
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -44,15 +45,11 @@ CRITERIA: dict[str, Callable[[nn.Module, Batches], Scores]] = {
 
 
 def _of_gradients(model: nn.Module, batches: Batches, measure: Callable[[Tensor, Tensor], Tensor]) -> Scores:
-    model.eval()
-    weights, count = layer_weights(model), 0
-    totals = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
-    for images, labels in batches:
-        loss = functional.cross_entropy(model(images), labels)
-        for (name, weight), gradient in zip(weights.items(), torch.autograd.grad(loss, list(weights.values())), strict=True):
-            totals[name] += measure(weight.detach(), gradient)
-        count += 1
-    return {name: total / count for name, total in totals.items()}
+    def of_layer(module: nn.Module, gradient: Tensor, _: Tensor | None) -> Tensor:
+        return measure(module.weight.detach(), gradient)  # type: ignore[operator]
+
+    found = gradient_scores(model, batches, functional.cross_entropy, of_layer)
+    return {f"{name}.weight": score for name, score in found.items()}
 
 
 @dataclass(frozen=True)

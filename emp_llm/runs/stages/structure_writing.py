@@ -250,6 +250,7 @@ def _units_record(choice: Any) -> UnitsRecord:
         n_eff=choice.n_eff,
         s_eff=choice.s_eff,
         s_eff_bound=choice.bound,
+        n_eff_together=choice.n_eff_together,
     )
 
 

@@ -34,6 +34,7 @@ class Choice:
         count: the rule's; `kept` may be more where all layers get one width.
         kept: numbers of the kept units, ascending.
         n_eff, s_eff, bound: effective number, effective mass and its lower bound (order 2 only) of the scores.
+        n_eff_together: effective number of the scores of all layers, if they are one group; else None.
     """
 
     units: Units
@@ -43,6 +44,7 @@ class Choice:
     n_eff: float
     s_eff: float
     bound: float | None
+    n_eff_together: float | None
 
     @property
     def removes(self) -> bool:
@@ -90,10 +92,11 @@ def choose_units(
         used.append(settled)
         masks = _exact(groups, moments, settled, together, [row.shape[1] for row in rows])
         counts = [int(mask.sum()) for mask in masks]
+        all_n_eff = float(moments[0].number()[0]) if together else None
         if widths is not None:
             masks = _even([every[number] for number in members], rows, counts, widths)
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
-            choices[number] = _choice(every[number], row, mask, count, budget.order)
+            choices[number] = _choice(every[number], row, mask, count, budget.order, all_n_eff)
     return [choices[number] for number in range(len(every))], used
 
 
@@ -158,8 +161,8 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _choice(units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, order: float) -> Choice:
+def _choice(units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, order: float, together: float | None) -> Choice:
     n_eff = float(Moments.of_rows(row, order).number()[0])
     bound = float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None
     mass = float(effective_mass(row, order=order)[0])
-    return Choice(units, row[0].numpy(), count, np.flatnonzero(mask.numpy()), n_eff, mass, bound)
+    return Choice(units, row[0].numpy(), count, np.flatnonzero(mask.numpy()), n_eff, mass, bound, together)
