@@ -105,11 +105,14 @@ def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str
     for role, name in names.items():
         seconds, peak = (statistics.median(each[key] for each in taken[role]) for key in ("seconds", "bytes"))
         rows.append([name, f"{seconds:.1f}", format_bytes(int(peak)), format_bytes(max(0, int(peak - base)))])
+    command = (
+        f"python scripts/bench_taylor.py --tokens {options.tokens} --rounds {options.rounds} --write scripts/results/taylor.md"
+    )
     return (
-        f"# Taylor scores against a training step\n\nA Llama of {2 * weights / 1e9:.2f} GB in float32 "
-        f"({sizes['num_hidden_layers']} layers of width {sizes['hidden_size']}), {options.tokens:,} tokens, one sequence of "
-        f"512 at a time; medians of {options.rounds}; {processor_name()}.\n\n"
-        f"    python scripts/bench_taylor.py --write scripts/results/taylor.md\n\n{markdown_table(rows)}\n"
+        f"# Taylor scores against a training step\n\n`python scripts/bench_taylor.py {how}`: {processor_name()}. "
+        f"A Llama of {2 * weights / 1e9:.2f} GB in float32 ({sizes['num_hidden_layers']} layers of width "
+        f"{sizes['hidden_size']}), {options.tokens:,} tokens, one sequence of 512 at a time; medians of {options.rounds}."
+        f"\n\n{markdown_table(rows)}\n"
     )
 
 
