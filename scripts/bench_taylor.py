@@ -105,9 +105,7 @@ def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str
     for role, name in names.items():
         seconds, peak = (statistics.median(each[key] for each in taken[role]) for key in ("seconds", "bytes"))
         rows.append([name, f"{seconds:.1f}", format_bytes(int(peak)), format_bytes(max(0, int(peak - base)))])
-    command = (
-        f"python scripts/bench_taylor.py --tokens {options.tokens} --rounds {options.rounds} --write scripts/results/taylor.md"
-    )
+    how = f"--tokens {options.tokens} --rounds {options.rounds} --write scripts/results/taylor.md"
     return (
         f"# Taylor scores against a training step\n\n`python scripts/bench_taylor.py {how}`: {processor_name()}. "
         f"A Llama of {2 * weights / 1e9:.2f} GB in float32 ({sizes['num_hidden_layers']} layers of width "
