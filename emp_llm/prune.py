@@ -21,20 +21,11 @@ def prune(options: PruneOptions) -> "RunReport | DryRun":
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    from emp_llm.runs.stages.stage import run_stages
-
-    if options.structure is not None:
-        from emp_llm.runs.structure_run import StructureRun
-
-        run = StructureRun(options)
-        if options.dry_run:
-            return run.dry_run()
-        with run:
-            run_stages(run.stages)
-        return run.report
     from emp_llm.runs.prune_run import PruneRun
+    from emp_llm.runs.stages.stage import run_stages
+    from emp_llm.runs.structure_run import StructureRun
 
-    job = PruneRun(options)
+    job = PruneRun(options) if options.structure is None else StructureRun(options)
     if options.dry_run:
         return job.dry_run()
     with job:

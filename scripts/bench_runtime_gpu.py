@@ -105,7 +105,7 @@ def _rows(arguments: argparse.Namespace, copy: float) -> Iterator[list[str]]:
                 f"{zeros} %",
                 str(tokens),
                 *(f"{1e6 * seconds:.1f} µs" for seconds in taken.values()),
-                f"{taken['dense'] / taken['packed']:.2f}",
+                f"{taken['dense'] / taken['packed']:.3g}",
                 f"{read['dense'] / read['packed']:.2f}",
                 *(f"{rate:,.0f}" for rate in speed.values()),
                 f"{speed['packed'] / copy:.0%}",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,20 @@ def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> Non
             assert entry.kept == mask.sum()
             zero = (load_all(out)[f"{name}.weight"] == 0).all(0).numpy()
             assert (zero == ~mask).all()
+
+
+def test_a_model_that_does_not_run_is_refused(models: Any, tmp_path: Path) -> None:
+    """Ten experts for each token of four: the model's own code fails, and the message says how."""
+    source = Path(shutil.copytree(models("qwen3_moe"), tmp_path / "broken"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 10}))
+    with pytest.raises(UserError, match=r"Qwen3MoeForCausalLM cannot be measured without its weights \(.*out of range"):
+        prune(str(source), output=tmp_path / "out", structure="neurons", method="magnitude", **QUIET)
+
+
+def test_options_without_effect_are_named(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prune(str(models("llama")), output=tmp_path / "out", structure="heads", method="magnitude", samples=4, dry_run=True)
+    assert "warning: --samples has no effect: method magnitude needs no activations." in caplog.text
 
 
 def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ class Options:
             elif not is_path and isinstance(value, Path):
                 object.__setattr__(self, name, str(value))
 
+    def check_choice(self, name: str, kind: Any, flag: str | None = None) -> None:
+        """Raise UserError unless a field has one of a Literal's values; a default of None is allowed too."""
+        value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+        if value not in get_args(kind) and not (value is None and default is None):
+            raise UserError(f"--{flag or name.replace('_', '-')} {value!r} is not one of {', '.join(get_args(kind))}.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoudnessOptions(Options):

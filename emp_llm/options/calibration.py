@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
@@ -49,9 +49,7 @@ class CalibrationOptions(Options):
     def check_calibration(self) -> None:
         """Raise UserError for an invalid value."""
         for name, choices in (("execution", Execution), ("hidden_states", Place)):
-            if getattr(self, name) not in get_args(choices):
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {getattr(self, name)!r} is not one of {', '.join(get_args(choices))}.")
+            self.check_choice(name, choices)
         for name in ("samples", "seqlen", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -73,7 +71,6 @@ class PropagationOptions(Options):
 
     def check_propagation(self, execution: str) -> None:
         """Raise UserError for an invalid value, or a conflicting `execution`."""
-        if self.propagate not in get_args(Propagate):
-            raise UserError(f"--propagate {self.propagate!r} is not one of {', '.join(get_args(Propagate))}.")
+        self.check_choice("propagate", Propagate)
         if self.propagate == "pruned" and execution == "model":
             raise UserError("--propagate pruned works block by block; leave out --execution model.")

@@ -70,6 +70,14 @@ class PruneOptions(
         if self.fits:
             self._check_fits()
 
+    @property
+    def needs_activations(self) -> bool:
+        return super().needs_activations if self.structure is None else self.criterion_name != "magnitude"
+
+    @property
+    def fits(self) -> bool:
+        return super().fits if self.structure is None else self.refit
+
     def _check_fits(self) -> None:
         """Raise UserError if weights cannot be fitted, because there is no text to fit them to or they are quantised."""
         flag, fits = self.fit_flag, CRITERIA[self.criterion_name].fits

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from emp_llm.common.errors import UserError, reason
 from emp_llm.options.base import Opt, Options
@@ -61,8 +61,7 @@ class CriterionOptions(Options):
         """Raise UserError if the options conflict."""
         if self.criterion is not None and self.scores is not None:
             raise UserError("--criterion and --scores both define the scores; give only one.")
-        if self.score_map is not None and self.score_map not in get_args(ScoreMap):
-            raise UserError(f"--map {self.score_map!r} is not one of {', '.join(get_args(ScoreMap))}.")
+        self.check_choice("score_map", ScoreMap, flag="map")
         if isinstance(self.scores, Path) and not self.scores.exists():
             raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
 
@@ -86,9 +85,7 @@ class ScoreOptions(Options):
     def check_score(self) -> None:
         """Raise UserError for an unknown value."""
         for name, choices in (("score", ScoreNorms), ("count_by", CountBy)):
-            value = getattr(self, name)
-            if value is not None and value not in get_args(choices):
-                raise UserError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(get_args(choices))}.")
+            self.check_choice(name, choices)
 
 
 def criterion_name(criterion: str | Callable[..., Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import LoudnessOptions, Opt
@@ -35,10 +35,8 @@ class ImageOptions(LoudnessOptions):
 
     def check(self) -> None:
         """Raise UserError for invalid options."""
-        if self.group not in get_args(PixelGroup):
-            raise UserError(f"--group {self.group!r} is not one of {', '.join(get_args(PixelGroup))}.")
-        if self.mean not in get_args(PixelMean):
-            raise UserError(f"--mean {self.mean!r} is not one of {', '.join(get_args(PixelMean))}.")
+        self.check_choice("group", PixelGroup)
+        self.check_choice("mean", PixelMean)
         if self.patch < 1:
             raise UserError(f"--patch must be at least 1 pixel, got {self.patch}.")
         try:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
@@ -26,8 +26,7 @@ class MaskDeviceOptions(Options):
 
     def check_mask_device(self) -> None:
         """Raise UserError for an unknown device."""
-        if self.mask_device not in get_args(MaskDevice):
-            raise UserError(f"--mask-device {self.mask_device!r} is not one of {', '.join(get_args(MaskDevice))}.")
+        self.check_choice("mask_device", MaskDevice)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
@@ -29,8 +29,7 @@ class TargetOptions(Options):
 
     def check_targets(self) -> None:
         """Raise UserError for an unknown tower, or one that --blocks excludes."""
-        if self.tower not in get_args(TowerChoice):
-            raise UserError(f"--tower {self.tower!r} is not one of {', '.join(get_args(TowerChoice))}.")
+        self.check_choice("tower", TowerChoice)
         if self.blocks is not None and self.tower != "language":
             raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
@@ -53,8 +52,7 @@ class ShareOptions(Options):
 
     def check_shares(self) -> None:
         """Raise UserError for an unknown value, or options without effect."""
-        if self.shares is not None and self.shares not in get_args(Shares):
-            raise UserError(f"--shares {self.shares!r} is not one of {', '.join(get_args(Shares))}.")
+        self.check_choice("shares", Shares)
         for name in ("owl_lambda", "owl_m"):
             if getattr(self, name) is not None and self.shares != "owl":
                 raise UserError(f"--{name.replace('_', '-')} is an option of --shares owl; add that, or leave it out.")
@@ -165,14 +163,12 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
         if self.shares == "owl":
             self._check_owl(given)
-        if self.group not in get_args(Group):
-            raise UserError(f"--group {self.group!r} is not one of {', '.join(get_args(Group))}.")
+        self.check_choice("group", Group)
         if self.min_expert_tokens < 0:
             raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
         if self.match_by is not None and self.match is None:
             raise UserError(f"--match-by {self.match_by} needs an earlier run; name it with --match.")
-        if self.match_by is not None and self.match_by not in get_args(MatchBy):
-            raise UserError(f"--match-by {self.match_by!r} is not one of {', '.join(get_args(MatchBy))}.")
+        self.check_choice("match_by", MatchBy)
 
     def _check_fit(self) -> None:
         """Raise UserError for options that do not go with a refit or SparseGPT."""

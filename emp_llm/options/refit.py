@@ -1,7 +1,7 @@
 """Options of the refit: kept weights moved to the least-squares optimum."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
@@ -38,10 +38,8 @@ class RefitOptions(Options):
 
     def check_refit(self) -> None:
         """Raise UserError for an invalid value, or one without --refit."""
-        if self.refit_weighting is not None and self.refit_weighting not in get_args(Weighting):
-            raise UserError(f"--refit-weighting {self.refit_weighting!r} is not one of {', '.join(get_args(Weighting))}.")
-        if self.refit_target is not None and self.refit_target not in get_args(FitTarget):
-            raise UserError(f"--refit-target {self.refit_target!r} is not one of {', '.join(get_args(FitTarget))}.")
+        self.check_choice("refit_weighting", Weighting)
+        self.check_choice("refit_target", FitTarget)
         if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
             raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
         for name in ("refit_weighting", "refit_target", "refit_damping"):

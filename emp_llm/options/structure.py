@@ -1,7 +1,7 @@
 """Options of structured pruning: whole heads and neurons in place of weights."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
@@ -59,9 +59,7 @@ class StructureOptions(Options):
     def check_structure(self) -> None:
         """Raise UserError for an invalid value, or one without --structure."""
         for name, choices in (("structure", StructureKind), ("structure_group", StructureGroup), ("head_unit", HeadUnit)):
-            value = getattr(self, name)
-            if value is not None and value not in get_args(choices):
-                raise UserError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(get_args(choices))}.")
+            self.check_choice(name, choices)
         for field in fields(StructureOptions):
             if self.structure is None and getattr(self, field.name) not in (None, False):
                 raise UserError(

@@ -14,7 +14,7 @@ from emp_llm.records.run_report import RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
 from emp_llm.runs.checkpoint_run import CheckpointRun
 from emp_llm.runs.dry_run import DryRun, planned_layers
-from emp_llm.runs.stages.calibrating import CalibrateStage, given_structure_norms, prepare_calibration, warn_if_foreign
+from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
 from emp_llm.runs.stages.refitting import fit_records
 from emp_llm.runs.stages.stage import Stage
 from emp_llm.runs.stages.structure_writing import StructureWriteStage, check_structured_data, structure_recipe
@@ -55,7 +55,7 @@ class StructureRun(CheckpointRun):
     def __init__(self, options: PruneOptions) -> None:
         options.check()
         _check_numbers(options)
-        self._given = given_structure_norms(options)
+        self._given = given_norms(options, options)
         super().__init__(options)
         kinds: Any = ("heads", "neurons") if options.structure == "both" else (options.structure,)
         self.plan = UnitPlan(self._source.folder, kinds, options.head_units, options.blocks, options.trust_remote_code)
@@ -103,7 +103,7 @@ class StructureRun(CheckpointRun):
 
     def _calibration(self) -> "ForwardPasses | None":
         options = self._options
-        if not options.refit and (options.criterion_name == "magnitude" or self._given is not None):
+        if not options.fits and (not options.needs_activations or self._given is not None):
             return None
         calibration = prepare_calibration(self._models, self.plan.architecture, options, blocks=options.blocks)
         check_structured_data(options, calibration)

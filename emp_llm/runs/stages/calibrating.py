@@ -42,15 +42,6 @@ def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
     return Activations.load(options.activations)
 
 
-def given_structure_norms(options: NormOptions) -> "Activations | None":
-    """The activations of --activations, for scores of heads and neurons."""
-    if options.activations is None:
-        return None
-    from emp_llm.calibration.activations import Activations
-
-    return Activations.load(options.activations)
-
-
 def _changed(options: NormOptions) -> list[str]:
     """The flags of the norms' options that do not have their defaults; a switch that is off has the prefix "no-"."""
     values = {
