@@ -50,6 +50,7 @@ ROOMS = (
     "runs/sweeping",
     "runs",
     "in_memory",
+    "cluster",
 )
 COMMANDS = "commands"  # the files beside the rooms
 
