@@ -62,7 +62,7 @@ class Job(FileRecord, kw_only=True, omit_defaults=False):
     id: str
     kind: JobKind
     command: str
-    after: list[str] = []
+    after: list[str] = msgspec.field(default_factory=list)
     output: str
     needs: Needs
 
@@ -133,7 +133,7 @@ def _in_order(jobs: list[Job], path: Path) -> list[Job]:
         missing = next((name for name in job.after if name not in by_id), None)
         if missing is not None:
             raise UserError(
-                f"{path}: {job.id} waits for {quotable(missing)}, which the plan does not have. Add it, or take it out of after."
+                f"{path}: {job.id} waits for {quotable(missing)}, which is not in the plan. Add it, or change after."
             )
     waits = {job.id: set(job.after) for job in jobs}
     readers: dict[str, list[str]] = {job.id: [] for job in jobs}
