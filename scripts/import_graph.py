@@ -22,6 +22,7 @@ ROOMS = (
     "reconstruction",
     "common",
     "options",
+    "options/jobs",
     "storage",
     "storage/output",
     "records",
