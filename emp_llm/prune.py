@@ -8,6 +8,7 @@ from emp_llm.options.commands import PruneOptions
 
 if TYPE_CHECKING:
     from emp_llm.records.run_report import RunReport
+    from emp_llm.runs.checkpoint_run import CheckpointRun
     from emp_llm.runs.dry_run import DryRun
 
 
@@ -21,16 +22,25 @@ def prune(options: PruneOptions) -> "RunReport | DryRun":
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    from emp_llm.runs.prune_run import PruneRun
     from emp_llm.runs.stages.stage import run_stages
-    from emp_llm.runs.structure_run import StructureRun
 
-    job = PruneRun(options) if options.structure is None else StructureRun(options)
+    job = _run_of(options)
     if options.dry_run:
         return job.dry_run()
     with job:
         run_stages(job.stages)
     return job.report
+
+
+def _run_of(options: PruneOptions) -> "CheckpointRun":
+    """The run of the options; only what it needs is imported."""
+    if options.structure is None:
+        from emp_llm.runs.prune_run import PruneRun
+
+        return PruneRun(options)
+    from emp_llm.runs.structure_run import StructureRun
+
+    return StructureRun(options)
 
 
 def show(result: "RunReport | DryRun") -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from emp_llm.calibration.calibration import ForwardPasses
     from emp_llm.evaluation.suites import Suite
     from emp_llm.hub.destination import Destination
+    from emp_llm.runs.dry_run import DryRun
     from emp_llm.runs.stages.evaluating import PendingEvaluation
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,10 @@ class CheckpointRun(ABC):
         self._stack = ExitStack()
         self.evaluate: list[Stage] = []
         self.publish: list[Stage] = []
+
+    @abstractmethod
+    def dry_run(self) -> "DryRun":
+        """The plan of the run; nothing is written."""
 
     @property
     @abstractmethod
