@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from emp_llm.bench import bench as bench
     from emp_llm.calibrate import calibrate as calibrate
+    from emp_llm.collect import collect as collect
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
     from emp_llm.image import image as image
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from emp_llm.pack import pack as pack
     from emp_llm.packing.masks import Masks
     from emp_llm.packing.reapply import SparsityCallback, reapply_mask
+    from emp_llm.plan import plan as plan
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
     from emp_llm.report import report as report
+    from emp_llm.run import run as run
     from emp_llm.selection.criteria import InputStatistics, exponential, register_criterion, shift
     from emp_llm.selection.effective import (
         effective_mask,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
         effective_number,
         loss_change_bound,
     )
+    from emp_llm.status import status as status
     from emp_llm.sweep import sweep as sweep
     from emp_llm.unpack import unpack as unpack
     from emp_llm.verify import verify as verify
@@ -56,14 +60,18 @@ _HOME = {
 _COMMANDS = (
     "bench",
     "calibrate",
+    "collect",
     "evaluate",
     "generate",
     "image",
     "measure",
     "pack",
+    "plan",
     "prune",
     "push",
     "report",
+    "run",
+    "status",
     "sweep",
     "unpack",
     "verify",
@@ -76,6 +84,7 @@ __all__ = [
     "SparsityCallback",
     "bench",
     "calibrate",
+    "collect",
     "effective_mask",
     "effective_mass",
     "effective_mass_bound",
@@ -88,13 +97,16 @@ __all__ = [
     "masks_of",
     "measure",
     "pack",
+    "plan",
     "prune",
     "prune_model",
     "push",
     "reapply_mask",
     "register_criterion",
     "report",
+    "run",
     "shift",
+    "status",
     "sweep",
     "unpack",
     "verify",

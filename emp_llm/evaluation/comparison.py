@@ -14,7 +14,7 @@ from emp_llm.common.tables import Rows, csv_table, markdown_table, table
 from emp_llm.common.wording import count_of
 from emp_llm.evaluation.changes import UNPAIRED, change_of, shown_change
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent, values_of
+from emp_llm.evaluation.measured_values import Value, in_percent, value_cell, values_of
 from emp_llm.evaluation.published_values import PublishedRow, published_row
 from emp_llm.gating.kept_table import KEPT_NOTE, kept_rows
 from emp_llm.options.commands import TableFormat
@@ -81,9 +81,9 @@ def _rows(names: list[str], labels: list[str], measured: list[dict[str, Value]],
     rows = [head]
     for name in names:
         base = measured[0].get(name)
-        row = [name, _cell(name, base)]
+        row = [name, value_cell(name, base)]
         for values in measured[1:]:
-            row += [_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
+            row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
         row += [_published_cell(name, known) for known in published if known]
         rows.append(row)
     return rows
@@ -143,14 +143,6 @@ def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], publi
     if any(published) and any(each.measures.tasks for each in models):
         notes.append("† measured by another protocol than lm-eval's: compare the changes from the dense model, not the values")
     return notes
-
-
-def _cell(name: str, value: Value | None) -> str:
-    if value is None:
-        return "-"
-    number = formatted(value.value, 2 if in_percent(name) else 3)
-    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
-    return f"{number}{error}{' *' if value.partial else ''}"
 
 
 def _all_digits(value: float | None) -> str:

@@ -91,6 +91,15 @@ def formatted(value: float, digits: int = 3) -> str:
     return "infinite" if math.isinf(value) else f"{value:.{digits}f}"
 
 
+def value_cell(name: str, value: Value | None) -> str:
+    """A measure as a cell: an accuracy with its standard error; a star marks a partial one, "-" a missing one."""
+    if value is None:
+        return "-"
+    number = formatted(value.value, 2 if in_percent(name) else 3)
+    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
+    return f"{number}{error}{' *' if value.partial else ''}"
+
+
 def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
     """The rows of one task of a suite; a group has its own row if it reports one, else the rows of its members."""
     shown = {task: record.results[task]} if _metrics(record.results.get(task, {})) else record.results

@@ -65,7 +65,11 @@ class FileRecord(Part, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write the record atomically, indented."""
-        write_bytes(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        write_bytes(path, self.encoded())
+
+    def encoded(self) -> bytes:
+        """The content of its file."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
 def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:

@@ -1,6 +1,6 @@
 """The report folder: HTML page, Markdown, figures and CSV tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,19 +59,44 @@ def write_report(runs: list[Path], output: Path, title: str, plots: bool, overwr
         UserError: there is nothing to report, an input is none of these, the output may not be written, or matplotlib is
             missing. Inputs are checked first.
     """
+    content = report_content(runs, title, plots, lambda: check_folder(output, overwrite, _SUMMARY))
+    write_folder(output, content.files, overwrite, _SUMMARY)
+    return ReportSummary(content.page, output, sorted(content.files), [_differences(study) for study in content.studies])
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """A report in memory: its files by name, the content of report.json, and its studies."""
+
+    files: dict[str, bytes]
+    page: ReportPage
+    studies: list[Study]
+
+
+def report_content(
+    runs: list[Path], title: str, plots: bool, before_drawing: Callable[[], None] | None = None
+) -> ReportContent:
+    """The files of a report.
+
+    Args:
+        runs, title, plots: as for `write_report`.
+        before_drawing: called when the input is read.
+
+    Raises:
+        UserError: as for `write_report`.
+    """
     if not runs:
         raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
     others, benches = split_benches([Path(path) for path in runs])
     others, activations = split_activations(others)
     found = studies(read_points(others)) if others else []
-    check_folder(output, overwrite, _SUMMARY)
+    if before_drawing is not None:
+        before_drawing()
     if plots:
         check_matplotlib()
     drawn = [(study, draw(study, name) if plots else []) for study, name in zip(found, _names(found), strict=True)]
     page = ReportPage(title=printable(title), studies=[_summary(*each) for each in drawn])
-    files = _files(page, drawn, benches, activations)
-    write_folder(output, files, overwrite, _SUMMARY)
-    return ReportSummary(page, output, sorted(files), [_differences(study) for study in found])
+    return ReportContent(_files(page, drawn, benches, activations), page, found)
 
 
 def summary_words(summary: ReportSummary) -> str:

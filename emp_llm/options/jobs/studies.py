@@ -19,7 +19,6 @@ class RunOptions(LoudnessOptions):
         Opt("Jobs at the same time, each with its share of the GPUs or cores; default: one for each GPU.", minimum=1),
     ] = None
     only: Annotated[str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")] = None
-    retry: Annotated[bool, Opt("Also run the jobs that failed before.", flag="--retry/--no-retry")] = True
 
 
 @dataclass(frozen=True, kw_only=True)

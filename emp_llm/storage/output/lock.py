@@ -57,6 +57,12 @@ class FileLock:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
 
+    @property
+    def descriptor(self) -> int:
+        """The open file. A process that inherits it shares the lock, which then ends with the last of both."""
+        assert self._file is not None
+        return self._file
+
     def release(self) -> None:
         """Delete the file and release the lock."""
         if self._file is not None:
@@ -64,6 +70,21 @@ class FileLock:
                 self.path.unlink()
             os.close(self._file)
             self._file = None
+
+
+def holder_of(path: Path) -> str | None:
+    """Who holds a lock, in words; None if nobody does."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return _read_holder(file) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    finally:
+        os.close(file)
+    return None
 
 
 def _same(file: int, path: Path) -> bool:

@@ -1,0 +1,43 @@
+"""`emp-llm run`: all jobs of a plan on this machine, or one of them for a scheduler."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from emp_llm.cli import callable_module
+from emp_llm.cli import run as run_command
+from emp_llm.options.base import takes
+from emp_llm.options.jobs.studies import RunOptions
+
+if TYPE_CHECKING:
+    from emp_llm.cluster.local_run import RunSummary
+
+
+@takes(RunOptions)
+def run(options: RunOptions) -> "RunSummary":
+    """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
+
+    Jobs that are done are left out. Killed and started again, the same command goes on where it stopped; so it does after a job
+    failed. The outputs, states and logs are those of a study on a cluster. With --only, a scheduler's task runs one job.
+
+    Returns the ids of the jobs that are done, and the states of those that failed.
+    """
+    from emp_llm.cluster.local_run import LocalRun
+
+    return LocalRun(options).run()
+
+
+def show(summary: "RunSummary") -> None:
+    """Print the number of jobs by what became of them; exit with 1 if any is not done."""
+    from emp_llm.common.wording import count_of
+
+    counts = {"failed": summary.failed, "not run": summary.waiting, "run by another process": summary.elsewhere}
+    words = [f"{len(jobs)} {word}" for word, jobs in counts.items() if jobs]
+    print(", ".join([f"{count_of(len(summary.done), 'job')} done", *words]))
+    if not summary.complete:
+        sys.exit(1)
+
+
+callable_module(__name__)
+
+if __name__ == "__main__":
+    run_command(run, show)
