@@ -1,6 +1,8 @@
 """Download of a repository of the Hub into the cache."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -43,8 +45,32 @@ def snapshot_of(name: str, revision: str | None, trust_remote_code: bool) -> Pat
     Raises:
         UserError: no such repository, no access to it, no network, or no safetensors in it.
     """
-    try:
+    with _explained(name, revision):
         return _download(name, revision, trust_remote_code)
+
+
+def config_of(name: str, revision: str | None, trust_remote_code: bool) -> Path:
+    """As `snapshot_of`, of config.json alone; with `trust_remote_code` also of the repository's code.
+
+    Raises:
+        UserError: no such repository, no access to it, no network, or no config.json in it.
+    """
+    wanted = ["config.json", "*.py"] if trust_remote_code else ["config.json"]
+    with _explained(name, revision):
+        files = None if constants.HF_HUB_OFFLINE else _files_on_hub(name, revision)
+        offline = files is None
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, local_files_only=offline))
+    if not (folder / "config.json").is_file():
+        where = "the Hub cache, and the Hub cannot be reached" if offline else "this repository"
+        raise UserError(f"{name}: no config.json in {where}.")
+    return folder
+
+
+@contextmanager
+def _explained(name: str, revision: str | None) -> Iterator[None]:
+    """Raise UserError for errors of the Hub inside this context."""
+    try:
+        yield
     except GatedRepoError as error:
         raise UserError(
             f"{name}: you have no access to it yet. Ask for it on its Hub page, then log in: hf auth login"

@@ -33,16 +33,41 @@ def find_model(name: str, revision: str | None = None, trust_remote_code: bool =
     Raises:
         UserError: no such folder or repository, no access to it, no network, or no safetensors in it.
     """
-    path = Path(name).expanduser()
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        if revision is not None:
-            raise UserError(f"--revision {revision} is for Hub ids; {name} is a folder. Leave it out.")
-        if path.is_file() and (gguf := why_not_gguf(path, [path.name])) is not None:
-            raise UserError(gguf)
-        if not path.is_dir():
-            raise UserError(f"{path}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
-        return LocalModel(name, path.resolve(), None)
+    local = _local_folder(name, revision)
+    if local is not None:
+        return LocalModel(name, local, None)
     from emp_llm.hub.download import snapshot_of
 
     folder = snapshot_of(name, revision, trust_remote_code)
     return LocalModel(name, folder, folder.name)
+
+
+def find_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+    """The folder of a model's config.json: a local folder, or a folder of the Hub cache, where only config.json need be.
+
+    Args:
+        trust_remote_code: also download the repository's code.
+
+    Raises:
+        UserError: no such folder or repository, no access to it, no network, or no config.json in it.
+    """
+    folder = _local_folder(name, revision)
+    if folder is None:
+        from emp_llm.hub.download import config_of
+
+        folder = config_of(name, revision, trust_remote_code)
+    return folder
+
+
+def _local_folder(name: str, revision: str | None) -> Path | None:
+    """The folder that a name means; None for a Hub id."""
+    path = Path(name).expanduser()
+    if not (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return None
+    if revision is not None:
+        raise UserError(f"--revision {revision} is for Hub ids; {name} is a folder. Leave it out.")
+    if path.is_file() and (gguf := why_not_gguf(path, [path.name])) is not None:
+        raise UserError(gguf)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such model folder. Give a folder with safetensors, or a Hub id (owner/name).")
+    return path.resolve()

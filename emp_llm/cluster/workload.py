@@ -1,0 +1,161 @@
+"""The work of a job: its tokens, its floating-point operations, and the bytes that it reads and writes.
+
+The rates are those of one machine and a stated GPU; `needs.assumptions` prints them.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from emp_llm.cluster.model_size import ModelSize
+from emp_llm.cluster.plan_file import JobKind
+from emp_llm.evaluation.suites import Suite, Task
+from emp_llm.records.corpus import Corpus
+
+GPU_FLOPS = 1.0e14  # a third of the peak of a GPU with 3.1e14 bfloat16 operations a second; not measured
+CPU_FLOPS = 1.0e11  # one process
+DISK = 0.4e9  # bytes a second, read and written at once: scripts/results/bench_prune.md
+START = 30.0  # seconds to import the packages and to load the data
+
+TEXT_BYTES = 1_300_000  # of an evaluation text of unknown size: that of WikiText-2's test split
+CHOICE_TOKENS, CHOICES, EXAMPLES = 64, 4, 1000  # of a task that is not in TASKS
+# Examples, answers that the model reads for each, and tokens of a question with an answer, by Llama 2's tokenizer.
+TASKS = {
+    "arc_challenge": (1172, 4, 44),
+    "arc_easy": (2376, 4, 36),
+    "boolq": (3270, 1, 160),
+    "hellaswag": (10042, 4, 100),
+    "openbookqa": (500, 4, 24),
+    "piqa": (1838, 2, 40),
+    "rte": (277, 1, 90),
+    "wikitext": (62, 1, 5600),
+    "winogrande": (1267, 2, 32),
+}
+_LOGITS_AT_A_TIME = 1 << 28  # of evaluation.perplexity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a job does, as far as its needs depend on it.
+
+    Attributes:
+        gpu_gb: memory of a GPU, 1e9 bytes; 0: it computes on the CPU.
+        processes: ranks, each with a whole model.
+        dtype: of forward passes; "auto" is the checkpoint's.
+        calibrates: it collects norms; false if it is given an activations file, or needs none.
+        samples, seqlen, batch_size: of the calibration text.
+        refit: it moves the kept weights (--refit, or SparseGPT).
+        propagates: --propagate pruned.
+        suite: that is evaluated.
+        limit: of --limit.
+        task_batch: examples of a task in a forward pass.
+        points: of a sweep, without the dense model.
+        keep: a sweep keeps its checkpoints.
+    """
+
+    gpu_gb: float = 0.0
+    processes: int = 1
+    dtype: str = "auto"
+    calibrates: bool = False
+    samples: int = 128
+    seqlen: int = 2048
+    batch_size: int = 4
+    refit: bool = False
+    propagates: bool = False
+    suite: Suite | None = None
+    limit: int | None = None
+    task_batch: int = 8
+    points: int = 0
+    keep: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of the calibration."""
+        return self.samples * self.seqlen
+
+    @property
+    def measured(self) -> Suite | None:
+        """The suite with its limit."""
+        return self.suite and self.suite.limited(self.limit)
+
+
+def hours_of(kind: JobKind, size: ModelSize, work: Work) -> float:
+    """The time of a job in hours: of its operations and bytes, one after the other."""
+    ranks = work.processes
+    runs = work.gpu_gb > 0
+    operations, moved = 0.0, 0.0
+    if work.calibrates or work.refit:
+        operations += _calibration(size, work)
+        moved += size.file_bytes
+    if kind == "prune":
+        moved += 2 * size.file_bytes
+    if kind in ("evaluate", "sweep"):
+        times = work.points + 1 if kind == "sweep" else 1
+        operations += times * evaluation_operations(size, work)
+        moved += size.file_bytes * (1 + (2 if work.keep else 1) * work.points)
+    seconds = START + operations / ranks / (GPU_FLOPS if runs else CPU_FLOPS) + moved / DISK
+    return seconds / 3600
+
+
+def _calibration(size: ModelSize, work: Work) -> float:
+    passes = 2 if work.propagates else 1
+    operations = passes * forward_operations(size, work.tokens, work.seqlen)
+    if work.refit:
+        # The dense and the pruned blocks run once for each level; the moments, and about 12 iterations of the solver.
+        operations += 6 * forward_operations(size, work.tokens, work.seqlen)
+        operations += sum(2 * n * (work.tokens * i * (i + o) + 12 * o * i * i) for o, i, n in size.shapes)
+    return operations
+
+
+def forward_operations(size: ModelSize, tokens: float, length: float, head: bool = False) -> float:
+    """Floating-point operations of a forward pass: two for each weight and token, and those of the attention."""
+    weights = size.active + (size.head if head else 0)
+    return tokens * (2 * weights + 4 * size.layers * size.hidden_size * length)
+
+
+def evaluation_operations(size: ModelSize, work: Work) -> float:
+    """Floating-point operations of one evaluation of the suite."""
+    suite = work.measured
+    if suite is None:
+        return 0.0
+    operations = 0.0
+    if suite.corpus is not None:
+        length = block_of(size, suite.corpus)
+        operations += forward_operations(size, text_tokens(size, suite), length, head=True)
+    for task in suite.tasks:
+        sequences, length = task_sequences(task)
+        operations += forward_operations(size, sequences * length, length, head=True)
+    return operations
+
+
+def block_of(size: ModelSize, corpus: Corpus) -> int:
+    """Tokens of a block of an evaluation text."""
+    wanted = corpus.seqlen or 2048
+    return min(wanted, size.context or wanted)
+
+
+def blocks_at_a_time(size: ModelSize, corpus: Corpus) -> int:
+    """Blocks in a forward pass of the perplexity."""
+    return max(1, min(16, _LOGITS_AT_A_TIME // (block_of(size, corpus) * max(1, size.vocabulary))))
+
+
+def text_tokens(size: ModelSize, suite: Suite) -> float:
+    """Tokens of a suite's text: bytes / (bytes per token, which grow with the vocabulary)."""
+    assert suite.corpus is not None
+    file = suite.corpus.file
+    count = Path(file).stat().st_size if file is not None and Path(file).is_file() else TEXT_BYTES
+    tokens = count / bytes_per_token(size.vocabulary)
+    return tokens if suite.limit is None else min(tokens, suite.limit * block_of(size, suite.corpus))
+
+
+def bytes_per_token(vocabulary: int) -> float:
+    """Bytes of English text in a token: 1 for 256 tokens, 3.8 for 32,000, 4.6 for 128,000."""
+    return max(1.0, 1 + 0.4 * (math.log2(max(1, vocabulary)) - 8))
+
+
+def task_sequences(task: Task) -> tuple[float, float]:
+    """Number and mean length in tokens of the sequences that the model reads for a task."""
+    examples, choices, length = TASKS.get(task.name, (EXAMPLES, CHOICES, CHOICE_TOKENS))
+    if task.limit is not None:
+        examples = min(examples, task.limit)
+    return examples * choices, length * (1 + (task.num_fewshot or 0))
