@@ -30,8 +30,12 @@ def show(summary: "RunSummary") -> None:
     """Print the number of jobs by what became of them; exit with 1 if any is not done."""
     from emp_llm.common.wording import count_of
 
-    counts = {"failed": summary.failed, "not run": summary.waiting, "run by another process": summary.elsewhere}
-    words = [f"{len(jobs)} {word}" for word, jobs in counts.items() if jobs]
+    counts = {
+        "failed": len(summary.failed),
+        "not run": len(summary.waiting),
+        "run by another process": len(summary.elsewhere),
+    }
+    words = [f"{count} {word}" for word, count in counts.items() if count]
     print(", ".join([f"{count_of(len(summary.done), 'job')} done", *words]))
     if not summary.complete:
         sys.exit(1)

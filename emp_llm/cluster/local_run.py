@@ -75,7 +75,7 @@ class LocalRun:
         if self.summary.skipped:
             logger.info("%s of %d done before.", count_of(self.summary.skipped, "job"), len(self._jobs))
         try:
-            with progress_bar(len(self._jobs), f"study {self._study.resolve().name}", "job") as bar:
+            with progress_bar(len(self._jobs), self._study.resolve().name, " jobs") as bar:
                 bar.update(self.summary.skipped)
                 while self._left or self._running:
                     self._start_ready()

@@ -20,12 +20,12 @@ class Share:
 
     Attributes:
         gpus: numbers of its GPUs; None: all that are visible.
-        threads: of each of its processes; None: as the environment says.
+        threads: cores for all its processes.
         memory_gb: that it is expected to use.
     """
 
     gpus: tuple[int, ...] | None
-    threads: int | None
+    threads: int
     memory_gb: float
 
     @property
@@ -80,7 +80,7 @@ class Machine:
     def take(self, job: Job) -> Share | None:
         """A job's share; None while it does not fit beside those that run. A job alone always fits."""
         needs = job.needs
-        memory, processes = needs.memory_gb * needs.nodes, needs.processes * needs.nodes
+        memory = needs.memory_gb * needs.nodes
         if self._used and (self._used >= self._workers or memory > self._memory):
             return None
         gpus: tuple[int, ...] | None = None
@@ -91,7 +91,7 @@ class Machine:
             self._gpus = self._gpus[len(gpus) :]
         self._memory -= memory
         self._used += 1
-        return Share(gpus, max(1, self._threads // processes), memory)
+        return Share(gpus, self._threads, memory)
 
     def give_back(self, share: Share) -> None:
         """Take back the share of a job that has ended."""

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.cluster.model_size import model_size
 from emp_llm.cluster.needs import assumptions
 from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_plan
-from emp_llm.cluster.planning import JobMaker, PlannedModel, named_models
+from emp_llm.cluster.planning import JobMaker, planned_models
 from emp_llm.cluster.study_table import planned
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import table
@@ -37,17 +36,15 @@ def plan_study(options: PlanOptions) -> PlanSummary:
     """
     definition = planned(options)
     maker = JobMaker(definition)
-    models = [
-        PlannedModel(name, slug, model_size(name, None, definition.trust_remote_code))
-        for name, slug in named_models(definition.models).items()
-    ]
+    models = planned_models(definition)
     jobs = [job for model in models for job in maker.jobs(model)]
     _check_replaces(options, jobs)
     try:
         write_plan(options.output, jobs)
     except OSError as error:
         raise UserError(f"--output {options.output}: the plan cannot be written ({error.strerror}).") from error
-    return PlanSummary(options.output, jobs, assumptions([model.size for model in models], maker.work))
+    sentences = [sentence for model in models for sentence in assumptions(model.size, model.work)]
+    return PlanSummary(options.output, jobs, list(dict.fromkeys(sentences)))
 
 
 def _check_replaces(options: PlanOptions, jobs: list[Job]) -> None:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from emp_llm.cluster.model_size import ModelSize
-from emp_llm.cluster.needs import Work, estimated_needs
+from emp_llm.calibration.text_mix import calibration_corpora
+from emp_llm.cluster.model_size import ModelSize, model_size
+from emp_llm.cluster.needs import estimated_needs
 from emp_llm.cluster.plan_file import Job, JobKind
 from emp_llm.cluster.study_table import Planned
+from emp_llm.cluster.workload import Work
 from emp_llm.common.errors import UserError
+from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import PruneOptions
 from emp_llm.runs.sweeping.sweep_points import SweepPoint, parse_words, plan_points
 
@@ -24,11 +27,37 @@ class PlannedModel:
         name: Hub id, or absolute path of a folder.
         slug: short and unique, for ids and names of files.
         size: from its config.
+        work: what a job of the study does with it that leaves nothing out.
     """
 
     name: str
     slug: str
     size: ModelSize
+    work: Work
+
+
+def planned_models(planned: Planned) -> list[PlannedModel]:
+    """The models of a study.
+
+    Raises:
+        UserError: a name is empty, or given twice; a config cannot be read; the calibration text is none.
+    """
+    found = []
+    text = CalibrationOptions(calibration=planned.calibration, samples=planned.samples, seqlen=planned.seqlen)
+    for name, slug in named_models(planned.models).items():
+        size = model_size(name, None, planned.trust_remote_code)
+        corpora = calibration_corpora(text, size.context)
+        work = Work(
+            samples=sum(corpus.samples or 0 for corpus in corpora),
+            seqlen=max(corpus.seqlen or 0 for corpus in corpora),
+            suite=planned.suite_content,
+            limit=planned.limit,
+            dtype=planned.dtype or "auto",
+            gpu_gb=planned.gpu_gb,
+            processes=planned.processes,
+        )
+        found.append(PlannedModel(name, slug, size, work))
+    return found
 
 
 def named_models(models: str | list[str]) -> dict[str, str]:
@@ -68,7 +97,6 @@ class JobMaker:
 
     Attributes:
         points: the recipes.
-        work: what a job does that leaves nothing out.
 
     Raises:
         UserError: a method or number is wrong, or the options of a command conflict.
@@ -87,17 +115,6 @@ class JobMaker:
             emp_sparsities=planned.emp_sparsities,
         )
         self._recipes = self._checked()
-        self.work = Work(
-            samples=planned.samples,
-            seqlen=planned.seqlen,
-            calibration=planned.calibration,
-            suite=planned.suite_content,
-            limit=planned.limit,
-            dtype=planned.dtype,
-            gpu_gb=planned.gpu_gb,
-            processes=planned.processes,
-            nodes=planned.nodes,
-        )
 
     def jobs(self, model: PlannedModel) -> Iterator[Job]:
         """The jobs of a model: its dense evaluation, its calibration, and those of each recipe; or one sweep."""
@@ -118,8 +135,9 @@ class JobMaker:
         words += ["--activations", activations] if shares else self._text_words() if _reads_text(options) else []
         words += [*_given("dtype", self._planned.dtype), "--output", output, *shlex.split(self._planned.prune_options)]
         reads = _reads_text(options) and not shares
-        alone = {} if reads else {"processes": 1, "nodes": 1}
-        work = replace(self.work, calibrates=reads, refit=options.fits, **alone)  # type: ignore[arg-type]
+        propagates = options.propagate == "pruned"
+        work = replace(model.work, calibrates=reads, refit=options.fits, propagates=propagates)
+        work = work if reads else replace(work, processes=1)
         after = [f"{model.slug}.calibrate"] if shares else []
         yield self._job(model, f"{name}.prune", "prune", words, after, output, work)
         yield self._evaluate(model, point.name, output, [f"{name}.prune"])
@@ -128,12 +146,12 @@ class JobMaker:
         planned, output = self._planned, f"results/{model.slug}.{name}.json"
         words = [*self._model_words(target), "--suite", planned.suite, *_given("limit", planned.limit)]
         words += [*_given("dtype", planned.dtype), "--output", output, *shlex.split(planned.evaluate_options)]
-        return self._job(model, f"{model.slug}.{name}.evaluate", "evaluate", words, after, output, self.work)
+        return self._job(model, f"{model.slug}.{name}.evaluate", "evaluate", words, after, output, model.work)
 
     def _calibrate(self, model: PlannedModel) -> Job:
         output = f"activations/{model.slug}.safetensors"
         words = [*self._model_words(model.name), *self._text_words(), *_given("dtype", self._planned.dtype), "--output", output]
-        return self._job(model, f"{model.slug}.calibrate", "calibrate", words, [], output, replace(self.work, calibrates=True))
+        return self._job(model, f"{model.slug}.calibrate", "calibrate", words, [], output, replace(model.work, calibrates=True))
 
     def _sweep(self, model: PlannedModel) -> Job:
         planned, output = self._planned, f"runs/{model.slug}"
@@ -146,16 +164,16 @@ class JobMaker:
         calibrates = any(options.needs_activations for options in self._recipes.values())
         words += self._text_words() if calibrates else []
         words += [*_given("dtype", planned.dtype), "--output", output, *shlex.split(planned.prune_options)]
-        work = replace(self.work, calibrates=calibrates, points=len(self.points))
+        work = replace(model.work, calibrates=calibrates, points=len(self.points))
         return self._job(model, f"{model.slug}.sweep", "sweep", words, [], output, work)
 
     def _job(
         self, model: PlannedModel, name: str, kind: JobKind, words: list[str], after: list[str], output: str, work: Work
     ) -> Job:
-        command = shlex.join(["emp-llm", kind, *words])
-        return Job(
-            id=name, kind=kind, command=command, after=after, output=output, needs=estimated_needs(kind, model.size, work)
-        )
+        command, needs = shlex.join(["emp-llm", kind, *words]), estimated_needs(kind, model.size, work)
+        if kind != "prune" or work.calibrates:  # else it reads files, on one node
+            needs.nodes = self._planned.nodes
+        return Job(id=name, kind=kind, command=command, after=after, output=output, needs=needs)
 
     def _model_words(self, name: str) -> list[str]:
         return ["--model", name, *(["--trust-remote-code"] if self._planned.trust_remote_code else [])]

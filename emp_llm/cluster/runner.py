@@ -29,7 +29,7 @@ class Attempt:
         study: folder of the study.
         job: of its plan.
         gpus: numbers of the GPUs that it may use; None: all that are visible.
-        threads: of each process on the CPU; None: as the environment says.
+        threads: cores for all its processes; None: as the environment says.
         environment: of this process.
 
     Attributes:
@@ -79,7 +79,6 @@ class Attempt:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             log.write(f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}\n".encode())
             log.flush()
-            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 words,
                 cwd=self.files.study,
@@ -116,10 +115,7 @@ class Attempt:
 
     def _finish(self, returncode: int) -> JobState:
         state, files = self._state, self.files
-        with files.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            text = log.read().decode("utf-8", "replace")
-        code = exit_code_of(files.job, returncode, self._stopping is not None, text[-20000:])
+        code = exit_code_of(returncode)
         state.exit_code = code
         state.seconds += time.monotonic() - self._began
         if code == 0 and not files.output.exists():
