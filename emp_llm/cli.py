@@ -11,7 +11,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from emp_llm.options.base import Opt
 
@@ -73,8 +73,8 @@ def run(
 
     The command itself prints nothing, so that it is an ordinary function in Python.
 
-    Exit codes: 0 success; 2 wrong input, reported in a sentence; 130 interrupted; 143 terminated. Any other failure keeps its
-    traceback.
+    Exit codes: 0 success; 2 wrong input, reported in a sentence; 75 another rank of the job is gone; 130 interrupted; 143
+    terminated. Any other failure keeps its traceback.
     """
 
     def work(rank: int) -> None:
@@ -89,8 +89,8 @@ def run(
 
 
 def _with_exit_codes(work: Callable[[int], None]) -> None:
-    """Do the work of this rank; a UserError or a signal ends the process without a traceback."""
-    from emp_llm.common.errors import UserError
+    """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
+    from emp_llm.common.errors import LOST_CODE, RankLost, UserError
 
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
@@ -100,15 +100,42 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         _set_up_logging(mark, rank)
         work(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
+        _leave(failed=False)
     except UserError as error:
-        print(f"{mark}error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(2, mark, f"error: {error}")
+    except RankLost as loss:
+        _fail(LOST_CODE, mark, f"error: {loss}")
     except KeyboardInterrupt:
-        print(f"{mark}interrupted; no incomplete output is left.", file=sys.stderr)
-        sys.exit(130)
+        _fail(130, mark, "interrupted; no incomplete output is left.")
     except _Terminated:
-        print(f"{mark}terminated by SIGTERM; no incomplete output is left.", file=sys.stderr)
-        sys.exit(143)
+        _fail(143, mark, "terminated by SIGTERM; no incomplete output is left.")
+    except BaseException:
+        _leave(failed=True)
+        raise
+
+
+def _fail(code: int, mark: str, message: str) -> NoReturn:
+    """Print why this rank ends, tell the others and the launcher, and exit."""
+    print(f"{mark}{message}", file=sys.stderr)
+    if _is_rank():
+        from emp_llm.common.lifeline import tell_launcher
+
+        tell_launcher(message.removeprefix("error: "))
+    _leave(failed=True)
+    sys.exit(code)
+
+
+def _leave(failed: bool) -> None:
+    """Tell the other ranks that this one ends."""
+    if _is_rank():
+        from emp_llm.common.lifeline import lifeline
+
+        if (line := lifeline()) is not None:
+            line.leave(failed)
+
+
+def _is_rank() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
@@ -224,4 +251,11 @@ def _hide_bars_of_libraries() -> None:
 
 
 def _terminate(*_: object) -> None:
+    """End in good order, on the first SIGTERM: a scheduler and torchrun may both send it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if _is_rank():
+        from emp_llm.common.lifeline import lifeline
+
+        if (line := lifeline()) is not None:
+            line.end()
     raise _Terminated

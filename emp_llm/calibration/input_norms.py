@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.model_layers import inputs_of
 from emp_llm.calibration.activations import Activations, relative_name
-from emp_llm.common.errors import UserError, reason
+from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.layer_hooks import layer_hooks
 
@@ -101,17 +101,14 @@ class InputSums:
         depend on the order of addition.
 
         Raises:
-            UserError: another rank has ended.
+            RankLost: another rank has ended.
         """
         count = ranks().count
         if count == 1:
             return
         own = [name for name in (self.sums if layers is None else layers) if name in self.sums]
         state = {name: (self.sums[name].cpu(), int(self._finite[name]), self.tokens[name]) for name in own}
-        try:
-            shares = ranks().gather((state, self.input_of))
-        except RuntimeError as error:
-            raise UserError(f"another process of this run has ended; its message gives the cause ({reason(error)}).") from error
+        shares = ranks().gather((state, self.input_of))
         for _, input_of in shares:
             self.input_of |= {layer: leader for layer, leader in input_of.items() if layer not in self.input_of}
         for name in dict.fromkeys(name for share, _ in shares for name in share):  # a rank may not have seen all of them

@@ -2,18 +2,21 @@
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from emp_llm.common.lifeline import hold_lifeline, lifeline
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 
-# Ranks wait for each other at the end of their shares, for hours in a long job. If one dies, the launcher ends the others.
+# Ranks wait for each other at the end of their shares, for hours in a long job. If one dies, its lifeline ends the others.
 _TIMEOUT = timedelta(weeks=52)
 
 
@@ -48,25 +51,35 @@ class Ranks:
         return items[self.index :: self.count]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on all ranks. A collective call."""
+        """Every rank's value, in rank order, on all ranks. A collective call.
+
+        Raises:
+            RankLost: another rank has ended.
+        """
         if self.count == 1:
             return [value]
         from torch import distributed
 
-        _state()
         values: list[Any] = [None] * self.count
-        distributed.all_gather_object(values, value)
+        with _losses():
+            _state()
+            distributed.all_gather_object(values, value)
         return values
 
     def share(self, value: Any) -> Any:
-        """The first rank's value, on all ranks. A collective call."""
+        """The first rank's value, on all ranks. A collective call.
+
+        Raises:
+            RankLost: another rank has ended.
+        """
         if self.count == 1:
             return value
         from torch import distributed
 
-        _state()
         values = [value]
-        distributed.broadcast_object_list(values, src=0)
+        with _losses():
+            _state()
+            distributed.broadcast_object_list(values, src=0)
         return values[0]
 
 
@@ -74,13 +87,28 @@ class Ranks:
 def ranks() -> Ranks:
     """The ranks of this job.
 
-    A process joins the group, gloo on CPUs and NCCL on GPUs, at its first collective call. So wrong input is reported by every
-    rank, and no rank loses its connection to one that has ended already.
+    They watch each other from the first call. A process joins the group, gloo on CPUs and NCCL on GPUs, at its first collective
+    call. So wrong input is reported by every rank, and no rank loses its connection to one that has ended already.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return Ranks(0, 1)
-    return Ranks(int(os.environ.get("RANK") or _state().process_index), count)
+    index = int(os.environ.get("RANK") or _state().process_index)
+    hold_lifeline(index, count)
+    return Ranks(index, count)
+
+
+@contextmanager
+def _losses() -> Iterator[None]:
+    """A collective call that breaks because another rank is lost raises RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = lifeline()
+        loss = line.cause() if line is not None else None
+        if loss is None:
+            raise
+        raise loss from error
 
 
 @cache
@@ -96,5 +124,6 @@ def _state() -> Any:
 def _leave() -> None:
     from torch import distributed
 
-    if distributed.is_initialized():
+    line = lifeline()
+    if distributed.is_initialized() and (line is None or line.loss is None):  # without the others, NCCL may wait for ever
         distributed.destroy_process_group()
