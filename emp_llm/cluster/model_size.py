@@ -1,8 +1,10 @@
 """The size of a model, from its config.json alone: of the weightless model that transformers builds from it."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.errors import UserError
@@ -15,6 +17,46 @@ if TYPE_CHECKING:
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # The names of the number of experts that a token passes through, in the configs of mixtures.
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
+_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Where the blocks of a family differ from those of the others.
+
+    Attributes:
+        norms: as wide as the hidden states; norms_of_heads: also one for queries and one for keys.
+        qkv_bias: always; attention_bias, mlp_bias: whether its config has a switch of this name.
+        names_head_dim: config.json must name it.
+        tied: whether the head is, if config.json does not say.
+    """
+
+    norms: int = 2
+    norms_of_heads: bool = False
+    qkv_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    names_head_dim: bool = False
+    tied: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(attention_bias=True, mlp_bias=True),
+    "mistral": _Family(),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(norms_of_heads=True, attention_bias=True, names_head_dim=True),
+    "gemma": _Family(attention_bias=True, names_head_dim=True, tied=True),
+    "gemma2": _Family(norms=4, attention_bias=True, names_head_dim=True, tied=True),
+    "gemma3_text": _Family(norms=4, norms_of_heads=True, attention_bias=True, names_head_dim=True, tied=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +131,88 @@ def model_size(name: str, revision: str | None = None, trust_remote_code: bool =
     Raises:
         UserError: there is no such model, its config.json is missing or cannot be fetched, or transformers cannot build it.
     """
+    folder = find_config(name, revision, trust_remote_code)
+    known = conventional_size(name, _config_in(folder))
+    if known is not None:
+        return known
     from emp_llm.architecture.skeleton import build_skeleton
 
-    folder = find_config(name, revision, trust_remote_code)
     model = build_skeleton(folder, trust_remote_code)
     try:
-        return _size_of(name, model)
+        return size_of_skeleton(name, model)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 
 
-def _size_of(name: str, model: "PreTrainedModel") -> ModelSize:
+def conventional_size(name: str, config: dict[str, Any]) -> ModelSize | None:
+    """The size of a model of a known family, by arithmetic: importing transformers would take seconds.
+
+    Args:
+        name: of the model.
+        config: the content of config.json.
+
+    Returns:
+        None for any other model, and if a field is missing.
+    """
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if config.get("model_type") == "llama" and config.get("num_key_value_heads") is None:
+        config = config | {"num_key_value_heads": config.get("num_attention_heads")}  # as in the first Llama
+    sizes = [config.get(key) for key in _FIELDS]
+    if family is None or "auto_map" in config or config.get("quantization_config"):
+        return None
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    hidden, inner, layers, heads, groups, vocabulary, context = (int(size or 0) for size in sizes)
+    dim = config.get("head_dim") or (None if family.names_head_dim else hidden // heads)
+    switches = [config.get(key, False) for key in ("attention_bias", "mlp_bias")]
+    tied, dtype = config.get("tie_word_embeddings", family.tied), str(config.get("dtype") or config.get("torch_dtype"))
+    if type(dim) is not int or not all(type(value) is bool for value in (*switches, tied)):
+        return None
+    queries, keys = heads * dim, groups * dim
+    shapes = Counter([(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)])
+    shapes.update([(inner, hidden), (inner, hidden), (hidden, inner)])
+    biases = (queries + 2 * keys) * (family.qkv_bias or (family.attention_bias and switches[0]))
+    biases += hidden * (family.attention_bias and switches[0]) + (2 * inner + hidden) * (family.mlp_bias and switches[1])
+    block = sum(outputs * inputs * number for (outputs, inputs), number in shapes.items())
+    block += biases + family.norms * hidden + (2 * dim if family.norms_of_heads else 0)
+    table = vocabulary * hidden
+    return ModelSize(
+        name=name,
+        parameters=layers * block + hidden + table * (1 if tied else 2),
+        embeddings=table * (1 if tied else 2),
+        head=table,
+        in_blocks=layers * block,
+        largest_block=block,
+        active=layers * block,
+        layers=layers,
+        hidden_size=hidden,
+        shapes=tuple((*shape, number * layers) for shape, number in shapes.items()),
+        vocabulary=vocabulary,
+        context=context,
+        experts=0,
+        dtype=dtype if dtype in _BYTES else "float32",
+    )
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    """The content of config.json; empty if it cannot be read."""
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def size_of_skeleton(name: str, model: "PreTrainedModel") -> ModelSize:
+    """The size of a model of any family.
+
+    Args:
+        name: of the model.
+        model: with or without weights.
+
+    Raises:
+        UserError: it has no decoder blocks.
+    """
     from emp_llm.architecture.blocks import block_lists
     from emp_llm.architecture.experts import find_stacks
     from emp_llm.architecture.towers import parameters_of

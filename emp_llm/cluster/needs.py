@@ -103,7 +103,7 @@ def _passes(kind: JobKind, size: ModelSize, work: Work) -> float:
     suite = work.measured
     if kind in ("evaluate", "sweep") and suite is not None:
         if suite.corpus is not None:
-            tokens = block_of(size, suite.corpus) * blocks_at_a_time(size, suite.corpus)
+            tokens = block_of(size, suite.corpus) * blocks_at_a_time(size, suite)
             most = max(most, _activations(size, tokens, work.dtype) + tokens * size.vocabulary * size.itemsize(work.dtype))
         if suite.tasks:
             tokens = work.task_batch * min(LONGEST, size.context or LONGEST)

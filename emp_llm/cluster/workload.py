@@ -121,7 +121,7 @@ def evaluation_operations(size: ModelSize, work: Work) -> float:
     operations = 0.0
     if suite.corpus is not None:
         length = block_of(size, suite.corpus)
-        operations += forward_operations(size, text_tokens(size, suite), length, head=True)
+        operations += forward_operations(size, tokens_of_text(size, suite), length, head=True)
     for task in suite.tasks:
         sequences, length = task_sequences(task)
         operations += forward_operations(size, sequences * length, length, head=True)
@@ -134,12 +134,15 @@ def block_of(size: ModelSize, corpus: Corpus) -> int:
     return min(wanted, size.context or wanted)
 
 
-def blocks_at_a_time(size: ModelSize, corpus: Corpus) -> int:
-    """Blocks in a forward pass of the perplexity."""
-    return max(1, min(16, _LOGITS_AT_A_TIME // (block_of(size, corpus) * max(1, size.vocabulary))))
+def blocks_at_a_time(size: ModelSize, suite: Suite) -> int:
+    """Blocks in a forward pass of the perplexity of a suite's text."""
+    assert suite.corpus is not None
+    length = block_of(size, suite.corpus)
+    blocks = math.ceil(tokens_of_text(size, suite) / length)
+    return max(1, min(16, blocks, _LOGITS_AT_A_TIME // (length * max(1, size.vocabulary))))
 
 
-def text_tokens(size: ModelSize, suite: Suite) -> float:
+def tokens_of_text(size: ModelSize, suite: Suite) -> float:
     """Tokens of a suite's text: bytes / (bytes per token, which grow with the vocabulary)."""
     assert suite.corpus is not None
     file = suite.corpus.file
@@ -153,9 +156,8 @@ def bytes_per_token(vocabulary: int) -> float:
     return max(1.0, 1 + 0.4 * (math.log2(max(1, vocabulary)) - 8))
 
 
-def task_sequences(task: Task) -> tuple[float, float]:
+def task_sequences(task: Task) -> tuple[int, int]:
     """Number and mean length in tokens of the sequences that the model reads for a task."""
     examples, choices, length = TASKS.get(task.name, (EXAMPLES, CHOICES, CHOICE_TOKENS))
-    if task.limit is not None:
-        examples = min(examples, task.limit)
-    return examples * choices, length * (1 + (task.num_fewshot or 0))
+    most = examples if task.limit is None else min(examples, task.limit)
+    return most * choices, length * (1 + (task.num_fewshot or 0))
