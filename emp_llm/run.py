@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module
 from emp_llm.cli import run as run_command
+from emp_llm.common.errors import LOST_CODE
 from emp_llm.options.base import takes
 from emp_llm.options.jobs.studies import RunOptions
 
@@ -27,18 +28,22 @@ def run(options: RunOptions) -> "RunSummary":
 
 
 def show(summary: "RunSummary") -> None:
-    """Print the number of jobs by what became of them; exit with 1 if any is not done."""
+    """Print the number of jobs by what became of them.
+
+    Exit codes: 1 if a job failed; 75 if the others only need to be run again, which a scheduler may do.
+    """
     from emp_llm.common.wording import count_of
 
     counts = {
         "failed": len(summary.failed),
+        "stopped": len(summary.stopped),
         "not run": len(summary.waiting),
         "run by another process": len(summary.elsewhere),
     }
     words = [f"{count} {word}" for word, count in counts.items() if count]
     print(", ".join([f"{count_of(len(summary.done), 'job')} done", *words]))
     if not summary.complete:
-        sys.exit(1)
+        sys.exit(LOST_CODE if summary.stopped and not summary.failed else 1)
 
 
 callable_module(__name__)

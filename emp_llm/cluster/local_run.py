@@ -5,9 +5,10 @@ import time
 from dataclasses import dataclass, field
 
 from emp_llm.cluster.job_files import JobFiles, JobState
+from emp_llm.cluster.launch import node_of
 from emp_llm.cluster.machine import Machine, Share
 from emp_llm.cluster.plan_file import Job, read_plan
-from emp_llm.cluster.runner import Attempt
+from emp_llm.cluster.runner import Attempt, follow
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import count_of, quotable, shortened_list
@@ -24,7 +25,7 @@ class RunSummary:
 
     Attributes:
         done: ids of the jobs that are done; skipped: how many of them were done before.
-        failed: states of the jobs that failed.
+        failed: states of the jobs that failed; stopped: of those that were stopped and go on when they are run again.
         waiting: ids of the jobs that did not run, because one that comes first failed.
         elsewhere: ids of the jobs that another process runs, with --only.
     """
@@ -32,12 +33,13 @@ class RunSummary:
     done: list[str] = field(default_factory=list)
     skipped: int = 0
     failed: list[JobState] = field(default_factory=list)
+    stopped: list[JobState] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        return not (self.failed or self.waiting or self.elsewhere)
+        return not (self.failed or self.stopped or self.waiting or self.elsewhere)
 
 
 class LocalRun:
@@ -71,7 +73,14 @@ class LocalRun:
         self._looked = -_LOOK
 
     def run(self) -> RunSummary:
-        """Run the jobs. A signal stops the running ones, so that the same command goes on."""
+        """Run the jobs. A signal stops the running ones, so that the same command goes on.
+
+        Of a job of several nodes, this one may be another than the first: then it only starts its processes.
+        """
+        if self._only and len(self._jobs) == 1 and node_of(self._jobs[0])[0] > 0:
+            for job in self._left.values():
+                follow(self._study, job)
+            return self.summary
         if self.summary.skipped:
             logger.info("%s of %d done before.", count_of(self.summary.skipped, "job"), len(self._jobs))
         try:
@@ -136,7 +145,7 @@ class LocalRun:
 
     @property
     def _lost(self) -> set[str]:
-        return {state.id for state in self.summary.failed} | set(self.summary.waiting)
+        return {state.id for state in self.summary.failed + self.summary.stopped} | set(self.summary.waiting)
 
     def _is_done(self, name: str) -> bool:
         if name not in self._finished and name not in self._left and JobFiles(self._study, self._plan[name]).status() == "done":
@@ -161,6 +170,11 @@ class LocalRun:
             self.summary.done.append(state.id)
             self._finished.add(state.id)
             logger.info("%s: done in %.1f s.", state.id, state.seconds)
+            return
+        if state.status == "stopped":
+            self.summary.stopped.append(state)
+            logger.error("%s: stopped with exit code %s: %s", state.id, state.exit_code, quotable(state.message))
+            logger.error("  it goes on when it is run again: %s", files.rerun)
             return
         self.summary.failed.append(state)
         logger.error("%s: failed with exit code %s: %s", state.id, state.exit_code, quotable(state.message))

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 from emp_llm.cluster.job_files import BEAT, JobFiles, JobState
 from emp_llm.cluster.launch import exit_code_of, launch_words
 from emp_llm.cluster.plan_file import Job
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import LOST_CODE, UserError
 from emp_llm.storage.output.lock import FileLock
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,8 @@ class Attempt:
             state.status, state.message = "failed", f"the command ended well, but did not write {files.job.output}"
         elif code == 0:
             state.status = "done"
-        elif code in (130, 143):
-            state.status = "stopped"
+        elif code in (130, 143, LOST_CODE):
+            state.status, state.message = "stopped", next(iter(files.last_lines(1)), "")
         else:
             state.status = "failed"
             state.message = next(iter(files.last_lines(1)), "")
@@ -136,6 +137,24 @@ class Attempt:
             self._state.save(self.files.state_path)
         except OSError as error:
             raise UserError(f"{self.files.state_path}: cannot be written ({error.strerror}).") from error
+
+
+def follow(study: Path, job: Job) -> None:
+    """Start the processes of a node that is not the job's first, and wait for them. Lock, log and state are the first node's.
+
+    Raises:
+        SystemExit: they failed; with their exit code.
+    """
+    words, variables = launch_words(job)
+    process = subprocess.Popen(words, cwd=study, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        code = exit_code_of(process.wait())
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        process.wait(_PATIENCE)
+        raise
+    if code != 0:
+        sys.exit(code)
 
 
 def _make_folder(path: Path) -> None:

@@ -1,7 +1,7 @@
 """torchrun for jobs: `python -m emp_llm.cluster.torchrun` takes torchrun's own words.
 
-It differs in how it ends. Its exit code is that of the rank that failed first, and 143 on SIGTERM. The log ends with the cause in
-one sentence, without torchrun's traceback. On one node it needs no port.
+It differs in how it ends. Its exit code is that of the rank that failed first, and 143 on SIGTERM. The log ends with the cause
+in one sentence, without torchrun's traceback. On one node it needs no port.
 """
 
 import logging
