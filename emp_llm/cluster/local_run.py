@@ -108,12 +108,17 @@ class LocalRun:
                 self.summary.waiting.append(job.id)
                 continue
             if not all(self._is_done(name) for name in job.after):
-                if self._only:
-                    first = next(name for name in job.after if not self._is_done(name))
-                    raise UserError(f"{job.id} waits for {first}, which is not done. Run that first.")
+                self._check_comes(job)
                 continue
             if look or job.id not in self._elsewhere:
                 self._start(job)
+
+    def _check_comes(self, job: Job) -> None:
+        """Raise UserError if a job waits for one that this run does not include."""
+        coming = {*self._left, *(attempt.files.job.id for attempt, _ in self._running), *self._finished}
+        first = next((name for name in job.after if name not in coming), None)
+        if self._only and first is not None:
+            raise UserError(f"{job.id} waits for {first}, which is not done. Run that first.")
 
     def _start(self, job: Job) -> None:
         """Start a job, unless it is done by now, another process runs it, or the machine is busy."""
@@ -194,6 +199,7 @@ class LocalRun:
         except BaseException:  # a second signal
             for attempt, _ in self._running:
                 attempt.kill()
+                attempt.wait()
             raise
 
 

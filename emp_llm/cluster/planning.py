@@ -156,10 +156,10 @@ class JobMaker:
     def _sweep(self, model: PlannedModel) -> Job:
         planned, output = self._planned, f"runs/{model.slug}"
         words = [*self._model_words(model.name), "--methods", planned.methods]
-        for name in ("betas", "orders", "sparsities", "emp_sparsities", "patterns"):
+        betas = "1" if any(point.beta is not None for point in self.points) else None
+        words += _given("betas", planned.betas or betas)
+        for name in ("orders", "sparsities", "emp_sparsities", "patterns"):
             words += _given(name, getattr(planned, name))
-        if any(point.beta is not None for point in self.points) and planned.betas is None:
-            words += ["--betas", "1"]
         words += ["--suite", planned.suite, *_given("limit", planned.limit), *_given("targets", planned.targets)]
         calibrates = any(options.needs_activations for options in self._recipes.values())
         words += self._text_words() if calibrates else []

@@ -103,6 +103,10 @@ class Attempt:
         code = self._process.poll()
         return None if code is None else self._finish(code)
 
+    def wait(self) -> JobState:
+        """The state of the job when it has ended."""
+        return self._finish(self._process.wait())
+
     def stop(self) -> None:
         """Ask the command to end where it can go on later."""
         if self._stopping is None:
@@ -123,7 +127,7 @@ class Attempt:
             state.status, state.message = "failed", f"the command ended well, but did not write {files.job.output}"
         elif code == 0:
             state.status = "done"
-        elif code in (130, 143, LOST_CODE):
+        elif code in (130, 143, LOST_CODE) or self._stopping is not None:
             state.status, state.message = "stopped", next(iter(files.last_lines(1)), "")
         else:
             state.status = "failed"

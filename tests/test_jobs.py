@@ -1,0 +1,552 @@
+"""Studies of many jobs: the plan file, the plan of options, the run on one machine, its state, and the collected tables."""
+
+import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+
+from emp_llm import cli
+from emp_llm.cluster import job_files, local_run, runner
+from emp_llm.cluster.job_files import JobFiles, JobState
+from emp_llm.cluster.plan_file import Job, Needs, read_plan, write_plan
+from emp_llm.cluster.runner import Attempt
+from emp_llm.collect import collect
+from emp_llm.common.errors import UserError
+from emp_llm.plan import plan
+from emp_llm.run import run as run_study
+from emp_llm.run import show as show_run
+from emp_llm.status import show as show_status
+from emp_llm.status import status
+
+Models = Callable[[str], Path]
+SMALL = Needs(memory_gb=0.1, disk_gb=0.1, hours=0.1)
+
+
+def job(name: str, after: tuple[str, ...] = (), **more: Any) -> Job:
+    values = {"kind": "prune", "command": f"emp-llm prune --output runs/{name}", "output": f"runs/{name}", "needs": SMALL}
+    return Job(id=name, after=list(after), **values | more)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Programs of jobs by id, in place of their commands; a job without one writes an output that emp-llm would take."""
+    programs: dict[str, str] = {}
+
+    def words(job: Job, **_: Any) -> tuple[list[str], dict[str, str]]:
+        report = json.dumps({"command": job.command})
+        write = f"import os; os.makedirs({job.output!r}); open({job.output!r} + '/emp_report.json', 'w').write({report!r})"
+        return [sys.executable, "-S", "-c", programs.get(job.id, "WRITE").replace("WRITE", write)], dict(os.environ)
+
+    monkeypatch.setattr(runner, "launch_words", words)
+    return programs
+
+
+def study_of(folder: Path, *jobs: Job) -> Path:
+    write_plan(folder, jobs)
+    return folder
+
+
+# The plan file.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("{", r"plan\.jsonl:2: this line is not JSON"),
+        ("[]", "must be a JSON object"),
+        ({"colour": 1, "id": "x"}, "missing"),
+        ({"id": "../x"}, "must be of letters"),
+        ({"id": "first"}, "two jobs have the id first"),
+        ({"output": "runs/first"}, "two jobs have the output runs/first"),
+        ({"after": ["other"]}, "second waits for other, which is not in the plan"),
+        ({"after": ["second"]}, "these jobs wait for each other: second -> second"),
+        ({"command": "rm -rf x"}, 'must begin with "emp-llm prune"'),
+        ({"command": "emp-llm prune 'x"}, "a quotation mark must be closed"),
+        ({"output": "/etc"}, "within the study's folder"),
+        ({"output": "a/../../b"}, "within the study's folder"),
+        ({"needs": {"memory_gb": -1, "disk_gb": 0, "hours": 1}}, "needs.memory_gb"),
+        ({"format": "emp-llm job 9"}, "Upgrade emp-llm"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    study_of(tmp_path, job("first"), job("second"))
+    lines = (tmp_path / "plan.jsonl").read_text().splitlines()
+    if isinstance(change, dict) and "colour" not in change:
+        change = json.dumps(json.loads(lines[1]) | change)
+    elif isinstance(change, dict):
+        change = json.dumps(change)
+    (tmp_path / "plan.jsonl").write_text(f"{lines[0]}\n{change}\n")
+    with pytest.raises(UserError, match=message):
+        read_plan(tmp_path)
+
+
+def test_a_circle_is_named(tmp_path: Path) -> None:
+    study_of(tmp_path, job("a", ("c",)), job("b", ("a",)), job("c", ("b",)), job("free"))
+    with pytest.raises(UserError, match=r"wait for each other: a -> c -> b -> a\. Take one out of after"):
+        status(tmp_path)
+
+
+def test_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no plan; write one with emp-llm plan"):
+        run_study(tmp_path)
+    (tmp_path / "plan.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="the plan has no jobs"):
+        run_study(tmp_path)
+
+
+def test_jobs_in_any_order(tmp_path: Path) -> None:
+    study_of(tmp_path, job("c", ("b",)), job("b", ("a",)), job("a"))
+    assert [each.id for each in read_plan(tmp_path)] == ["a", "b", "c"]
+
+
+# From options to jobs.
+
+
+def planned(made: Models, folder: Path, **options: Any) -> list[Job]:
+    values = {"models": str(made("llama")), "suite": "demo", "gpu_gb": 0, "quiet": True}
+    return plan(output=folder, **values | options).jobs
+
+
+def test_each_recipe_has_its_jobs(models: Models, tmp_path: Path) -> None:
+    names = f"{models('llama')},{models('opt')}"
+    jobs = planned(models, tmp_path, models=names, methods="emp-wanda,magnitude", betas="0.5,1", sparsities="0.4", samples=4)
+    assert jobs == read_plan(tmp_path)
+    kinds = [(each.id, each.kind, each.after) for each in jobs[:8]]
+    assert kinds == [
+        ("llama.dense.evaluate", "evaluate", []),
+        ("llama.calibrate", "calibrate", []),
+        ("llama.emp-wanda-beta-0.5.prune", "prune", ["llama.calibrate"]),
+        ("llama.emp-wanda-beta-0.5.evaluate", "evaluate", ["llama.emp-wanda-beta-0.5.prune"]),
+        ("llama.emp-wanda-beta-1.prune", "prune", ["llama.calibrate"]),
+        ("llama.emp-wanda-beta-1.evaluate", "evaluate", ["llama.emp-wanda-beta-1.prune"]),
+        ("llama.magnitude-0.4.prune", "prune", []),
+        ("llama.magnitude-0.4.evaluate", "evaluate", ["llama.magnitude-0.4.prune"]),
+    ]
+    assert {each.id.partition(".")[0] for each in jobs[8:]} == {"opt"}
+    words = shlex.split(jobs[4].command)
+    assert words[:3] == ["emp-llm", "prune", "--model"]
+    assert Path(words[3]).is_absolute()
+    assert words[4:] == [
+        *("--method", "emp-wanda", "--beta", "1", "--activations", "activations/llama.safetensors"),
+        *("--output", "runs/llama.emp-wanda-beta-1"),
+    ]
+    assert "--samples 4" in jobs[1].command
+
+
+def test_one_sweep_for_each_model(models: Models, tmp_path: Path) -> None:
+    (only,) = planned(models, tmp_path, per="model", methods="emp-magnitude,magnitude", sparsities="0.3,0.5")
+    assert (only.kind, only.output, only.after) == ("sweep", "runs/llama", [])
+    assert "--methods emp-magnitude,magnitude --betas 1 --sparsities 0.3,0.5 --suite demo --output runs/llama" in only.command
+
+
+def test_a_refit_reads_the_text_itself(models: Models, tmp_path: Path) -> None:
+    jobs = planned(models, tmp_path, methods="wanda", prune_options="--refit", calibration="demo", processes=2)
+    assert [each.kind for each in jobs] == ["evaluate", "prune", "evaluate"]
+    assert jobs[1].command.endswith("--refit")
+    assert "--calibration demo" in jobs[1].command
+    assert [each.needs.processes for each in jobs] == [2, 2, 2]
+
+
+def test_reading_activations_needs_one_process(models: Models, tmp_path: Path) -> None:
+    jobs = planned(models, tmp_path, methods="wanda", processes=2, nodes=2)
+    assert {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs} == {
+        "evaluate": (2, 2),
+        "calibrate": (2, 2),
+        "prune": (1, 1),
+    }
+
+
+def test_a_table(models: Models, tmp_path: Path) -> None:
+    table = tmp_path / "table.toml"
+    table.write_text(
+        f"models = ['{models('llama')}']\nmethods = ['magnitude']\nsparsities = [0.25, 0.5]\nsuite = 'demo'\ngpu_gb = 0\n"
+    )
+    jobs = plan(table, output=tmp_path / "a", quiet=True).jobs
+    assert [each.id for each in jobs if each.kind == "prune"] == ["llama.magnitude-0.25.prune", "llama.magnitude-0.5.prune"]
+    fewer = plan(table, output=tmp_path / "b", sparsities="0.75", quiet=True).jobs
+    assert [each.id for each in fewer if each.kind == "prune"] == ["llama.magnitude-0.75.prune"]
+    table.write_text("modles = ['x']")
+    with pytest.raises(UserError, match=r"table\.toml: .*modles"):
+        plan(table, output=tmp_path / "c")
+    table.write_text("models = 'x\n")
+    with pytest.raises(UserError, match="not a TOML table"):
+        plan(table, output=tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": None}, "--models is missing"),
+        ({"methods": "wandaa"}, "'wandaa' is not one of"),
+        ({"betas": "x", "methods": "emp-wanda"}, "--betas 'x': expected numbers"),
+        ({"betas": "1", "methods": "wanda"}, "--betas is for emp methods"),
+        ({"methods": "wanda", "prune_options": "--beta 1"}, "--beta does not go with method wanda"),
+        ({"suite": "none-such"}, "none-such"),
+        ({"gpu_gb": -1}, "--gpu-gb must be 0 or more"),
+    ],
+)
+def test_wrong_options_of_a_plan(models: Models, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        planned(models, tmp_path, **options)
+    assert not (tmp_path / "plan.jsonl").exists()
+
+
+def test_another_plan_is_kept(models: Models, tmp_path: Path) -> None:
+    planned(models, tmp_path, methods="magnitude")
+    planned(models, tmp_path, methods="magnitude")  # the same
+    with pytest.raises(UserError, match=r"it holds another plan; 5 jobs would change\. Name another --output, or --overwrite"):
+        planned(models, tmp_path, methods="wanda")
+    planned(models, tmp_path, methods="wanda", overwrite=True)
+
+
+# Running.
+
+
+def test_jobs_run_in_order(scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study_of(tmp_path, job("c", ("a", "b")), job("a"), job("b", ("a",)))
+    summary = run_study(tmp_path, workers=3)
+    assert summary.done == ["a", "b", "c"]
+    show_run(summary)
+    assert capsys.readouterr().out == "3 jobs done\n"
+    state = JobFiles(tmp_path, read_plan(tmp_path)[0]).state()
+    assert state is not None
+    assert (state.status, state.attempts, state.exit_code) == ("done", 1, 0)
+    again = run_study(tmp_path)
+    assert (again.skipped, len(again.done)) == (3, 3)
+    assert JobFiles(tmp_path, job("a")).state() == state
+
+
+def test_a_failed_job_stops_those_that_wait_for_it(
+    scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted["a"] = "print('one'); print('error: no such model', flush=True); raise SystemExit(2)"
+    study_of(tmp_path, job("a"), job("b", ("a",)), job("c", ("b",)), job("free"))
+    summary = run_study(tmp_path)
+    assert (summary.done, summary.waiting) == (["free"], ["b", "c"])
+    with pytest.raises(SystemExit, match="1"):
+        show_run(summary)
+    assert capsys.readouterr().out == "1 job done, 1 failed, 2 not run\n"
+    show_status(status(tmp_path, lines=1))
+    shown = capsys.readouterr().out
+    assert "failed with exit code 2: a" in shown
+    assert "    error: no such model\n" in shown
+    assert f"to run it again: emp-llm run {tmp_path} --only a" in shown
+    assert "waiting for jobs that failed: b, c" in shown
+    assert "    one" not in shown
+    del scripted["a"]  # the cause is gone
+    assert run_study(tmp_path).complete
+    show_status(status(tmp_path))
+    assert "4 jobs of 4 done" in capsys.readouterr().out
+
+
+def test_a_job_that_writes_nothing_failed(scripted: dict[str, str], tmp_path: Path) -> None:
+    scripted["a"] = "pass"
+    (failed,) = run_study(study_of(tmp_path, job("a"))).failed
+    assert failed.message == "the command ended well, but did not write runs/a"
+
+
+def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
+    study_of(tmp_path, job("a"), job("b", ("a",)))
+    with pytest.raises(UserError, match="b waits for a, which is not done"):
+        run_study(tmp_path, only="b")
+    with pytest.raises(UserError, match="the plan has no job 'x'; emp-llm status lists its jobs"):
+        run_study(tmp_path, only="a,x")
+    assert run_study(tmp_path, only="b,a").done == ["a", "b"]
+
+
+def test_a_signal_stops_the_commands(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end where they can go on, and the next run goes on with them."""
+    scripted["a"] = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); open('up', 'w'); time.sleep(60)"
+    )
+    study_of(tmp_path, job("a"), job("b", ("a",)))
+    sleep = time.sleep
+
+    def interrupted(seconds: float) -> None:
+        sleep(seconds)
+        if (tmp_path / "up").exists():
+            (tmp_path / "up").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_run.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(tmp_path)
+    files = JobFiles(tmp_path, job("a"))
+    assert files.status() == "stopped"
+    assert not files.lock_path.exists()
+    assert (files.state() or pytest.fail("no state")).exit_code == 143
+    del scripted["a"]
+    assert run_study(tmp_path).complete
+    assert (files.state() or pytest.fail("no state")).attempts == 2
+
+
+def test_a_second_signal_kills(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted["a"] = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('up', 'w'); time.sleep(60)"
+    study_of(tmp_path, job("a"))
+    sleep = time.sleep
+
+    def interrupted(seconds: float) -> None:
+        sleep(seconds)
+        if (tmp_path / "up").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_run.time, "sleep", interrupted)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(tmp_path)
+    assert time.monotonic() - began < 30
+    sleep(0.2)
+    assert JobFiles(tmp_path, job("a")).runner() is None
+
+
+def run_in_fork(study: Path) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=run_study, args=(study,), kwargs={"quiet": True})
+    process.start()
+    return process
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("it does not happen")
+
+
+def test_a_killed_run_loses_nothing(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command goes on alone and holds the lock; the next run waits for it and does not start it twice."""
+    scripted["a"] = (
+        "import time\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\nopen('ran', 'a').write('x'); WRITE"
+    )
+    study_of(tmp_path, job("a"), job("b", ("a",)))
+    process = run_in_fork(tmp_path)
+    files = JobFiles(tmp_path, job("a"))
+    until(lambda: files.state() is not None and files.runner() is not None)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert files.status() == "running"
+    assert run_study(tmp_path, only="a").elsewhere == ["a"]
+    threading.Timer(0.5, (tmp_path / "go").touch).start()
+    assert run_study(tmp_path).done == ["a", "b"]
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_run, "_LOOK", 0.1)
+    jobs = [job(f"j{number}") for number in range(8)]
+    for each in jobs:
+        scripted[each.id] = f"import time; time.sleep(0.1); open('ran', 'a').write('{each.id} '); WRITE"
+    study_of(tmp_path, *jobs)
+    process = run_in_fork(tmp_path)
+    assert run_study(tmp_path, quiet=True).complete
+    process.join()
+    assert process.exitcode == 0
+    assert sorted((tmp_path / "ran").read_text().split()) == [each.id for each in jobs]
+
+
+def test_memory_and_gpus_limit_what_runs_together(scripted: dict[str, str], tmp_path: Path) -> None:
+    large = Needs(memory_gb=1e6, disk_gb=0, hours=1)
+    for name in ("a", "b"):
+        scripted[name] = "import os; assert not os.path.exists('busy'); open('busy', 'w'); WRITE; os.remove('busy')"
+    assert run_study(study_of(tmp_path, job("a", needs=large), job("b", needs=large)), workers=4).complete
+    study_of(tmp_path, job("c", needs=Needs(gpus=4000, gpu_gb=80, memory_gb=1, disk_gb=0, hours=1)))
+    with pytest.raises(UserError, match=r"c needs 4,000 GPUs, and this machine has .*--gpu-gb 0"):
+        run_study(tmp_path)
+
+
+# States.
+
+
+def test_a_damaged_state_is_no_state(scripted: dict[str, str], tmp_path: Path) -> None:
+    run_study(study_of(tmp_path, job("a")))
+    files = JobFiles(tmp_path, job("a"))
+    files.state_path.write_text('{"format": "emp-llm job sta')
+    assert files.state() is None
+    assert files.status() == "done"  # its output says so
+
+
+def test_a_job_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks are not seen across machines, signs of life are: by the clock of the file server."""
+    files = JobFiles(tmp_path, job("a"))
+    JobState(id="a", command=files.job.command, status="running", host="node7").save(files.state_path)
+    assert files.status() == "stopped"
+    files.lock_path.touch()
+    assert files.status() == "running"
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock is wrong
+    assert files.status() == "running"
+    monkeypatch.setattr(job_files, "server_time", lambda _: files.lock_path.stat().st_mtime + 300)
+    assert files.status() == "stopped"
+
+
+def test_signs_of_life(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "BEAT", 0.0)
+    scripted["a"] = "import time; time.sleep(0.3)"
+    attempt = Attempt(tmp_path, job("a"))
+    os.utime(attempt.files.lock_path, (1, 1))
+    assert attempt.poll() is None
+    assert attempt.files.lock_path.stat().st_mtime > 1
+    until(lambda: attempt.poll() is not None)
+
+
+def test_an_output_of_another_plan(scripted: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_study(study_of(tmp_path, job("a")))
+    study_of(tmp_path, job("a", command="emp-llm prune --beta 2 --output runs/a"))
+    message = r"runs/a: it was made by another command than this plan's \(emp-llm prune --output runs/a\)\. Move it away"
+    for command in (run_study, collect):
+        with pytest.raises(UserError, match=message):
+            command(tmp_path)
+    show_status(status(tmp_path))
+    assert "of another plan: a" in capsys.readouterr().out
+    (tmp_path / "jobs" / "a.json").unlink()  # the output itself still says so
+    with pytest.raises(UserError, match=message):
+        run_study(tmp_path)
+    (tmp_path / "jobs" / "a.json").mkdir()
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(UserError, match="cannot be written"):
+        run_study(tmp_path)
+
+
+# Real jobs, and their collected tables.
+
+
+@pytest.fixture(scope="module")
+def study(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A study whose jobs ran in this process. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("study")
+    make_study(models, text, folder)
+    for each in read_plan(folder):
+        run_here(folder, each)
+    return folder
+
+
+def make_study(models: Models, text: Path, folder: Path) -> None:
+    suite = folder / "suite.toml"
+    (folder / "suite.txt").write_text(text.read_text()[:1500])
+    suite.write_text('about = "A text."\n[perplexity]\nfile = "suite.txt"\nseqlen = 64\n')
+    plan(
+        models=str(models("llama")),
+        methods="emp-wanda,magnitude",
+        suite=str(suite),
+        calibration=str(text),
+        samples=4,
+        seqlen=32,
+        gpu_gb=0,
+        output=folder,
+        quiet=True,
+    )
+
+
+def run_here(folder: Path, each: Job) -> None:
+    """Run a job as its process would, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / each.output).parent.mkdir(exist_ok=True)
+        patch.setattr(sys, "argv", ["emp-llm", *each.arguments])
+        cli.main([*each.arguments, "--quiet"])
+
+
+def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(study, tmp_path / "study"))
+    summary = collect(folder, no_plots=True)
+    page = (folder / "tables" / "tables.md").read_text()
+    assert page == summary.page
+    assert "All 6 jobs are done." in page
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    assert rows[0] == ["", "zeros, %", "perplexity, blocks of 64"]
+    assert [row[0] for row in rows[2:]] == ["dense", "llama.emp-wanda-beta-1", "llama.magnitude-0.5"]
+    result = json.loads((folder / "results" / "llama.magnitude-0.5.json").read_text())
+    dense = json.loads((folder / "results" / "llama.dense.json").read_text())
+    change = 100 * (result["perplexity"]["perplexity"] / dense["perplexity"]["perplexity"] - 1)
+    assert rows[-1][1] == "50.00"
+    assert rows[-1][2].startswith(f"{result['perplexity']['value']:.3f} ({change:+.2f} ± ")
+    lines = (folder / "tables" / "tables.csv").read_text().splitlines()
+    assert len(lines) == 4
+    assert repr(result["perplexity"]["perplexity"]) in lines[-1]
+    assert {"report.html", "report.md", "points.csv"} <= {path.name for path in (folder / "tables" / "report").iterdir()}
+
+
+def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
+    """Missing, unfinished and damaged results are left out and named; two collectors at once do no harm."""
+    folder = Path(shutil.copytree(study, tmp_path / "study"))
+    dense = folder / "results" / "llama.dense.json"
+    dense.write_text(dense.read_text().replace('"complete": true', '"complete": false'))
+    damaged = folder / "results" / "llama.magnitude-0.5.json"
+    JobState(id="llama.magnitude-0.5.evaluate", command=read_plan(folder)[-1].command, status="done").save(
+        folder / "jobs" / "llama.magnitude-0.5.evaluate.json"
+    )
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    forks = [
+        multiprocessing.get_context("fork").Process(target=collect, args=(folder,), kwargs={"no_plots": True}) for _ in range(2)
+    ]
+    for fork in forks:
+        fork.start()
+    for fork in forks:
+        fork.join()
+    assert [fork.exitcode for fork in forks] == [0, 0]
+    page = (folder / "tables" / "tables.md").read_text()
+    assert "Partial: 5 of 6 jobs are done. Missing:\n\n- llama.dense.evaluate: missing" in page
+    assert "| dense | missing | - |" in page
+    assert "no changes: the dense model is missing" in page
+    assert "| llama.magnitude-0.5 | unreadable | - |" in page
+    assert "Unreadable:" in page
+    assert not list(folder.glob(".tables*"))
+
+
+def test_nothing_done_yet(models: Models, text: Path, tmp_path: Path) -> None:
+    make_study(models, text, tmp_path)
+    assert "Partial: 0 of 6 jobs are done" in collect(tmp_path).page
+    with pytest.raises(UserError, match=r"it exists and holds no collected\.json"):
+        collect(tmp_path, output=tmp_path / "results" / ".." / "jobs" / "..")
+
+
+def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:
+    """A model and a recipe of the paper: its values and the difference of the changes stand below ours."""
+    folder = Path(shutil.copytree(study, tmp_path / "study"))
+    name = "meta-llama/Llama-2-7b-hf"
+    old = json.loads((folder / "results" / "llama.dense.json").read_text())["model"]
+    text = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
+    for path in (folder / "results").iterdir():
+        result = json.loads(path.read_text().replace(old, name).replace("blocks of 64", "blocks of 2048"))
+        result["made_by"]["text"] = text
+        result["perplexity"] |= {"block_length": 2048, "block_losses": []}
+        path.write_text(json.dumps(result))
+    jobs = read_plan(folder)
+    for each in jobs:
+        each.command = each.command.replace(old, name)
+    write_plan(folder, jobs)
+    shutil.rmtree(folder / "runs")
+    page = collect(folder, no_plots=True).page
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    ours, paper, gap = rows[4:7]
+    published = json.loads((Path(__file__).parents[1] / "eval" / "published" / "llama.json").read_text())["results"][name]
+    assert f"{published['emp-wanda']['wikitext2_perplexity']:.3f}" in paper
+    assert ours.startswith("| llama.emp-wanda-beta-1 |")
+    assert gap.startswith("| change beyond the paper's |")
+
+
+def test_processes_of_their_own(run: Run, study: Path, tmp_path: Path) -> None:
+    """The command runs what is missing, with processes; the tables are the same, byte for byte."""
+    folder = Path(shutil.copytree(study, tmp_path / "study"))
+    shutil.rmtree(folder / "runs" / "llama.magnitude-0.5")
+    (folder / "results" / "llama.magnitude-0.5.json").unlink()
+    done = run("run", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "6 jobs done\n"
+    assert "4 jobs of 6 done before." in done.stderr
+    assert "llama.magnitude-0.5.evaluate: done in " in done.stderr
+    here = Path(shutil.copytree(study, tmp_path / "here"))
+    for each in (folder, here):
+        collect(each, no_plots=True)
+    for name in ("tables.md", "tables.csv"):
+        assert (folder / "tables" / name).read_bytes() == (here / "tables" / name).read_bytes()
