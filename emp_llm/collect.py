@@ -7,7 +7,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.jobs.studies import CollectOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.collecting import CollectSummary
+    from emp_llm.cluster.collecting.collect_study import CollectSummary
 
 
 @takes(CollectOptions)
@@ -19,14 +19,14 @@ def collect(options: CollectOptions) -> "CollectSummary":
 
     Returns the tables, and what is missing.
     """
-    from emp_llm.cluster.collecting import collect_study
+    from emp_llm.cluster.collecting.collect_study import collect_study
 
     return collect_study(options)
 
 
 def show(summary: "CollectSummary") -> None:
     """Print the tables and their location."""
-    from emp_llm.cluster.collecting import collected_words
+    from emp_llm.cluster.collecting.collect_study import collected_words
 
     print(collected_words(summary))
 

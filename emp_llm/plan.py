@@ -1,13 +1,14 @@
 """`emp-llm plan`: models x recipes -> plan.jsonl, the jobs of a study."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import callable_module, parse, run
 from emp_llm.options.base import takes
 from emp_llm.options.jobs.planning import PlanOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.plan_study import PlanSummary
+    from emp_llm.cluster.planning.plan_study import PlanSummary
 
 
 @takes(PlanOptions)
@@ -20,14 +21,20 @@ def plan(options: PlanOptions) -> "PlanSummary":
 
     Returns the jobs, and the assumptions of the estimates.
     """
-    from emp_llm.cluster.plan_study import plan_study
+    from emp_llm.cluster.planning.plan_study import plan_study
 
-    return plan_study(options)
+    return plan_study(options, _parsed)
+
+
+def _parsed(kind: str, words: list[str]) -> Any:
+    """The options of a job's command."""
+    command = getattr(import_module(f"emp_llm.{kind}"), kind)
+    return command.options(**parse(command, words, f"emp-llm plan: {kind}"))
 
 
 def show(summary: "PlanSummary") -> None:
     """Print the jobs by kind, and the assumptions."""
-    from emp_llm.cluster.plan_study import plan_words
+    from emp_llm.cluster.planning.plan_study import plan_words
 
     print(plan_words(summary))
 

@@ -10,7 +10,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.jobs.studies import RunOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.local_run import RunSummary
+    from emp_llm.cluster.running.local_run import RunSummary
 
 
 @takes(RunOptions)
@@ -22,7 +22,7 @@ def run(options: RunOptions) -> "RunSummary":
 
     Returns the ids of the jobs that are done, and the states of those that failed.
     """
-    from emp_llm.cluster.local_run import LocalRun
+    from emp_llm.cluster.running.local_run import LocalRun
 
     return LocalRun(options).run()
 

@@ -7,7 +7,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.jobs.studies import StatusOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.study_status import StudyStatus
+    from emp_llm.cluster.collecting.study_status import StudyStatus
 
 
 @takes(StatusOptions)
@@ -18,14 +18,14 @@ def status(options: StatusOptions) -> "StudyStatus":
 
     Returns the jobs with their states.
     """
-    from emp_llm.cluster.study_status import study_status
+    from emp_llm.cluster.collecting.study_status import study_status
 
     return study_status(options.study, options.lines)
 
 
 def show(result: "StudyStatus") -> None:
     """Print the numbers of jobs, and what to know of those that are not done."""
-    from emp_llm.cluster.study_status import status_words
+    from emp_llm.cluster.collecting.study_status import status_words
 
     print(status_words(result))
 

@@ -52,6 +52,10 @@ ROOMS = (
     "runs",
     "in_memory",
     "cluster",
+    "cluster/planning",
+    "cluster/running",
+    "cluster/slurm",
+    "cluster/collecting",
 )
 COMMANDS = "commands"  # the files beside the rooms
 

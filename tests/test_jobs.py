@@ -17,10 +17,10 @@ import pytest
 from conftest import Run
 
 from emp_llm import cli
-from emp_llm.cluster import job_files, local_run, runner
-from emp_llm.cluster.job_files import JobFiles, JobState
 from emp_llm.cluster.plan_file import Job, Needs, read_plan, write_plan
-from emp_llm.cluster.runner import Attempt
+from emp_llm.cluster.running import job_files, local_run, runner
+from emp_llm.cluster.running.job_files import JobFiles, JobState
+from emp_llm.cluster.running.runner import Attempt
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
 from emp_llm.plan import plan
@@ -469,7 +469,7 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     dense = json.loads((folder / "results" / "llama.dense.json").read_text())
     change = 100 * (result["perplexity"]["perplexity"] / dense["perplexity"]["perplexity"] - 1)
     assert rows[-1][1] == "50.00"
-    assert rows[-1][2].startswith(f"{result['perplexity']['value']:.3f} ({change:+.2f} ± ")
+    assert rows[-1][2].startswith(f"{result['perplexity']['perplexity']:.3f} ({change:+.2f} ± ")
     lines = (folder / "tables" / "tables.csv").read_text().splitlines()
     assert len(lines) == 4
     assert repr(result["perplexity"]["perplexity"]) in lines[-1]

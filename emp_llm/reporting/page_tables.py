@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.common.wording import count_of
 from emp_llm.evaluation.changes import change_of, change_text, signed
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent
+from emp_llm.evaluation.measured_values import Value, in_percent, value_cell
 from emp_llm.reporting.studies.curves import Difference, differences, main_measures
 from emp_llm.reporting.studies.measured_points import MatrixStats, WholeGroup, by_role_and_block
 from emp_llm.reporting.studies.study import Study, StudySuite, label_of
@@ -206,15 +206,6 @@ def change_rows(study: Study) -> Rows:
             numbers += [_exact(each.change.stderr), "" if each.change.stderr is None else str(each.change.paired).lower()]
             rows.append([*start, *numbers, verdict_of(each)])
     return rows
-
-
-def value_cell(measure: str, value: Value | None) -> str:
-    """A value as a cell: accuracies in percent with their standard error; * marks partial values."""
-    if value is None:
-        return "-"
-    digits = 2 if in_percent(measure) else 3
-    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(measure) else ""
-    return f"{formatted(value.value, digits)}{error}{' *' if value.partial else ''}"
 
 
 def _short_count(chosen: list[Difference], members: list[Difference]) -> str:

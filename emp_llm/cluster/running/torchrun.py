@@ -1,4 +1,4 @@
-"""torchrun for jobs: `python -m emp_llm.cluster.torchrun` takes torchrun's own words.
+"""torchrun for jobs: `python -m emp_llm.cluster.running.torchrun` takes torchrun's own words.
 
 It differs in how it ends. Its exit code is that of the rank that failed first, and 143 on SIGTERM. The log ends with the cause
 in one sentence, without torchrun's traceback. On one node it needs no port.
@@ -18,7 +18,7 @@ _CONSEQUENCES = (LOST_CODE, 143, -signal.SIGTERM)  # exit codes of ranks that en
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def main(words: list[str] | None = None) -> None:
+def start_ranks(words: list[str] | None = None) -> None:
     """Start the ranks of this node, wait for them, and exit."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, api
@@ -87,4 +87,4 @@ def _explain(failures: dict[int, Any]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    start_ranks()

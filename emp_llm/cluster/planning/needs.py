@@ -2,9 +2,9 @@
 
 import math
 
-from emp_llm.cluster.model_size import ModelSize
 from emp_llm.cluster.plan_file import JobKind, Needs
-from emp_llm.cluster.workload import (
+from emp_llm.cluster.planning.model_size import ModelSize
+from emp_llm.cluster.planning.workload import (
     CPU_FLOPS,
     DISK,
     EXAMPLES,

@@ -15,7 +15,7 @@ _GB = 1e9
 
 
 @dataclass(frozen=True)
-class Share:
+class MachinePart:
     """A job's part of the machine.
 
     Attributes:
@@ -77,7 +77,7 @@ class Machine:
         least = min((gpus_of(job) for job in jobs if gpus_of(job)), default=0)
         return cls(workers or (gpus // least if least else max(1, cores // _CORES)), gpus, cores, memory or float("inf"))
 
-    def take(self, job: Job) -> Share | None:
+    def take(self, job: Job) -> MachinePart | None:
         """A job's share; None while it does not fit beside those that run. A job alone always fits."""
         needs = job.needs
         memory = needs.memory_gb * needs.nodes
@@ -91,9 +91,9 @@ class Machine:
             self._gpus = self._gpus[len(gpus) :]
         self._memory -= memory
         self._used += 1
-        return Share(gpus, self._threads, memory)
+        return MachinePart(gpus, self._threads, memory)
 
-    def give_back(self, share: Share) -> None:
+    def give_back(self, share: MachinePart) -> None:
         """Take back the share of a job that has ended."""
         self._used -= 1
         self._memory += share.memory_gb

@@ -39,7 +39,7 @@ def launch_words(
     command = ["-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
     if processes * nodes == 1:
         return [sys.executable, *command], changed
-    words = [sys.executable, "-m", "emp_llm.cluster.torchrun", "--nproc-per-node", str(processes)]
+    words = [sys.executable, "-m", "emp_llm.cluster.running.torchrun", "--nproc-per-node", str(processes)]
     if nodes > 1:
         words += ["--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-id", job.id]
         words += ["--rdzv-backend", "static", "--rdzv-endpoint", environment[RENDEZVOUS]]
@@ -76,7 +76,7 @@ def node_of(job: Job, environment: Mapping[str, str] | None = None) -> tuple[int
 def exit_code_of(returncode: int) -> int:
     """The exit code of a process that Python started: 143 also for one that SIGTERM has killed.
 
-    `emp_llm.cluster.torchrun` ends with 143 on SIGTERM, and else with the exit code of the rank that failed first.
+    `emp_llm.cluster.running.torchrun` ends with 143 on SIGTERM, and else with the exit code of the rank that failed first.
     """
     return 128 - returncode if returncode < 0 else returncode
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.cluster.model_size import ModelSize
 from emp_llm.cluster.plan_file import JobKind
+from emp_llm.cluster.planning.model_size import ModelSize
 from emp_llm.evaluation.suites import Suite, Task
 from emp_llm.records.corpus import Corpus
 

@@ -2,21 +2,23 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from emp_llm.calibration.text_mix import calibration_corpora
-from emp_llm.cluster.model_size import ModelSize, model_size
-from emp_llm.cluster.needs import estimated_needs
 from emp_llm.cluster.plan_file import Job, JobKind
-from emp_llm.cluster.study_table import Planned
-from emp_llm.cluster.workload import Work
+from emp_llm.cluster.planning.model_size import ModelSize, model_size
+from emp_llm.cluster.planning.needs import estimated_needs
+from emp_llm.cluster.planning.study_table import Planned, absolute
+from emp_llm.cluster.planning.workload import Work
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import PruneOptions
 from emp_llm.runs.sweeping.sweep_points import SweepPoint, parse_words, plan_points
+
+ParseWords = Callable[[JobKind, list[str]], Any]
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,12 @@ def named_models(models: str | list[str]) -> dict[str, str]:
     return slugs
 
 
-def absolute(name: str) -> str:
-    """A path that exists as an absolute path, because jobs run in the study's folder; other names as they are."""
-    path, comma, rest = name.partition(",")
-    found = Path(path).expanduser()
-    return f"{found.resolve()}{comma}{rest}" if path and found.exists() else name
-
-
 class JobMaker:
     """Makes the jobs of a study.
 
     Args:
         planned: the options, with their defaults.
+        parse_words: returns the options of a command, given its kind and its words.
 
     Attributes:
         points: the recipes.
@@ -102,7 +98,7 @@ class JobMaker:
         UserError: a method or number is wrong, or the options of a command conflict.
     """
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: Planned, parse_words: ParseWords) -> None:
         self._planned = planned
         betas = None if planned.emp_sparsities is not None and planned.betas is None else planned.betas or "1"
         adaptive = any(method.strip().startswith("emp-") for method in planned.methods.split(","))
@@ -114,7 +110,7 @@ class JobMaker:
             planned.patterns,
             emp_sparsities=planned.emp_sparsities,
         )
-        self._recipes = self._checked()
+        self._recipes = self._checked(parse_words)
 
     def jobs(self, model: PlannedModel) -> Iterator[Job]:
         """The jobs of a model: its dense evaluation, its calibration, and those of each recipe; or one sweep."""
@@ -191,20 +187,16 @@ class JobMaker:
         options = self._recipes[_shape(point)]
         return options.needs_activations and not options.fits and options.propagate == "dense" and options.activations is None
 
-    def _checked(self) -> dict[Any, PruneOptions]:
+    def _checked(self, parse_words: ParseWords) -> dict[Any, PruneOptions]:
         """The options of every form of a recipe, checked as the command would check them."""
-        from emp_llm.cli import parse
-        from emp_llm.evaluate import evaluate
-        from emp_llm.prune import prune
-
         found = {}
         extra = shlex.split(self._planned.prune_options) if self._planned.per == "recipe" else []
         for point in {_shape(point): point for point in self.points}.values():
             words = ["--model", "model", *_point_words(point), *_given("targets", self._planned.targets), *extra]
-            options = PruneOptions(**parse(prune, [*words, *_given("dtype", self._planned.dtype)], "--prune-options"))
+            options: PruneOptions = parse_words("prune", [*words, *_given("dtype", self._planned.dtype)])
             options.check()
             found[_shape(point)] = options
-        parse(evaluate, ["--model", "model", *shlex.split(self._planned.evaluate_options)], "--evaluate-options")
+        parse_words("evaluate", ["--model", "model", *shlex.split(self._planned.evaluate_options)])
         return found
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import PurePath
 
-from emp_llm.cluster.study_results import StudyModel, StudyResults, StudyRow
+from emp_llm.cluster.collecting.study_results import StudyModel, StudyResults, StudyRow
 from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell
 from emp_llm.common.wording import count_of, printable
 from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, signed

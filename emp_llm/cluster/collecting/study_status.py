@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.cluster.job_files import JobFiles, JobState, JobStatus
 from emp_llm.cluster.plan_file import Job, read_plan
+from emp_llm.cluster.running.job_files import JobFiles, JobState, JobStatus
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import table
 from emp_llm.common.wording import count_of, quotable, shortened_list

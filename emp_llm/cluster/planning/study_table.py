@@ -15,27 +15,27 @@ from emp_llm.records.base import converted
 if TYPE_CHECKING:
     from emp_llm.evaluation.suites import Suite
 
-Words = str | list[str] | None
-Numbers = str | float | list[float] | None
+_Words = str | list[str] | None
+_Numbers = str | float | list[float] | None
 _OF_COMMAND = ("table", "output", "overwrite", "verbose", "quiet")  # options that a table does not hold
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
     """A TOML table; the fields are those of `PlanOptions`."""
 
-    models: Words = None
-    methods: Words = None
-    betas: Numbers = None
-    orders: Numbers = None
-    sparsities: Numbers = None
-    emp_sparsities: Numbers = None
-    patterns: Words = None
+    models: _Words = None
+    methods: _Words = None
+    betas: _Numbers = None
+    orders: _Numbers = None
+    sparsities: _Numbers = None
+    emp_sparsities: _Numbers = None
+    patterns: _Words = None
     suite: str | None = None
     limit: int | None = None
     calibration: str | None = None
     samples: int | None = None
     seqlen: int | None = None
-    targets: Words = None
+    targets: _Words = None
     dtype: str | None = None
     per: JobsPer | None = None
     prune_options: str | None = None
@@ -84,7 +84,6 @@ def planned(options: PlanOptions) -> Planned:
     Raises:
         UserError: the table cannot be read or has an unknown key, or no models are named; or the suite is unknown.
     """
-    from emp_llm.cluster.planning import absolute
     from emp_llm.evaluation.suites import find_suite
 
     merged = _with_table(options)
@@ -111,6 +110,13 @@ def _with_table(options: PlanOptions) -> PlanOptions:
             text = ",".join(map(str, value)) if isinstance(value, list) and name != "models" else value
             values[name] = str(text) if name in ("betas", "orders", "sparsities", "emp_sparsities") else text
     return PlanOptions(**values)
+
+
+def absolute(name: str) -> str:
+    """A path that exists as an absolute path, because jobs run in the study's folder; other names as they are."""
+    path, comma, rest = name.partition(",")
+    found = Path(path).expanduser()
+    return f"{found.resolve()}{comma}{rest}" if path and found.exists() else name
 
 
 def _read(path: Path) -> _Table:

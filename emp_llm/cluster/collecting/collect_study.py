@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.cluster.study_results import study_results
-from emp_llm.cluster.study_status import StudyStatus, study_status
-from emp_llm.cluster.study_tables import study_csv, study_markdown
+from emp_llm.cluster.collecting.study_results import study_results
+from emp_llm.cluster.collecting.study_status import StudyStatus, study_status
+from emp_llm.cluster.collecting.study_tables import study_csv, study_markdown
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable
 from emp_llm.options.jobs.studies import CollectOptions

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emp_llm.cluster.collecting.study_status import StudyStatus
 from emp_llm.cluster.plan_file import Job
-from emp_llm.cluster.study_status import StudyStatus
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import REPORT_NAME, SWEEP_NAME
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results, models_of_report

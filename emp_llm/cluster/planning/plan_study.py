@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.cluster.needs import assumptions
 from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_plan
-from emp_llm.cluster.planning import JobMaker, planned_models
-from emp_llm.cluster.study_table import planned
+from emp_llm.cluster.planning.job_maker import JobMaker, ParseWords, planned_models
+from emp_llm.cluster.planning.needs import assumptions
+from emp_llm.cluster.planning.study_table import planned
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import table
 from emp_llm.common.wording import count_of
@@ -28,14 +28,14 @@ class PlanSummary:
     assumptions: list[str]
 
 
-def plan_study(options: PlanOptions) -> PlanSummary:
-    """Write the plan of a study.
+def plan_study(options: PlanOptions, parse_words: ParseWords) -> PlanSummary:
+    """Write the plan of a study; `parse_words` as for `JobMaker`.
 
     Raises:
         UserError: options are wrong, a model's config cannot be read, or the folder holds another plan.
     """
     definition = planned(options)
-    maker = JobMaker(definition)
+    maker = JobMaker(definition, parse_words)
     models = planned_models(definition)
     jobs = [job for model in models for job in maker.jobs(model)]
     _check_replaces(options, jobs)

@@ -4,11 +4,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from emp_llm.cluster.job_files import JobFiles, JobState
-from emp_llm.cluster.launch import node_of
-from emp_llm.cluster.machine import Machine, Share
 from emp_llm.cluster.plan_file import Job, read_plan
-from emp_llm.cluster.runner import Attempt, follow
+from emp_llm.cluster.running.job_files import JobFiles, JobState
+from emp_llm.cluster.running.launch import node_of
+from emp_llm.cluster.running.machine import Machine, MachinePart
+from emp_llm.cluster.running.runner import Attempt, follow
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import count_of, quotable, shortened_list
@@ -69,7 +69,7 @@ class LocalRun:
                 self._left[job.id] = job
         self.summary.skipped = len(self.summary.done)
         self._finished = set(self.summary.done)
-        self._running: list[tuple[Attempt, Share]] = []
+        self._running: list[tuple[Attempt, MachinePart]] = []
         self._looked = -_LOOK
 
     def run(self) -> RunSummary:

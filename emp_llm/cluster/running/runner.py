@@ -12,9 +12,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from emp_llm.cluster.job_files import BEAT, JobFiles, JobState
-from emp_llm.cluster.launch import exit_code_of, launch_words
 from emp_llm.cluster.plan_file import Job
+from emp_llm.cluster.running.job_files import BEAT, JobFiles, JobState
+from emp_llm.cluster.running.launch import exit_code_of, launch_words
 from emp_llm.common.errors import LOST_CODE, UserError
 from emp_llm.storage.output.lock import FileLock
 
