@@ -52,6 +52,7 @@ ROOMS = (
     "runs",
     "in_memory",
     "cluster",
+    "cluster/slurm",
 )
 COMMANDS = "commands"  # the files beside the rooms
 

@@ -1,7 +1,7 @@
 """A Slurm of its own on loopback for a test: munged, slurmctld, and two slurmd, as Debian packages them.
 
-Everything lies in a temporary folder: configuration, munge key and socket, state, logs. Nothing of the machine's own Slurm, if it
-has one, is touched.
+Everything lies in a temporary folder: configuration, munge key and socket, state, logs. The machine's own Slurm, if it has one,
+is not touched.
 """
 
 import os
@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ NODES = ("node1", "node2")
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "sinfo", "scancel")
 _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# Two nodes on one host, each with CPUS that need not exist. Processes are found by /proc, as there may be no cgroups. Requeued jobs
-# wait until their credentials expire, two minutes by default.
+# Two nodes on one host, with cores and memory that need not exist. Processes are found by /proc, as there may be no cgroups.
+# Requeued jobs wait until their credentials expire, by default for two minutes.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -47,7 +48,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SlurmctldDebug=info
 SlurmdDebug=info
-SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0
 ReturnToService=2
 KillWait=20
 MailProg=/bin/true
@@ -104,10 +105,8 @@ class Slurm:
         """End what still runs: jobs first, then the daemons."""
         if "slurmctld" in self._daemons:
             self.call("scancel", "--user", self.call("id", "-un").stdout.strip(), check=False)
-            try:
+            with suppress(SlurmMissing):
                 self.wait(lambda: not self.queue(), 25, "jobs did not end")
-            except SlurmMissing:
-                pass
         for name in reversed(self._daemons):
             daemon = self._daemons[name]
             daemon.send_signal(signal.SIGTERM)
@@ -122,7 +121,13 @@ class Slurm:
         """Run a command of Slurm; `more` is added to its environment."""
         words = [str(word) for word in line]
         return subprocess.run(
-            words, env=self.environment | more, capture_output=True, text=True, check=check, timeout=60, stdin=subprocess.DEVNULL
+            words,
+            env=self.environment | more,
+            capture_output=True,
+            text=True,
+            check=check,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
         )
 
     def node_states(self) -> dict[str, str]:

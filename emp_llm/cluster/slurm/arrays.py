@@ -96,7 +96,13 @@ def check_fits(jobs: Sequence[Job], site: Site, path: Path) -> None:
     needs, others = large[0].needs, len(large) - 1
     what = ", ".join(_lacking(needs, site))
     has = f"{node.cpus} cores, {node.memory_gb:g} GB" + (f" and {node.gpus} GPUs of {node.gpu_gb:g} GB" if node.gpus else "")
-    more = f" So do {count_of(others, 'other job')}." if others else ""
+    more = (
+        " Another job is too large as well."
+        if others == 1
+        else f" {others:,} other jobs are too large as well."
+        if others
+        else ""
+    )
     raise UserError(
         f"{large[0].id} needs {what} on a node, and the largest node of {path} has {has}.{more} Plan with needs that fit "
         "(a smaller model, fewer processes, --gpu-gb), or correct largest_node."
@@ -166,7 +172,7 @@ def _arrays(
         if not inside:
             alone[names].append(job)
             continue
-        last = max(inside, key=lambda name: depth[name])
+        last = max(inside, key=lambda name: (depth[name], len(places[name][0].jobs)))
         array, index = places[last]
         by_array[tuple(name for name in names if name != last), array.name].append((index, job))
     following = [
@@ -213,4 +219,3 @@ def _step(gigabytes: float) -> float:
 
 def _hours(minutes: int) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}"
-

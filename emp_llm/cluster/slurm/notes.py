@@ -69,8 +69,8 @@ class Notes:
             waiting = queued_tasks(self._study)
         except UserError as error:
             raise UserError(
-                f"{self._path}: jobs were submitted before, and it is unknown whether they are still queued; {error} Nothing is "
-                "submitted, so that no job runs twice. Try again when squeue answers; to forget what was submitted, move "
+                f"{self._path}: jobs were submitted before, and nobody knows whether they are still queued: {error} Nothing "
+                "is submitted, so that no job runs twice. Try again when squeue answers; to forget what was submitted, move "
                 f"{self.folder} away."
             ) from error
         noted = {each.task: each.job for each in self.tasks}

@@ -19,8 +19,8 @@ def check_sbatch(study: Path) -> None:
     """Raise UserError if this machine has no sbatch."""
     if shutil.which("sbatch") is None:
         raise UserError(
-            f"sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run {study} runs the study on "
-            "this machine, and docs/clusters.md shows other schedulers."
+            f"sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run {study} runs the study "
+            "on this machine, and docs/clusters.md shows other schedulers."
         )
 
 

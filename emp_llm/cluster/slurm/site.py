@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.corpora import read_toml
+from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable
 from emp_llm.records.base import converted
@@ -118,7 +119,8 @@ def read_site(path: Path) -> Site:
         exists = False
     if not exists:
         raise UserError(
-            f"--site {path}: no such file. Copy an example from scripts/slurm, and write your cluster's settings into it."
+            f"--site {path}: no such file. Copy an example from {data_folder('slurm')}, and write your "
+            "cluster's settings into it."
         )
     values = read_toml(path)
     _check_secrets(values, path)
@@ -137,14 +139,15 @@ def _check(site: Site, path: Path) -> None:
         raise UserError(f'{path}: gpus must be an option with {{gpus}}, such as "--gres=gpu:{{gpus}}", got "{site.gpus}".')
     if site.memory and not (site.memory.startswith("-") and "{megabytes}" in site.memory):
         raise UserError(
-            f'{path}: memory must be an option with {{megabytes}}, such as "--mem={{megabytes}}M", or empty, got "{site.memory}".'
+            f'{path}: memory must be an option with {{megabytes}}, such as "--mem={{megabytes}}M", or empty, got '
+            f'"{site.memory}".'
         )
     if site.min_hours > site.max_hours:
         raise UserError(f"{path}: min_hours {site.min_hours:g} must not be above max_hours {site.max_hours:g}.")
     if site.signal_seconds >= site.min_hours * 3600:
         raise UserError(
-            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, {site.min_hours * 3600:g} seconds; else "
-            "a task is stopped as soon as it starts."
+            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, {site.min_hours * 3600:g} seconds; "
+            "else a task is stopped as soon as it starts."
         )
     for option in site.options:
         name = option.lstrip("-").partition("=")[0].partition(" ")[0]

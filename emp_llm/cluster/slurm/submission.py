@@ -91,13 +91,22 @@ def submit_study(options: SubmitOptions) -> SubmitSummary:
 def _submit(options: SubmitOptions, site: Site, plan: list[Job], notes: Notes) -> SubmitSummary:
     study, summary = options.study.resolve(), SubmitSummary(options.study, dry_run=options.dry_run)
     queued = notes.queued()
-    left = []
+    left: list[Job] = []
+    waits: set[str] = set()
+    running: set[str] = set()
     for job in plan:
         status = "queued" if job.id in queued else JobFiles(study, job).status()
+        running |= {job.id} if status == "running" else set()
         if status in ("done", "running", "queued"):
             setattr(summary, status, getattr(summary, status) + 1)
         else:
             left.append(job)
+            waits.update(job.after)
+    if waits & running:
+        raise UserError(
+            f"{options.study}: a process without Slurm works on {next(iter(waits & running))}, and other jobs wait for it. "
+            "Submit when it has ended."
+        )
     check_fits(left, site, options.site)
     arrays = grouped(left, site, queued, notes.numbers())
     texts = [script_text(array, site, study) for array in arrays]
@@ -115,9 +124,7 @@ def _submit(options: SubmitOptions, site: Site, plan: list[Job], notes: Notes) -
     return summary
 
 
-def _submit_array(
-    array: JobArray, text: str, words: list[str], study: Path, notes: Notes, summary: SubmitSummary
-) -> str:
+def _submit_array(array: JobArray, text: str, words: list[str], study: Path, notes: Notes, summary: SubmitSummary) -> str:
     """Write the files of an array, submit it, and note it at once; returns its number."""
     script = notes.folder / f"{array.name}.sh"
     try:
@@ -128,10 +135,10 @@ def _submit_array(
     try:
         number = submit_script(words, study)
     except UserError as error:
-        before = f"{count_of(len(summary.arrays), 'array')} before it {'is' if len(summary.arrays) == 1 else 'are'} submitted. "
+        before = f"The arrays before it ({len(summary.arrays)}) are submitted. " if summary.arrays else ""
         raise UserError(
-            f"{script} was not submitted: {error} {before if summary.arrays else ''}Correct the site file, and run the same command "
-            "again; it goes on with this array."
+            f"{script} was not submitted: {error} {before}Correct the site file, and run the same command again; it goes on "
+            "with this array."
         ) from error
     notes.add(array, number)
     logger.info("%s: %s, as %s.", array.name, count_of(len(array.jobs), "job"), number)
@@ -163,16 +170,22 @@ def submit_words(summary: SubmitSummary) -> str:
     total = sum(len(each.array.jobs) for each in summary.arrays)
     if not total:
         return f"nothing to submit: {known}"
-    rows = [["array", "jobs", "each with", "after", "would be" if summary.dry_run else "Slurm"]]
+    rows = [["array", "jobs", "each with", "after", *([] if summary.dry_run else ["Slurm"])]]
     for each in summary.arrays:
         waits = [word.partition("=")[2] for word in each.command if word.startswith("--dependency=")]
         shown = waits[0] if waits and len(waits[0]) <= 40 else f"{waits[0][:37]}..." if waits else "-"
         array = each.array
-        rows.append([array.name, str(len(array.jobs)), array.request.words, shown, each.number or "submitted"])
+        rows.append([array.name, str(len(array.jobs)), array.request.words, shown, *filter(None, [each.number])])
     lines = [table(rows), f"{count_of(total, 'job')} {'to submit' if summary.dry_run else 'submitted'}{known and f'; {known}'}"]
     if summary.dry_run:
-        for each in summary.arrays:
-            lines += ["", f"$ {shlex.join(each.command)}", each.script.rstrip()]
+        for number, each in enumerate(summary.arrays):
+            options = [line for line in each.script.splitlines() if number == 0 or line.startswith(("#SBATCH ", "list="))]
+            lines += [
+                "",
+                f"{each.array.name}.sh{'' if number == 0 else ', which differs from the first in these lines'}:",
+                *options,
+            ]
+            lines += ["", f"$ {shlex.join(each.command)}"]
     else:
         lines.append(f"to see them: squeue --me, or emp-llm status {summary.study}")
     return "\n".join(lines)
