@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from conftest import Run
-from slurm_service import NODES, Slurm, slurm  # noqa: F401
 
 from emp_llm.cluster.plan_file import Job, Needs, write_plan
 from emp_llm.cluster.slurm.arrays import JobArray, grouped, request_of
