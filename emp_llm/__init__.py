@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         loss_change_bound,
     )
     from emp_llm.status import status as status
+    from emp_llm.submit import submit as submit
     from emp_llm.sweep import sweep as sweep
     from emp_llm.unpack import unpack as unpack
     from emp_llm.verify import verify as verify
@@ -72,6 +73,7 @@ _COMMANDS = (
     "report",
     "run",
     "status",
+    "submit",
     "sweep",
     "unpack",
     "verify",
@@ -107,6 +109,7 @@ __all__ = [
     "run",
     "shift",
     "status",
+    "submit",
     "sweep",
     "unpack",
     "verify",

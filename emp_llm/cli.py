@@ -30,6 +30,7 @@ COMMANDS = {
     "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
     "run": "Run the jobs of a plan on this machine.",
     "status": "Show what is done, running, failed and missing of a study.",
+    "submit": "Submit the jobs of a plan to a Slurm cluster.",
     "sweep": "Prune a model by many recipes, and evaluate each.",
     "unpack": "Restore a packed checkpoint, bit for bit; or apply a mask to its base model.",
     "verify": "Check a pruned checkpoint: files, bytes and masks.",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 
 def data_folder(name: str) -> Path:
-    """The path of `calibration/` or `eval/`. The wheel holds both in `emp_llm/data`."""
+    """The path of `calibration/`, `eval/` or `slurm/` (of `scripts/`). The wheel holds them in `emp_llm/data`."""
     packaged = Path(str(resources.files("emp_llm"))) / "data" / name
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / name
+    checkout = Path(__file__).parents[2]
+    return packaged if packaged.is_dir() else checkout / "scripts" / name if name == "slurm" else checkout / name

@@ -1,0 +1,35 @@
+#!/bin/bash
+# A batch script of Slurm for an array of jobs of a study: task N runs the job whose id is on line N + 1 of a list.
+#
+# emp-llm submit writes STUDY/slurm/NAME.sh from this file, with lines of its own in place of those that begin with "#@". To submit
+# by hand, write your own lines there, a list with one id a line, and run: sbatch --array=0-7 NAME.sh
+#@ options
+
+# The environment of the jobs.
+set -e
+#@ environment
+set +e
+
+# The job of this task.
+list="slurm/NAME.jobs"
+job=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$list")
+if [ -z "$job" ]; then
+    echo "$list has no job for task $SLURM_ARRAY_TASK_ID." >&2
+    exit 2
+fi
+
+# On several nodes, all processes meet at the first.
+if [ "$SLURM_NNODES" -gt 1 ]; then
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    export EMP_LLM_RENDEZVOUS="$first:$((20000 + SLURM_JOB_ID % 20000))"
+fi
+
+srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --export=ALL \
+    emp-llm run . --only "$job"
+code=$?
+
+# 143: SIGTERM came, as it does before the time limit. The task is queued again, and its job resumes where it stopped.
+if [ "$code" -eq 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
+fi
+exit "$code"

@@ -1,0 +1,327 @@
+"""`emp-llm submit`: site files, arrays, scripts, and a study on a real Slurm, where there is one."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+
+from emp_llm.cluster.plan_file import Job, Needs, write_plan
+from emp_llm.cluster.slurm.arrays import JobArray, grouped, request_of
+from emp_llm.cluster.slurm.script import list_text, script_text
+from emp_llm.cluster.slurm.site import Site, read_site
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "scripts" / "slurm"
+TOKEN = "hf_" + "Qx7" * 11
+
+
+def job(name: str, *after: str, **needs: Any) -> Job:
+    """A job whose output is a file, so that it is done as soon as there is one."""
+    wanted = Needs(**({"memory_gb": 1.0, "disk_gb": 0.0, "hours": 0.001} | needs))
+    output = f"activations/{name}"
+    command = f"emp-llm calibrate --model /models/m --calibration demo --output {output}"
+    return Job(id=name, kind="calibrate", command=command, after=list(after), output=output, needs=wanted)
+
+
+def study_of(folder: Path, jobs: list[Job], site: str = "") -> Path:
+    """A planned study with a site file beside its plan."""
+    folder.mkdir()
+    write_plan(folder, jobs)
+    (folder / "site.toml").write_text(site)
+    return folder
+
+
+def arrays_of(jobs: list[Job], site: Site | None = None, queued: dict[str, str] | None = None) -> list[JobArray]:
+    return grouped(jobs, site or Site(), queued or {}, count(1))
+
+
+def shown(arrays: list[JobArray]) -> list[tuple[str, dict[int, str], tuple[str, ...], str | None]]:
+    return [(each.name, {i: job.id for i, job in each.jobs.items()}, each.waits, each.follows) for each in arrays]
+
+
+# Grouping
+
+
+def test_jobs_of_equal_needs_share_an_array() -> None:
+    jobs = [job("a"), job("b", memory_gb=1.0), job("large", memory_gb=100.0), job("long", hours=5.0), job("gpu", gpus=1)]
+    assert [sorted(each.jobs) for each in arrays_of(jobs)] == [[0, 1], [0], [0], [0]]
+    close = [job("a", memory_gb=9.1, hours=2.1), job("b", memory_gb=11.9, hours=2.9)]
+    (array,) = arrays_of(close)
+    assert array.request.megabytes == -(-12 * 10**9 // 2**20)
+    assert array.request.minutes == 180
+
+
+def test_recipes_of_one_model_wait_for_its_calibration() -> None:
+    jobs = [job("calibrate"), *(job(f"prune{i}", "calibrate") for i in range(3))]
+    jobs += [job(f"evaluate{i}", f"prune{i}") for i in range(3)]
+    assert shown(arrays_of(jobs)) == [
+        ("001-calibrate", {0: "calibrate"}, (), None),
+        ("002-calibrate", {0: "prune0", 1: "prune1", 2: "prune2"}, ("calibrate",), None),
+        ("003-calibrate", {0: "evaluate0", 1: "evaluate1", 2: "evaluate2"}, (), "002-calibrate"),
+    ]
+
+
+def test_many_models_follow_their_calibrations_task_by_task() -> None:
+    """7 models with 2 recipes: two arrays of 7, not seven of 2."""
+    jobs = [job(f"c{m}") for m in range(7)] + [job(f"p{m}{r}", f"c{m}") for m in range(7) for r in range(2)]
+    first, *following = arrays_of(jobs)
+    assert len(following) == 2
+    for array in following:
+        assert array.follows == first.name
+        assert all(each.after == [first.jobs[index].id] for index, each in array.jobs.items())
+
+
+def test_an_index_without_a_job_stays_empty() -> None:
+    jobs = [job("a"), job("b"), job("c"), job("after-a", "a", gpus=1), job("after-c", "c", gpus=1)]
+    _, array = arrays_of(jobs)
+    assert (array.indices, array.follows) == ("0,2", "001-calibrate")
+    assert list_text(array) == "after-a\n\nafter-c\n"
+
+
+def test_jobs_that_wait_for_several() -> None:
+    """Each waits for its own prune and for the model's dense evaluation."""
+    jobs = [
+        job("dense", gpus=1),
+        job("p0"),
+        job("p1"),
+        job("e0", "dense", "p0", hours=9.0),
+        job("e1", "dense", "p1", hours=9.0),
+    ]
+    assert shown(arrays_of(jobs))[-1] == ("003-calibrate", {0: "e0", 1: "e1"}, ("dense",), "002-calibrate")
+
+
+def test_what_is_done_or_queued_is_left_out() -> None:
+    """A job that is neither pending nor queued is done."""
+    jobs = [job("e0", "done"), job("e1", "queued")]
+    assert shown(arrays_of(jobs, queued={"queued": "7_3"})) == [
+        ("001-calibrate", {0: "e0"}, (), None),
+        ("002-calibrate", {0: "e1"}, ("queued",), None),
+    ]
+
+
+def test_large_arrays_are_divided() -> None:
+    jobs = [job(f"a{i}") for i in range(5)] + [job("last", *(f"a{i}" for i in range(5)))]
+    arrays = arrays_of(jobs, Site(largest_array=2))
+    assert [list(each.jobs) for each in arrays] == [[0, 1], [0, 1], [0], [0]]
+    assert arrays[-1].waits == tuple(f"a{i}" for i in range(5))
+
+
+def test_every_job_has_one_place_and_waits_for_all_that_it_should() -> None:
+    """A plan of 2,000 jobs, with what each task waits for worked out from the arrays."""
+    jobs = []
+    for m in range(100):
+        jobs += [job(f"m{m}.dense", gpus=1, memory_gb=m + 1), job(f"m{m}.cal", gpus=1, memory_gb=m + 1)]
+        jobs += [job(f"m{m}.p{r}", f"m{m}.cal", memory_gb=m % 7 + 1) for r in range(9)]
+        jobs += [job(f"m{m}.e{r}", f"m{m}.p{r}", gpus=1) for r in range(9)]
+    begin = time.perf_counter()
+    arrays = arrays_of(jobs)
+    assert time.perf_counter() - begin < 5
+    by_name = {each.name: each for each in arrays}
+    seen: dict[str, set[str]] = {}
+    for array in arrays:
+        for index, each in array.jobs.items():
+            assert each.id not in seen
+            seen[each.id] = set(array.waits) | ({by_name[array.follows].jobs[index].id} if array.follows else set())
+            assert seen[each.id] == set(each.after)
+    assert len(seen) == len(jobs) == 2000
+    assert len(arrays) < 300
+
+
+def test_requests_are_within_the_site() -> None:
+    site = read_site(EXAMPLES / "gpu-modules.toml")
+    assert request_of(job("a", hours=100.0).needs, site).minutes == 24 * 60
+    assert request_of(job("a").needs, site).minutes == 15
+    assert request_of(job("a", processes=4, gpus=4).needs, site).cpus == 64
+    whole = request_of(job("a", memory_gb=500.0).needs, site)
+    assert whole.megabytes == int(512e9 / 2**20)  # rounded up, but not above the node
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_scripts_of_the_examples_are_good_shell(example: Path, tmp_path: Path) -> None:
+    site = read_site(example)
+    array = arrays_of([job("a", gpus=2, processes=2), job("b", gpus=2, processes=2)], site)[0]
+    text = script_text(array, site, tmp_path)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    assert "#@" not in text
+    assert f"#SBATCH {site.gpus.format(gpus=2)}\n" in text
+    assert "HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_EVALUATE_OFFLINE=1" in text
+    assert (f"{site.container} emp-llm run . --only" if site.container else " emp-llm run . --only") in text
+    assert ("module load gcc/13.2 cuda/12.4 python/3.12" in text) == bool(site.modules)
+
+
+def test_the_template_is_a_script_of_its_own() -> None:
+    assert subprocess.run(["bash", "-n", EXAMPLES / "job.sh"], check=False).returncode == 0
+
+
+def test_jobs_without_gpus_have_a_partition_of_their_own(tmp_path: Path) -> None:
+    site = read_site(EXAMPLES / "gpu-modules.toml")
+    cpu, gpu = (script_text(arrays_of([each], site)[0], site, tmp_path) for each in (job("a"), job("b", gpus=1)))
+    assert "--partition=cpu\n" in cpu
+    assert "--gpus" not in cpu
+    assert "--partition=gpu\n" in gpu
+
+
+# Site files
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('partiton = "gpu"', "unknown field partiton"),
+        ("[largest_node]\ncpus = 4\nmemory_gb = 8\ngpu = 1", "largest_node: unknown field gpu"),
+        ("max_hours = 0.1", "min_hours 0.25 must not be above max_hours 0.1"),
+        ("min_hours = 0.01", "signal_seconds 180 must be less than min_hours, 36 seconds"),
+        ('gpus = "--gres=gpu"', "gpus must be an option with {gpus}"),
+        ('memory = "64G"', "memory must be an option with {megabytes}"),
+        ('options = ["--array=1-3"]', "submit sets --array itself; set at_once"),
+        ('options = ["--chdir=/tmp"]', "submit sets --chdir itself; leave it out"),
+        ('options = ["exclusive"]', "must begin with a hyphen"),
+        ('account = "a\\nb"', "account must be one line"),
+        ('cache = "$NOT_SET_HERE/hf"', "cache $NOT_SET_HERE/hf must be an absolute path"),
+        ("cpus = 0", "cpus: expected int >= 1"),
+        ('cpus = "4"', "cpus: expected int, got str"),
+        ("partition = [", "cannot be read as TOML"),
+        (f'prolog = ["export HF_TOKEN={TOKEN}"]', "prolog seems to hold a secret (HF_TOKEN)"),
+        (f'container = "run --env {TOKEN}"', "container seems to hold a secret (an access token of the Hub)"),
+        ('options = ["--comment=api_key=abc"]', "options seems to hold a secret (api_key)"),
+    ],
+)
+def test_wrong_site_files_are_refused(command: Run, tmp_path: Path, text: str, words: str) -> None:
+    study = study_of(tmp_path / "study", [job("a")], text)
+    done = command("submit", study, "--site", study / "site.toml", "--dry-run")
+    assert done.returncode == 2
+    assert f"{study / 'site.toml'}: " in done.stderr
+    assert words in done.stderr
+    assert TOKEN not in done.stderr
+    assert not (study / "slurm").exists()
+
+
+def test_a_missing_site_file(command: Run, tmp_path: Path) -> None:
+    done = command("submit", study_of(tmp_path / "study", [job("a")]))
+    assert done.returncode == 2
+    assert "--site site.toml: no such file. Copy an example from " in done.stderr
+
+
+def test_a_token_of_a_file_is_no_secret(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text('prolog = ["export HF_TOKEN=$(cat ~/.token)"]\ncache = "/scratch/hf_datasets_of_the_group"')
+    assert read_site(path).cache == "/scratch/hf_datasets_of_the_group"
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        ({"gpus": 8, "gpu_gb": 80.0, "processes": 8}, "needs 8 GPUs, 128 cores (16 for each of 8 processes) on a node"),
+        ({"gpus": 1, "gpu_gb": 150.0}, "needs 150 GB of GPU memory on a node"),
+        ({"memory_gb": 700.0}, "needs 700 GB of memory on a node"),
+    ],
+)
+def test_jobs_larger_than_any_node_are_refused(command: Run, tmp_path: Path, needs: dict[str, Any], words: str) -> None:
+    study = study_of(tmp_path / "study", [job("small"), job("large", **needs), job("larger", **needs)])
+    done = command("submit", study, "--site", EXAMPLES / "gpu-modules.toml", "--dry-run")
+    assert done.returncode == 2
+    assert f"large {words}, and the largest node of " in done.stderr
+    assert "has 64 cores, 512 GB and 4 GPUs of 80 GB. Another job is too large as well." in done.stderr
+
+
+# sbatch, as a stand-in
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Programs of Slurm as shell scripts, before all others on PATH."""
+    folder.mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_without_sbatch(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = study_of(tmp_path / "study", [job("a")])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 2
+    assert f"sbatch: not found; submit on a login node of a Slurm cluster. Without Slurm, emp-llm run {study}" in done.stderr
+    assert not (study / "slurm").exists()
+
+
+def test_a_refusal_is_told_in_the_words_of_sbatch(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second array is refused; after a correction, the same command submits it and not the first."""
+    study = study_of(tmp_path / "study", [job("a"), job("b", "a")], "offline = false")
+    refuse = "echo 'sbatch: error: invalid partition specified: gpu' >&2\necho 'sbatch: error: Batch job submission failed' >&2"
+    line = f'for last; do :; done; case "$last" in *001*) echo 41;; *) {refuse}; exit 1;; esac'
+    stand_in(tmp_path / "bin", monkeypatch, sbatch=line, squeue="echo '41_0|001-calibrate|/'")
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 2
+    assert "sbatch said: invalid partition specified: gpu; Batch job submission failed." in done.stderr
+    assert "The arrays before it (1) are submitted." in done.stderr
+    notes = [json.loads(line) for line in (study / "slurm" / "submitted.jsonl").read_text().splitlines()]
+    assert [(note["job"], note["array"], note["task"]) for note in notes] == [("a", "001-calibrate", "41_0")]
+    stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" > called; echo "42;cluster"')
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 0, done.stderr
+    assert "1 job submitted; 1 already queued" in done.stdout
+    called = (study / "called").read_text()
+    assert "--dependency=afterok:41 slurm/003-calibrate.sh" in called
+    assert (study / "slurm" / "003-calibrate.jobs").read_text() == "b\n"
+
+
+def test_without_an_answer_nothing_is_submitted_twice(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = study_of(tmp_path / "study", [job("a")], "offline = false")
+    stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41", squeue="echo 'squeue: error: Unable to contact' >&2; exit 1")
+    assert command("submit", study, "--site", study / "site.toml").returncode == 0
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 2
+    assert "nobody knows whether they are still queued: squeue said: Unable to contact. Nothing is submitted" in done.stderr
+
+
+def test_a_submission_killed_before_its_note(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch took the array, and nothing was noted: the array is found by its name and folder, and not submitted again."""
+    study = study_of(tmp_path / "study", [job("a"), job("b")], "offline = false")
+    queue = f"echo '41_1|001-calibrate|{study}'; echo '43_0|001-calibrate|/elsewhere'"
+    stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; kill -9 $PPID', squeue=queue)
+    line = [sys.executable, "-m", "emp_llm.submit", str(study), "--site", str(study / "site.toml")]
+    assert subprocess.run(line, check=False, env=os.environ).returncode == -9
+    assert not (study / "slurm" / "submitted.jsonl").exists()
+    stand_in(tmp_path / "bin", monkeypatch, sbatch='echo "$@" >> called; echo 42')
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 0, done.stderr
+    assert "1 job submitted; 1 already queued" in done.stdout  # a was not in the queue; b was
+    assert (study / "slurm" / "002-calibrate.jobs").read_text() == "a\n"
+    notes = study / "slurm" / "submitted.jsonl"
+    notes.write_bytes(notes.read_bytes() + b'{"format": "emp-llm submi')  # a crash in the middle of a line
+    stand_in(tmp_path / "bin", monkeypatch, squeue=f"{queue}; echo '42_0|renamed|/'")
+    assert "nothing to submit: 2 already queued" in command("submit", study, "--site", study / "site.toml").stdout
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) -> None:
+    study = study_of(tmp_path / "study", [job("a", gpus=1), job("b", "a", gpus=1)])
+    before = sorted(study.rglob("*"))
+    done = command("submit", study, "--site", EXAMPLES / "gpu-modules.toml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert sorted(study.rglob("*")) == before
+    assert "2 jobs to submit" in done.stdout
+    assert "#SBATCH --gpus-per-node=1\n" in done.stdout
+    calls = [shlex.split(line.removeprefix("$ ")) for line in done.stdout.splitlines() if line.startswith("$ sbatch")]
+    assert [call[-1] for call in calls] == ["slurm/001-calibrate.sh", "slurm/002-calibrate.sh"]
+    assert "--dependency=afterok:001-calibrate_0" in calls[1]
+
+
+def test_finished_jobs_are_not_submitted(command: Run, tmp_path: Path) -> None:
+    study = study_of(tmp_path / "study", [job("a")])
+    (study / "activations").mkdir()
+    (study / "activations" / "a").touch()
+    done = command("submit", study, "--site", EXAMPLES / "gpu-modules.toml", "--dry-run")
+    assert (done.returncode, done.stdout) == (0, "nothing to submit: 1 done\n")
