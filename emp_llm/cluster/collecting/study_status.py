@@ -1,15 +1,18 @@
 """`emp-llm status`: what is done, running, failed and missing of a study."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from emp_llm.cluster.plan_file import Job, read_plan
-from emp_llm.cluster.running.job_files import JobFiles, JobState, JobStatus
+from emp_llm.cluster.running.job_files import JobFiles, JobState
+from emp_llm.cluster.slurm.notes import Notes
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import table
 from emp_llm.common.wording import count_of, quotable, shortened_list
 
-ORDER: tuple[JobStatus, ...] = ("done", "running", "stopped", "failed", "missing")
+ORDER = ("done", "running", "queued", "stopped", "failed", "missing")
+logger = logging.getLogger(__name__)
 _NAMES = 6  # jobs to list in a line
 
 
@@ -19,7 +22,7 @@ class JobView:
 
     Attributes:
         files: of the job.
-        status: of the job; "foreign" if its output was made by another command.
+        status: of the job; "queued" if it waits in Slurm; "foreign" if its output was made by another command.
         state: of its last attempt.
         message: why it failed, or is foreign.
     """
@@ -63,15 +66,27 @@ def study_status(study: Path, log_lines: int = 0) -> StudyStatus:
     Raises:
         UserError: the plan is wrong.
     """
-    return StudyStatus(study, [_view(JobFiles(study, job)) for job in read_plan(study)], log_lines)
+    plan, queued = read_plan(study), _queued(study)
+    return StudyStatus(study, [_view(JobFiles(study, job), job.id in queued) for job in plan], log_lines)
 
 
-def _view(files: JobFiles) -> JobView:
+def _queued(study: Path) -> set[str]:
+    """Ids of the jobs in Slurm's queue; none if nothing was submitted, or Slurm does not answer."""
+    try:
+        return set(Notes(study.resolve()).queued())
+    except UserError as error:
+        logger.warning("warning: %s", error)
+        return set()
+
+
+def _view(files: JobFiles, queued: bool) -> JobView:
     state = files.state()
     try:
         status = files.status()
     except UserError as error:
         return JobView(files, "foreign", state, str(error))
+    if queued and status in ("missing", "stopped", "failed"):
+        return JobView(files, "queued", state)
     return JobView(files, status, state, state.message if state is not None and status == "failed" else "")
 
 
