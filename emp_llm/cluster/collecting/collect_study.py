@@ -15,6 +15,7 @@ from emp_llm.storage.output.atomic_folder import check_folder, write_folder
 from emp_llm.storage.output.lock import FileLock
 
 _SUMMARY = "collected.json"
+RUNS_IN_DETAIL = 200
 _PATIENCE = 120.0  # seconds to wait for another collector
 
 
@@ -23,6 +24,7 @@ class Collected(FileRecord, kw_only=True, omit_defaults=False):
 
     Attributes:
         done, jobs: numbers of jobs.
+        details: whether the report shows the matrices of the runs; it does not if there are too many.
         missing: ids of the jobs that are not done, with their status.
         unreadable: sentences about outputs that cannot be read.
         files: names of the files beside this one.
@@ -33,6 +35,7 @@ class Collected(FileRecord, kw_only=True, omit_defaults=False):
 
     done: int
     jobs: int
+    details: bool
     missing: dict[str, str]
     unreadable: list[str]
     files: list[str]
@@ -70,12 +73,16 @@ def collect_study(options: CollectOptions) -> CollectSummary:
     done, jobs = len(status.views) - len(missing), len(status.views)
     page = study_markdown(results, done, jobs, [f"{name}: {word}" for name, word in _listed(status).items()])
     files = {"tables.md": page.encode(), "tables.csv": study_csv(results).encode()}
-    if results.outputs:
+    details = len(results.runs) <= RUNS_IN_DETAIL
+    paths = [*(results.runs if details else []), *results.outputs]
+    if paths:
         from emp_llm.reporting.report_folder import report_content
 
-        report = report_content(results.outputs, f"Study {options.study.resolve().name}", not options.no_plots)
+        report = report_content(paths, f"Study {options.study.resolve().name}", not options.no_plots)
         files |= {f"report/{name}": content for name, content in report.files.items()}
-    record = Collected(done=done, jobs=jobs, missing=missing, unreadable=results.unreadable, files=sorted(files))
+    record = Collected(
+        done=done, jobs=jobs, details=details, missing=missing, unreadable=results.unreadable, files=sorted(files)
+    )
     files[_SUMMARY] = record.encoded()
     _write(output, files)
     return CollectSummary(output, record, page)
@@ -114,6 +121,10 @@ def collected_words(summary: CollectSummary) -> str:
     record = summary.record
     lines = [summary.page.rstrip(), ""]
     lines += [f"warning: unreadable, so left out: {quotable(each)}" for each in record.unreadable]
+    if not record.details:
+        lines.append(
+            f"the report leaves out the matrices of more than {RUNS_IN_DETAIL} runs; emp-llm report shows those you name"
+        )
     report = summary.output / "report" / "report.html"
     where = f"; open {report}" if "report/report.html" in record.files else ""
     lines.append(f"{record.done:,} of {record.jobs:,} jobs collected in {summary.output}{where}")

@@ -51,11 +51,12 @@ class StudyResults:
 
     Attributes:
         models: in the order of the plan.
-        outputs: of finished jobs, for a report.
+        runs: outputs of finished prunes; outputs: of finished evaluations and sweeps.
         unreadable: sentences about outputs that cannot be read.
     """
 
     models: list[StudyModel]
+    runs: list[Path]
     outputs: list[Path]
     unreadable: list[str]
 
@@ -64,6 +65,7 @@ def study_results(status: StudyStatus) -> StudyResults:
     """Read the results of the finished jobs. An output that cannot be read is missing, and named."""
     models: dict[str, StudyModel] = {}
     sources: dict[str, str] = {}  # output of a prune -> its model
+    runs: list[Path] = []
     outputs: list[Path] = []
     unreadable: list[str] = []
     for view in status.views:
@@ -73,7 +75,7 @@ def study_results(status: StudyStatus) -> StudyResults:
         name = _option(job, "--model")
         if job.kind == "prune":
             sources[job.output] = name
-            outputs += [view.files.output] if done else []
+            runs += [view.files.output] if done else []
             continue
         model = models.setdefault(sources.get(name, name), StudyModel(sources.get(name, name)))
         try:
@@ -88,7 +90,7 @@ def study_results(status: StudyStatus) -> StudyResults:
         except UserError as error:
             unreadable.append(str(error))
             _take(model, job, job.kind == "sweep" or name in sources, None, "unreadable")
-    return StudyResults(list(models.values()), outputs, unreadable)
+    return StudyResults(list(models.values()), runs, outputs, unreadable)
 
 
 def _take(model: StudyModel, job: Job, pruned: bool, result: EvaluatedModel | None, status: str) -> None:

@@ -1,7 +1,6 @@
 """The files of a job in its study: its state, its lock, its log, and its output."""
 
 import os
-import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from emp_llm.cluster.plan_file import Job
+from emp_llm.cluster.plan_file import Job, words_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.wording import quotable
@@ -146,10 +145,10 @@ class JobFiles:
             return True
         made = self._made()
         command = state.command if made is None and state is not None else None if made is None else made.command
-        if command is not None and _words(command) != self.job.arguments:
+        if command not in (None, self.job.command) and _arguments(command or "") != self.job.arguments:
             raise UserError(
-                f"{self.output}: it was made by another command than this plan's ({quotable(command)}). Move it away, or write "
-                "the plan that it belongs to."
+                f"{self.output}: it was made by another command than this plan's ({quotable(command or '')}). Move it away, or "
+                "write the plan that it belongs to."
             )
         if self.job.kind == "sweep":  # a sweep is finished only if its command said so
             return False
@@ -167,10 +166,10 @@ class JobFiles:
             return _Made(complete=False)
 
 
-def _words(command: str) -> list[str]:
+def _arguments(command: str) -> list[str]:
     """The words of a command after the program."""
     try:
-        return shlex.split(command)[1:]
+        return words_of(command)[1:]
     except ValueError:
         return [command]
 
