@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from emp_llm.cluster.collecting.collect_study import Collected
+from emp_llm.cluster.plan_file import Job
+from emp_llm.cluster.running.job_files import JobState
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.pixels.image_record import ImageRecord
 from emp_llm.records.activations import ActivationsInfo
@@ -37,6 +40,9 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "bench": (Bench, "the output of emp-llm bench"),
     "image": (ImageRecord, "image.json"),
     "report": (ReportPage, "report.json"),
+    "job": (Job, "a line of plan.jsonl"),
+    "job-state": (JobState, "jobs/ID.json of a study"),
+    "collection": (Collected, "collected.json"),
     "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),
     "suite": (SuiteFile, "a suite in eval/"),

@@ -34,6 +34,8 @@ def _errors(schema: dict[str, Any], value: Any, definitions: dict[str, Any], pla
                 return [f"{place}: {rule} expected, {value!r:.40} found"]
         elif keyword == "const":
             found += [] if value == rule else [f"{place}: {value!r:.40} is not {rule!r}"]
+        elif keyword == "enum":
+            found += [] if value in rule else [f"{place}: {value!r:.40} is none of {rule}"]
         elif keyword in ("minimum", "maximum"):
             outside = value < rule if keyword == "minimum" else value > rule
             found += [f"{place}: {value} is outside of its {keyword} {rule}"] if outside else []

@@ -16,11 +16,15 @@ from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm.bench import bench
 from emp_llm.calibration.activations import METADATA_KEY, Activations
+from emp_llm.cluster.plan_file import read_plan
+from emp_llm.cluster.running.job_files import JobState
+from emp_llm.collect import collect
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.image import image
 from emp_llm.measure import measure
+from emp_llm.plan import plan
 from emp_llm.prune import prune
 from emp_llm.pruning.output.manifest import read_manifest
 from emp_llm.records.base import FileRecord, read_record
@@ -66,6 +70,14 @@ def written(
     bench(str(folder / "all"), output=folder / "bench.json", **how)
     Image.linear_gradient("L").resize((12, 9)).save(folder / "grey.png")
     image(folder / "grey.png", output=folder / "grey")
+    study = folder / "study"
+    plan(models=str(model), methods="magnitude", suite=str(suite), gpu_gb=0, output=study, quiet=True)
+    job = read_plan(study)[-2]
+    (study / job.output).parent.mkdir()
+    (study / job.output).symlink_to(runs / "half")
+    state = JobState(id=job.id, command=job.command, status="done", exit_code=0)
+    state.save(study / "jobs" / f"{job.id}.json")
+    collect(study, no_plots=True)
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
@@ -79,6 +91,9 @@ def written(
         "bench": [read(folder / "bench.json")],
         "image": [read(folder / "grey" / "image.json")],
         "report": [read(folder / "report" / "report.json")],
+        "job": [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()],
+        "job-state": [read(study / "jobs" / f"{job.id}.json")],
+        "collection": [read(study / "tables" / "collected.json")],
         "activations": [activations],
         "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],
         "suite": [tomllib.loads(path.read_text()) for path in [task_suite, *data_folder("eval").glob("*.toml")]],

@@ -70,10 +70,10 @@ class Job(FileRecord, kw_only=True, omit_defaults=False):
     @property
     def arguments(self) -> list[str]:
         """The words of the command after "emp-llm"."""
-        return words_of(self.command)[1:]
+        return shell_words(self.command)[1:]
 
 
-def words_of(command: str) -> list[str]:
+def shell_words(command: str) -> list[str]:
     """The words of a command for a shell; ValueError if a quotation mark is open."""
     plain = not any(mark in command for mark in _MARKS)
     return command.split() if plain else shlex.split(command)  # shlex takes a millisecond
@@ -122,7 +122,7 @@ def _job(line: str, where: str) -> Job:
     if _ID.fullmatch(job.id) is None:
         raise UserError(f"{where}: id {quotable(job.id)} must be of letters, digits, dots, hyphens and underscores.")
     try:
-        words = words_of(job.command)
+        words = shell_words(job.command)
     except ValueError as error:
         raise UserError(f"{where}: command: {error}; a quotation mark must be closed.") from error
     if words[:2] != ["emp-llm", job.kind]:

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from emp_llm.cluster.plan_file import Job, words_of
+from emp_llm.cluster.plan_file import Job, shell_words
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.wording import quotable
@@ -169,7 +169,7 @@ class JobFiles:
 def _arguments(command: str) -> list[str]:
     """The words of a command after the program."""
     try:
-        return words_of(command)[1:]
+        return shell_words(command)[1:]
     except ValueError:
         return [command]
 
