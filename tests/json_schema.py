@@ -36,8 +36,8 @@ def _errors(schema: dict[str, Any], value: Any, definitions: dict[str, Any], pla
             found += [] if value == rule else [f"{place}: {value!r:.40} is not {rule!r}"]
         elif keyword == "enum":
             found += [] if value in rule else [f"{place}: {value!r:.40} is none of {rule}"]
-        elif keyword in ("minimum", "maximum"):
-            outside = value < rule if keyword == "minimum" else value > rule
+        elif keyword in ("minimum", "maximum", "exclusiveMinimum"):
+            outside = {"minimum": value < rule, "maximum": value > rule, "exclusiveMinimum": value <= rule}[keyword]
             found += [f"{place}: {value} is outside of its {keyword} {rule}"] if outside else []
         elif keyword in ("minItems", "maxItems"):
             outside = len(value) < rule if keyword == "minItems" else len(value) > rule
