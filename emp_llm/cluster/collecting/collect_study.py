@@ -6,9 +6,9 @@ from pathlib import Path
 
 from emp_llm.cluster.collecting.study_results import study_results
 from emp_llm.cluster.collecting.study_status import StudyStatus, study_status
-from emp_llm.cluster.collecting.study_tables import study_csv, study_markdown
+from emp_llm.cluster.collecting.study_tables import study_csv, study_markdown, study_text
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import quotable
+from emp_llm.common.wording import quotable, shortened_list
 from emp_llm.options.jobs.studies import CollectOptions
 from emp_llm.records.base import FileRecord
 from emp_llm.storage.output.atomic_folder import check_folder, write_folder
@@ -48,12 +48,13 @@ class CollectSummary:
     Attributes:
         output: their folder.
         record: content of collected.json.
-        page: the tables as Markdown.
+        page: the tables as Markdown; text: for a terminal.
     """
 
     output: Path
     record: Collected
     page: str
+    text: str
 
 
 def collect_study(options: CollectOptions) -> CollectSummary:
@@ -85,7 +86,7 @@ def collect_study(options: CollectOptions) -> CollectSummary:
     )
     files[_SUMMARY] = record.encoded()
     _write(output, files)
-    return CollectSummary(output, record, page)
+    return CollectSummary(output, record, page, study_text(results))
 
 
 def _listed(status: StudyStatus) -> dict[str, str]:
@@ -119,7 +120,7 @@ def _write(output: Path, files: dict[str, bytes]) -> None:
 def collected_words(summary: CollectSummary) -> str:
     """The tables, and where they are."""
     record = summary.record
-    lines = [summary.page.rstrip(), ""]
+    lines = [summary.text]
     lines += [f"warning: unreadable, so left out: {quotable(each)}" for each in record.unreadable]
     if not record.details:
         lines.append(
@@ -127,5 +128,8 @@ def collected_words(summary: CollectSummary) -> str:
         )
     report = summary.output / "report" / "report.html"
     where = f"; open {report}" if "report/report.html" in record.files else ""
+    if record.missing:
+        names = shortened_list([f"{name} ({status})" for name, status in record.missing.items()], 6)
+        lines.append(f"partial: {names} {'is' if len(record.missing) == 1 else 'are'} missing")
     lines.append(f"{record.done:,} of {record.jobs:,} jobs collected in {summary.output}{where}")
     return "\n".join(lines)

@@ -1,14 +1,13 @@
 """The tables of a study: each model's recipes with their changes from the dense model, beside the paper's."""
 
-from pathlib import PurePath
-
 from emp_llm.cluster.collecting.study_results import StudyModel, StudyResults, StudyRow
-from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell
+from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
 from emp_llm.common.wording import count_of, printable
 from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, signed
 from emp_llm.evaluation.comparison import change_notes
 from emp_llm.evaluation.measured_values import Value, formatted, in_percent, value_cell, values_of
 from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.reporting.studies.study import short_model_name
 
 _PROTOCOL = "† by another protocol than lm-eval's: compare the changes from the dense model, not the values"
 
@@ -27,22 +26,32 @@ class ModelTable:
         self._values = [{} if row.result is None else values_of(row.result.measures) for row in model.rows]
         self.measures = list(dict.fromkeys(name for values in (self._base, *self._values) for name in values))
 
-    def markdown(self) -> list[str]:
-        """The table, and its notes. Below a recipe of the paper stand its values, and the difference of the changes."""
+    @property
+    def title(self) -> str:
+        """Short name of the model."""
+        return printable(short_model_name(self.model.name))
+
+    def rows(self) -> Rows:
+        """A row for each recipe. Below a recipe of the paper stand its values, and the difference of the changes."""
         rows = [["", "zeros, %", *self.measures], self._dense_row()]
         rows += self._published_rows(self._published_base, None, {}) if self._published_base else []
         for row, values in zip(self.model.rows, self._values, strict=True):
             known = None if row.result is None else published_row(row.result)
             rows.append(self._row(row, values))
             rows += self._published_rows(known, self._published_base, values) if known else []
-        notes = ["accuracies in percent ± standard error, and in brackets their changes from the dense model in points"]
-        notes += (
-            change_notes(self.measures, self._base, self._values) if self._base else ["no changes: the dense model is missing"]
-        )
+        return rows
+
+    def notes(self) -> list[str]:
+        """Footnotes of the table."""
+        notes = ["in brackets the changes from the dense model: of perplexities in percent, of accuracies in points"]
+        if self._base:
+            notes += change_notes(self.measures, self._base, self._values)
+        else:
+            notes.append("no changes: the dense model is missing")
         if any(value.partial for values in (self._base, *self._values) for value in values.values()):
             notes.append("* partial: only some of the examples or of the text")
         notes += [_PROTOCOL] if self._published_base and any(map(in_percent, self.measures)) else []
-        return [f"## {printable(PurePath(self.model.name).name or self.model.name)}", markdown_table(rows), *notes]
+        return notes
 
     def csv_rows(self) -> Rows:
         """A row for each recipe and measure, with all digits."""
@@ -121,9 +130,16 @@ def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[st
         parts.append(f"Partial: {done:,} of {count_of(jobs, 'job')} are done. Missing:")
         parts.append("\n".join(f"- {line}" for line in missing))
     parts += [f"Unreadable: {printable(line, 400)}" for line in results.unreadable]
-    for model in results.models:
-        parts += ModelTable(model).markdown()
+    for model in map(ModelTable, results.models):
+        parts += [f"## {model.title}", markdown_table(model.rows()), *model.notes()]
     return "\n\n".join(parts) + "\n"
+
+
+def study_text(results: StudyResults) -> str:
+    """All tables of a study for a terminal."""
+    tables = [ModelTable(model) for model in results.models]
+    notes = dict.fromkeys(note for each in tables for note in each.notes())
+    return "\n".join([*(f"{each.title}\n{table(each.rows())}\n" for each in tables), *notes])
 
 
 def study_csv(results: StudyResults) -> str:

@@ -1,6 +1,6 @@
 """`emp-llm plan`: writes the plan of a study, and sums up its needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_plan
@@ -43,7 +43,7 @@ def plan_study(options: PlanOptions, parse_words: ParseWords) -> PlanSummary:
         write_plan(options.output, jobs)
     except OSError as error:
         raise UserError(f"--output {options.output}: the plan cannot be written ({error.strerror}).") from error
-    sentences = [sentence for model in models for sentence in assumptions(model.size, model.work)]
+    sentences = [each for model in models for each in assumptions(replace(model.size, name=model.slug), model.work)]
     return PlanSummary(options.output, jobs, list(dict.fromkeys(sentences)))
 
 

@@ -110,7 +110,7 @@ def _identified(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
 
 def _titles(models: dict[str, str]) -> dict[str, str]:
     """identity -> a short, unique name."""
-    short = {identity: _short_name(name) for identity, name in models.items()}
+    short = {identity: short_model_name(name) for identity, name in models.items()}
     if len(set(short.values())) < len(short):
         short = dict(models)
     ordered = sorted(short, key=lambda identity: short[identity])
@@ -121,7 +121,7 @@ def _titles(models: dict[str, str]) -> dict[str, str]:
     return short
 
 
-def _short_name(model: str) -> str:
+def short_model_name(model: str) -> str:
     """The last part of a path or Hub id; the last two if the last is just "model"."""
     parts = [part for part in PurePath(model).parts if part not in ("/", "..")]
     return "/".join(parts[-2:] if parts[-1:] == ["model"] else parts[-1:]) or model
