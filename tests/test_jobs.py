@@ -167,6 +167,11 @@ def test_reading_activations_needs_one_process(models: Models, tmp_path: Path) -
     }
 
 
+def test_every_process_gets_a_batch(models: Models, tmp_path: Path) -> None:
+    jobs = planned(models, tmp_path, methods="wanda", processes=2, samples=6)
+    assert "--samples 6 --batch-size 3" in jobs[1].command
+
+
 def test_a_table(models: Models, tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text(

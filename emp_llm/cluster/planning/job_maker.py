@@ -128,7 +128,7 @@ class JobMaker:
         name, options = f"{model.slug}.{point.name}", self._recipes[_shape(point)]
         output, activations = f"runs/{name}", f"activations/{model.slug}.safetensors"
         words = [*self._model_words(model.name), *_point_words(point), *_given("targets", self._planned.targets)]
-        words += ["--activations", activations] if shares else self._text_words() if _reads_text(options) else []
+        words += ["--activations", activations] if shares else self._text_words(model) if _reads_text(options) else []
         words += [*_given("dtype", self._planned.dtype), "--output", output, *shlex.split(self._planned.prune_options)]
         reads = _reads_text(options) and not shares
         propagates = options.propagate == "pruned"
@@ -146,7 +146,7 @@ class JobMaker:
 
     def _calibrate(self, model: PlannedModel) -> Job:
         output = f"activations/{model.slug}.safetensors"
-        words = [*self._model_words(model.name), *self._text_words(), *_given("dtype", self._planned.dtype), "--output", output]
+        words = [*self._model_words(model.name), *self._text_words(model), *_given("dtype", self._planned.dtype), "--output", output]
         return self._job(model, f"{model.slug}.calibrate", "calibrate", words, [], output, replace(model.work, calibrates=True))
 
     def _sweep(self, model: PlannedModel) -> Job:
@@ -158,7 +158,7 @@ class JobMaker:
             words += _given(name, getattr(planned, name))
         words += ["--suite", planned.suite, *_given("limit", planned.limit), *_given("targets", planned.targets)]
         calibrates = any(options.needs_activations for options in self._recipes.values())
-        words += self._text_words() if calibrates else []
+        words += self._text_words(model) if calibrates else []
         words += [*_given("dtype", planned.dtype), "--output", output, *shlex.split(planned.prune_options)]
         work = replace(model.work, calibrates=calibrates, points=len(self.points))
         return self._job(model, f"{model.slug}.sweep", "sweep", words, [], output, work)
@@ -174,12 +174,14 @@ class JobMaker:
     def _model_words(self, name: str) -> list[str]:
         return ["--model", name, *(["--trust-remote-code"] if self._planned.trust_remote_code else [])]
 
-    def _text_words(self) -> list[str]:
-        planned = self._planned
+    def _text_words(self, model: PlannedModel) -> list[str]:
+        """The calibration text, in batches of which every process gets one."""
+        planned, batch = self._planned, model.work.samples // (self._planned.processes * self._planned.nodes)
         return [
             *_given("calibration", planned.calibration),
             *_given("samples", planned.samples),
             *_given("seqlen", planned.seqlen),
+            *_given("batch_size", max(1, batch) if batch < model.work.batch_size else None),
         ]
 
     def _shares_activations(self, point: SweepPoint) -> bool:
