@@ -146,7 +146,13 @@ class JobMaker:
 
     def _calibrate(self, model: PlannedModel) -> Job:
         output = f"activations/{model.slug}.safetensors"
-        words = [*self._model_words(model.name), *self._text_words(model), *_given("dtype", self._planned.dtype), "--output", output]
+        words = [
+            *self._model_words(model.name),
+            *self._text_words(model),
+            *_given("dtype", self._planned.dtype),
+            "--output",
+            output,
+        ]
         return self._job(model, f"{model.slug}.calibrate", "calibrate", words, [], output, replace(model.work, calibrates=True))
 
     def _sweep(self, model: PlannedModel) -> Job:
