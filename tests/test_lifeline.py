@@ -52,7 +52,9 @@ def test_a_rank_that_is_killed_ends_the_others(met: Met, dead: int) -> None:
     assert [error.count(said) for error in done.errors] == [rank != dead for rank in range(3)]
 
 
-def test_a_rank_that_works_alone_hears_of_a_death(met: Met) -> None:
+def test_a_rank_that_works_alone_hears_of_a_death(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EMP_LLM_SILENT_SECONDS")  # a death needs no silence, and the others have time to clean up
+
     def work(rank: int) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Jobs of several processes and several nodes: how they are started, how they end, and what happens when a node dies."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -123,29 +124,44 @@ class Launcher:
 
     def ended(self) -> tuple[int, list[str]]:
         """The exit code, and the lines of the log."""
-        self.process.join(60)
+        self.process.join(100)
         return self.process.exitcode, self.log.read_text().splitlines()
+
+
+def start(words: list[str], environment: dict[str, str], folder: Path, log: Path, space: str | None = None) -> Launcher:
+    """Start the ranks of a node.
+
+    Args:
+        words, environment: of the launcher.
+        folder: where it runs.
+        log: for what all print.
+        space: the network namespace.
+    """
+
+    def child() -> None:
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        if space is not None:
+            with open(f"/run/netns/{space}") as file:
+                assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+        torchrun.start_ranks(words[words.index("emp_llm.cluster.running.torchrun") + 1 :])
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    return Launcher(process, log)
 
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Callable[[str], Launcher]:
     """Start two ranks, which import no torch."""
     (tmp_path / "rank.py").write_text(RANK)
-
-    def child(how: str) -> None:
-        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        os.chdir(tmp_path)
-        torchrun.start_ranks(["--nproc-per-node", "2", "rank.py", how])
-
-    def start(how: str) -> Launcher:
-        process = multiprocessing.get_context("fork").Process(target=child, args=(how,))
-        process.start()
-        return Launcher(process, tmp_path / "log")
-
-    return start
+    words, environment = launch_words(job(processes=2))
+    words = words[: words.index("-m", 2)]
+    return lambda how: start([*words, "rank.py", how], environment, tmp_path, tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -226,8 +242,8 @@ main()
 """
 
 
-def start_nodes(spaces: list[str], job: Job, folder: Path, script: Path | None = None) -> list["subprocess.Popen[str]"]:
-    """Start a job on both nodes."""
+def start_nodes(spaces: list[str], job: Job, folder: Path, script: Path | None = None) -> list[Launcher]:
+    """Start a job on both nodes; the script takes the place of the command."""
     started = []
     for node, space in enumerate(spaces):
         about = {"EMP_LLM_RENDEZVOUS": "10.199.77.1:29571", "EMP_LLM_NODE": str(node), "EMP_LLM_SILENT_SECONDS": "3"}
@@ -235,10 +251,7 @@ def start_nodes(spaces: list[str], job: Job, folder: Path, script: Path | None =
         if script is not None:
             place = words.index("emp_llm.calibrate")
             words[place - 1 : place + 1] = [str(script), "calibrate"]
-        command = ["ip", "netns", "exec", space, *words]
-        started.append(
-            subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        )
+        started.append(start(words, environment, folder, folder / f"log-{node}-{script is None}", space))
     return started
 
 
@@ -251,17 +264,16 @@ def test_a_node_that_dies(network: list[str], text: Path, tmp_path: Path) -> Non
     wait_for((tmp_path / "waits").exists)
     ip("-n", network[1], "link", "set", "cable", "down")
     cut = time.monotonic()
-    said = [node.communicate(timeout=60)[1] for node in nodes]
+    codes, logs = zip(*(node.ended() for node in nodes), strict=True)
     assert time.monotonic() - cut < 60
-    assert [node.returncode for node in nodes] == [75, 75], said
-    assert SENTENCE in said[0].splitlines()[-1]
-    assert "1 on" in said[0].splitlines()[-1]
-    assert SENTENCE in said[1].splitlines()[-1]
+    assert codes == (75, 75), logs
+    assert all(SENTENCE in log[-1] for log in logs), logs
+    assert " 1 on " in logs[0][-1]
+    assert " 0 on " in logs[1][-1]
     assert not (tmp_path / "norms.safetensors").exists()
     ip("-n", network[1], "link", "set", "cable", "up")
     nodes = start_nodes(network, there, tmp_path)
-    said = [node.communicate(timeout=120)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    assert [node.ended()[0] for node in nodes] == [0, 0], (tmp_path / "log-0-True").read_text()
     one = tmp_path / "one.safetensors"
     calibrate(DEMO, output=one, calibration=str(text), samples=4, seqlen=64, batch_size=1, execution="blocks")
     several = Activations.load(tmp_path / "norms.safetensors")

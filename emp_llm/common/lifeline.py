@@ -29,8 +29,8 @@ from emp_llm.common.errors import LOST_CODE, RankLost
 logger = logging.getLogger(__name__)
 SILENT_SECONDS = "EMP_LLM_SILENT_SECONDS"
 _SILENCE = 30
-_PATIENCE = 5.0  # seconds in which a rank may end by itself: the cause has often reached it in another way
-_BLOCKED = 10.0  # seconds after which a rank that was told to end is taken to wait in a collective call
+_PATIENCE = 1 / 6  # of the silence: a process may end by itself meanwhile, as the cause has often reached it in another way
+_BLOCKED = 1 / 3  # of the silence: a process that was told to end, and does not, is taken to wait in a collective call
 _CLEANING = 60.0  # seconds in which a rank that was told to end may delete incomplete files
 _AGAIN = "The same command goes on from where it stopped."
 _RESET = (ConnectionResetError, BrokenPipeError)
@@ -240,13 +240,13 @@ class Lifeline:
         self.loss = loss
         for peer in self._peers if self._place.number == 0 else []:
             peer.say(f"lost {loss.code} {loss}")
-        if self._wait(lambda: self._left, _PATIENCE):
+        if self._wait(lambda: self._left, _PATIENCE * _silence()):
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the handler of the command line, or of the user
             self._interrupted = not self._ending
             if self._interrupted:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._wait(lambda: self._ending, _BLOCKED):
+            if self._wait(lambda: self._ending, _BLOCKED * _silence()):
                 self._wait(lambda: False, _CLEANING)
         mark = f"{self._place.noun} {self._place.number}: " if self._place.number else ""
         os.write(2, f"{mark}error: {loss}\n".encode())
