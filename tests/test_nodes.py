@@ -17,9 +17,9 @@ import pytest
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
+from emp_llm.cluster.plan_file import Job, Needs
 from emp_llm.cluster.running import torchrun
 from emp_llm.cluster.running.launch import exit_code_of, launch_words, node_of
-from emp_llm.cluster.plan_file import Job, Needs
 from emp_llm.common.errors import UserError
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
