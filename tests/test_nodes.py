@@ -228,6 +228,7 @@ def network() -> Iterator[list[str]]:
 WAITING = """
 import os, time
 from pathlib import Path
+from emp_llm.calibration import resume
 from emp_llm.cli import main
 from emp_llm.execution.blockwise import Step
 
@@ -238,6 +239,7 @@ def run(step, *given, run=Step.run, **named):
     return run(step, *given, **named)
 
 Step.run = run
+resume._SECONDS, resume._RATIO = 0.0, 0
 main()
 """
 
@@ -256,7 +258,7 @@ def start_nodes(spaces: list[str], job: Job, folder: Path, script: Path | None =
 
 
 def test_a_node_that_dies(network: list[str], text: Path, tmp_path: Path) -> None:
-    """Its cable is cut while the other waits for it. The same command then gives the norms of one process."""
+    """Its cable is cut while the other waits for it. The same command resumes, and gives the norms of one process."""
     options = f"--model {DEMO} --calibration {text} --samples 4 --seqlen 64 --batch-size 1 --execution blocks"
     there = job(f"emp-llm calibrate {options} --output norms.safetensors", nodes=2)
     (tmp_path / "waiting.py").write_text(WAITING)
@@ -273,7 +275,9 @@ def test_a_node_that_dies(network: list[str], text: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "norms.safetensors").exists()
     ip("-n", network[1], "link", "set", "cable", "up")
     nodes = start_nodes(network, there, tmp_path)
-    assert [node.ended()[0] for node in nodes] == [0, 0], (tmp_path / "log-0-True").read_text()
+    codes, logs = zip(*(node.ended() for node in nodes), strict=True)
+    assert codes == (0, 0), logs
+    assert any("resumed after block 2 of 6" in line for line in logs[0]), logs
     one = tmp_path / "one.safetensors"
     calibrate(DEMO, output=one, calibration=str(text), samples=4, seqlen=64, batch_size=1, execution="blocks")
     several = Activations.load(tmp_path / "norms.safetensors")
