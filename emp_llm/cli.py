@@ -91,7 +91,7 @@ def run(
 
 def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
-    from emp_llm.common.errors import LOST_CODE, RankLost, UserError
+    from emp_llm.common.errors import RankLost, UserError
 
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
@@ -101,38 +101,36 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         _set_up_logging(mark, rank)
         work(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
-        _leave(failed=False)
+        _leave(0)
     except UserError as error:
         _fail(2, mark, f"error: {error}")
     except RankLost as loss:
-        _fail(LOST_CODE, mark, f"error: {loss}")
+        _fail(loss.code, mark, f"error: {loss}")
     except KeyboardInterrupt:
         _fail(130, mark, "interrupted; no incomplete output is left.")
     except _Terminated:
         _fail(143, mark, "terminated by SIGTERM; no incomplete output is left.")
-    except BaseException:
-        _leave(failed=True)
+    except BaseException as error:
+        _leave(1, f"{type(error).__name__}: {error}")
         raise
 
 
 def _fail(code: int, mark: str, message: str) -> NoReturn:
     """Print why this rank ends, tell the others and the launcher, and exit."""
     print(f"{mark}{message}", file=sys.stderr)
-    if _is_rank():
-        from emp_llm.common.lifeline import tell_launcher
-
-        tell_launcher(message.removeprefix("error: "))
-    _leave(failed=True)
+    _leave(code, message.removeprefix("error: "))
     sys.exit(code)
 
 
-def _leave(failed: bool) -> None:
-    """Tell the other ranks that this one ends."""
+def _leave(code: int, message: str = "") -> None:
+    """Tell the launcher and the other ranks that this one ends."""
     if _is_rank():
-        from emp_llm.common.lifeline import lifeline
+        from emp_llm.common.lifeline import lifeline, tell_launcher
 
+        if message:
+            tell_launcher(message)
         if (line := lifeline()) is not None:
-            line.leave(failed)
+            line.leave(code, message)
 
 
 def _is_rank() -> bool:

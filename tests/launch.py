@@ -47,7 +47,14 @@ class Launched:
         return "".join(self.errors)
 
 
-def launch(count: int, folder: Path, logs: Path, *line: object, prepare: Prepare | None = None) -> Launched:
+def launch(
+    count: int,
+    folder: Path,
+    logs: Path,
+    *line: object,
+    prepare: Prepare | None = None,
+    work: Callable[[int], None] | None = None,
+) -> Launched:
     """Run a command line by several ranks.
 
     Args:
@@ -56,6 +63,7 @@ def launch(count: int, folder: Path, logs: Path, *line: object, prepare: Prepare
         logs: an empty folder elsewhere, for what they print.
         line: of emp-llm.
         prepare: called by each rank first, and what it returns last.
+        work: called with the number of a rank, in place of a command.
     """
     for name in _IMPORTS:
         importlib.import_module(name)
@@ -64,7 +72,7 @@ def launch(count: int, folder: Path, logs: Path, *line: object, prepare: Prepare
         port = free.getsockname()[1]
     words = [str(word) for word in line]
     ranks = [
-        context.Process(target=_run, args=(index, count, port, str(folder), str(logs), words, prepare))
+        context.Process(target=_run, args=(index, count, port, str(folder), str(logs), words, prepare, work))
         for index in range(count)
     ]
     for rank in ranks:
@@ -86,6 +94,7 @@ def _run(
     logs: str,
     line: list[str],
     prepare: Prepare | None,
+    work: Callable[[int], None] | None,
 ) -> None:
     """One rank: torchrun's environment, its own log, then the command."""
     os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
@@ -95,11 +104,11 @@ def _run(
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     _forget()
-    from emp_llm.cli import main
+    from emp_llm.cli import _with_exit_codes, main
 
     finish = None if prepare is None else prepare()
     try:
-        main(line)
+        main(line) if work is None else _with_exit_codes(work)
     except SystemExit:
         raise
     except BaseException:

@@ -4,14 +4,18 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny
+from launch import launch
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
+from emp_llm.calibration.activations import Activations
 from emp_llm.common.wording import format_bytes
 from emp_llm.execution.blockwise import Step
 from emp_llm.prune import prune
@@ -321,6 +325,49 @@ def test_a_full_disk_does_not_end_a_calibration(
     assert saves == [1, 2], "it does not try again"
     assert sum("the disk is full; the calibration continues" in message for message in caplog.messages) == 1
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("then", ["all files are there", "a file is missing", "a disk is full"])
+def test_ranks_resume_together(
+    deep: Path, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """The second rank dies in the third block. Both have saved their hidden states after the second."""
+    expected = calibrated(deep, text, tmp_path / "whole", batch_size=1)
+    options = ["calibrate", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--batch-size", 1]
+    line = [*options, "--device-map", "cpu", "--execution", "blocks", "--output", "out"]
+    write = resume.write_exactly
+
+    def die() -> None:
+        if os.environ["RANK"] == "1":
+            kill_in(monkeypatch, 2)
+            monkeypatch.setattr(_Killed, "__init__", lambda *_: os._exit(7))
+
+    def fill() -> None:
+        def full(file: int, raw: memoryview, offset: int) -> None:
+            if "state-3" in os.readlink(f"/proc/self/fd/{file}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(file, raw, offset)
+
+        if os.environ["RANK"] == "1":
+            monkeypatch.setattr(resume, "write_exactly", full)
+
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=die)
+    assert done.codes == [75, 7], done.error
+    progress = tmp_path / ".out.progress"
+    assert sorted(path.name for path in progress.iterdir()) == ["manifest.json", "state-2-rank-0", "state-2-rank-1"]
+    if then == "a file is missing":
+        (progress / "state-2-rank-1").unlink()
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=fill if then == "a disk is full" else None)
+    assert done.codes == [0, 0], done.error
+    assert ("resumed after block 2 of 4" in done.error) == (then != "a file is missing")
+    assert ("the files of some ranks are missing; the calibration starts over" in done.error) == (then == "a file is missing")
+    assert done.error.count("the disk is full; the calibration continues") == 2 * (then == "a disk is full")
+    assert not progress.exists()
+    several = Activations.load(tmp_path / "out")
+    assert several.about.ranks == 2
+    replace(several, about=msgspec.structs.replace(several.about, ranks=1)).save(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == expected
 
 
 Run = Callable[..., Any]

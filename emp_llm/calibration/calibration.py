@@ -129,7 +129,7 @@ class ForwardPasses(ABC):
             about: the origin of the norms as far as the caller knows it (model, revision, identity).
             masker: computes the masks of a pruned propagation.
             resume: folder for the state between blocks, from which an interrupted run of the same calibration resumes. It
-                stays until `delete_progress`. Not used with several ranks.
+                stays until `delete_progress`. Several ranks must see one folder.
 
         Raises:
             UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
@@ -211,7 +211,7 @@ class Calibration(ForwardPasses):
             ran = CalibrationRecord(execution="model", propagate="dense")
         else:
             progress = None
-            if resume is not None and ranks().count == 1 and self._options.resumable_calibration:
+            if resume is not None and self._options.resumable_calibration:
                 signature = record.as_dict() | {"layers": [layer.name for layer in layers], "files": checkpoint.states}
                 progress = CalibrationProgress(resume, signature | {"ids": tokens_signature(tokens)})
             runner = BlockwiseModel(model, self._blocks, self._options.hidden_states)

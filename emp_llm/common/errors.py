@@ -14,10 +14,18 @@ class ReadError(UserError):
 
 
 class RankLost(BaseException):
-    """Another rank of this job is gone. Commands print the message and exit with code 75.
+    """Another rank of this job is gone. Commands print the message and exit with its code.
 
     It ends the process, like KeyboardInterrupt: no part of a run can go on without the others.
+
+    Args:
+        message: the cause.
+        code: exit code of this process.
     """
+
+    def __init__(self, message: str, code: int = LOST_CODE) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def reason(error: BaseException, whole: bool = False) -> str:

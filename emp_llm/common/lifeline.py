@@ -1,5 +1,7 @@
 """A connection from every rank to the first, so that a rank that dies, or whose machine or network does, ends the others.
 
+The launchers of a job on several nodes hold such connections as well, because a node may die before its ranks have begun.
+
 The connections carry nothing but the news of an end. The kernels of the machines keep them alive: a process that is busy, or
 stopped for a while, answers; a process that was killed closes its connection at once; a machine that is gone is noticed after
 half a minute, also by a rank that waits for the others in a collective call.
@@ -7,6 +9,7 @@ half a minute, also by a rank that waits for the others in a collective call.
 
 import atexit
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -23,11 +26,11 @@ from typing import Any
 
 from emp_llm.common.errors import LOST_CODE, RankLost
 
+logger = logging.getLogger(__name__)
 SILENT_SECONDS = "EMP_LLM_SILENT_SECONDS"
-JOIN_SECONDS = "EMP_LLM_JOIN_SECONDS"
 _SILENCE = 30
-_PATIENCE = 5.0  # seconds in which a rank may end by itself: the cause has often reached it in another way
-_BLOCKED = 10.0  # seconds after which a rank that was told to end is taken to wait in a collective call
+_PATIENCE = 1 / 6  # of the silence: a process may end by itself meanwhile, as the cause has often reached it in another way
+_BLOCKED = 1 / 3  # of the silence: a process that was told to end, and does not, is taken to wait in a collective call
 _CLEANING = 60.0  # seconds in which a rank that was told to end may delete incomplete files
 _AGAIN = "The same command goes on from where it stopped."
 _RESET = (ConnectionResetError, BrokenPipeError)
@@ -35,15 +38,14 @@ _RESET = (ConnectionResetError, BrokenPipeError)
 
 @dataclass
 class _Peer:
-    """A connection to another rank.
+    """A connection to another process.
 
     Attributes:
-        name: of the rank and its host; empty until it has said who it is.
-        ended: it has said that it ends, or it was never a rank.
+        name: of the other and its host; empty until it has said who it is.
+        ended: it has said that it ends.
     """
 
     connection: socket.socket
-    rank: int = -1
     name: str = ""
     ended: bool = False
     unread: bytes = field(default=b"", repr=False)
@@ -73,43 +75,63 @@ class _Peer:
             self.connection.sendall(f"{line}\n".encode())
 
 
-class Lifeline:
-    """The connections of one rank, watched by a thread.
-
-    Args:
-        rank: of this process.
-        count: of ranks.
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among those that watch each other.
 
     Attributes:
-        loss: why this process must end; None: no rank is lost.
+        noun: what they are: "rank" or "node".
+        number: of this process, from 0.
+        count: of the processes.
+        host, port: of the store in which they meet.
+        serves: this process is to provide the store.
     """
 
-    def __init__(self, rank: int, count: int) -> None:
+    noun: str
+    number: int
+    count: int
+    host: str
+    port: int
+    serves: bool
+
+
+class Lifeline:
+    """The connections of one process, watched by a thread.
+
+    Args:
+        place: of this process.
+
+    Attributes:
+        loss: why this process must end; None: no other is lost.
+    """
+
+    def __init__(self, place: Place) -> None:
         self.loss: RankLost | None = None
+        self._place = place
+        self._peers: list[_Peer] = []
         self._interrupted = False
         self._ending = False
-        self._rank = rank
-        self._count = count
-        self._limit = float(os.environ[JOIN_SECONDS]) if os.environ.get(JOIN_SECONDS) else None
-        self._peers: list[_Peer] = []
         self._left = False
         self._store: Any = None
+        import torch.distributed  # noqa: F401  by this thread: an import by two at a time fails
+
         atexit.register(self.leave)
         os.register_at_fork(after_in_child=self._close)
         threading.Thread(target=self._run, name="lifeline", daemon=True).start()
 
-    def leave(self, failed: bool | None = None) -> None:
-        """Tell the others that this rank ends.
+    def leave(self, code: int | None = None, message: str = "") -> None:
+        """Tell the others that this process ends.
 
         Args:
-            failed: the others cannot go on; None: if an exception ends this process.
+            code: exit code; None: 1 if an exception ends this process, else 0.
+            message: the cause, if it is not 0.
         """
         if self._left:
             return
         self._left = self._ending = True
-        failed = hasattr(sys, "last_value") if failed is None else failed
+        code = int(hasattr(sys, "last_value")) if code is None else code
         for peer in self._peers:
-            peer.say("failed" if failed else "done")
+            peer.say(f"failed {code} {' '.join(message.split())}" if code else "done")
 
     def end(self) -> None:
         """Called by the handler of SIGTERM: the main thread ends.
@@ -131,29 +153,28 @@ class Lifeline:
 
     def _run(self) -> None:
         try:
-            if self._rank == 0:
+            if self._place.number == 0:
                 self._watch_all()
             else:
                 self._watch_first()
         except RankLost as loss:
             self._end(loss)
-        except Exception as error:  # of the store, or of a socket: the ranks cannot watch each other
-            if self._limit is not None:
-                self._end(RankLost(f"this rank cannot reach rank 0 ({error}); the nodes must reach each other on all ports."))
+        except Exception as error:  # of the store, or of a socket
+            if not self._left:
+                logger.debug("the %ss cannot watch each other: %s", self._place.noun, error)
 
     def _watch_all(self) -> None:
-        """The first rank: every other one connects to it."""
+        """The first: every other one connects to it."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        token, begun = secrets.token_hex(16), time.monotonic()
+        token = secrets.token_hex(16)
         with (
             socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=128) as door,
             selectors.DefaultSelector() as ready,
         ):
             ready.register(door, selectors.EVENT_READ)
-            self._open_store().set(_key(), f"{door.getsockname()[1]} {token} {socket.gethostname()}")
-            while not self._left and (self._missing() or not all(peer.ended for peer in self._peers)):
-                self._check_start(begun)
+            self._open_store().set(self._key(), f"{door.getsockname()[1]} {token} {self._name()}")
+            while not self._left and sum(peer.ended for peer in self._peers) < self._place.count - 1:
                 for key, _ in ready.select(1.0):
                     if key.data is None:
                         connection, _ = door.accept()
@@ -162,7 +183,7 @@ class Lifeline:
                         ready.unregister(key.fileobj)
 
     def _heard(self, peer: _Peer, token: str) -> bool:
-        """Listen to a rank; returns whether there is nothing more to hear. Other programs may connect as well."""
+        """Listen to a peer; returns whether there is nothing more to hear. Other programs may connect as well."""
         try:
             lines = peer.lines()
         except RankLost:
@@ -174,70 +195,63 @@ class Lifeline:
                 _hear(peer, line)
                 continue
             given, _, who = line.partition(" ")
-            rank, _, host = who.partition(" ")
-            if not secrets.compare_digest(given.encode(), token.encode()) or not rank.isdecimal():
+            if not secrets.compare_digest(given.encode(), token.encode()):
                 peer.connection.close()
                 return True
-            peer.rank, peer.name = int(rank), f"rank {rank} on {host}"
+            peer.name = who
             self._peers.append(peer)
         return peer.ended
 
-    def _missing(self) -> list[int]:
-        return sorted(set(range(1, self._count)) - {peer.rank for peer in self._peers})
-
-    def _check_start(self, begun: float) -> None:
-        missing = self._missing()
-        if missing and self._limit is not None and time.monotonic() - begun > self._limit:
-            raise RankLost(f"rank {missing[0]} has not started within {self._limit:.0f} s; its log may say why. {_AGAIN}")
-
     def _watch_first(self) -> None:
-        """Every other rank: it hears of the others through the first."""
-        port, token, host = self._open_store().get(_key()).decode().split(" ", 2)
-        connection = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), timeout=60)
+        """Every other one: it hears of the others through the first."""
+        port, token, name = self._open_store().get(self._key()).decode().split(" ", 2)
+        connection = socket.create_connection((self._place.host, int(port)), timeout=60)
         connection.settimeout(None)
-        first = _Peer(_kept_alive(connection), 0, f"rank 0 on {host}")
-        first.say(f"{token} {self._rank} {socket.gethostname()}")
+        first = _Peer(_kept_alive(connection), name)
+        first.say(f"{token} {self._name()}")
         self._peers.append(first)
         while not self._left and not first.ended:
             for line in first.lines():
                 _hear(first, line)
 
     def _open_store(self) -> Any:
-        """The store in which the ranks meet. Under torchrun the launcher provides it, else the first rank does."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        provided = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        place, ever = self._place, timedelta(weeks=52)
         self._store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=self._rank == 0 and not provided,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(weeks=1) if self._limit is None else timedelta(seconds=self._limit),
+            place.host, place.port, is_master=place.serves, wait_for_workers=False, multi_tenant=True, timeout=ever
         )
         return self._store
+
+    def _key(self) -> str:
+        """Where the first leaves its address in the store."""
+        names = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+        return "/".join(["emp_llm", self._place.noun, *names])
+
+    def _name(self) -> str:
+        return f"{self._place.noun} {self._place.number} on {socket.gethostname()}"
 
     def _end(self, loss: RankLost) -> None:
         """End this process, if it does not end by itself: in good order, or, while it waits in a collective call, at once."""
         if self._left:
             return
         self.loss = loss
-        for peer in self._peers if self._rank == 0 else []:
-            peer.say(f"lost {loss}")
-        if self._wait(lambda: self._left, _PATIENCE):
+        for peer in self._peers if self._place.number == 0 else []:
+            peer.say(f"lost {loss.code} {loss}")
+        if self._wait(lambda: self._left, _PATIENCE * _silence()):
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the handler of the command line, or of the user
             self._interrupted = not self._ending
             if self._interrupted:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._wait(lambda: self._ending, _BLOCKED):
+            if self._wait(lambda: self._ending, _BLOCKED * _silence()):
                 self._wait(lambda: False, _CLEANING)
-        mark = f"rank {self._rank}: " if self._rank else ""
+        mark = f"{self._place.noun} {self._place.number}: " if self._place.number else ""
         os.write(2, f"{mark}error: {loss}\n".encode())
         tell_launcher(str(loss))
-        os._exit(LOST_CODE)
+        os._exit(loss.code)
 
     @staticmethod
     def _wait(done: Callable[[], bool], seconds: float) -> bool:
@@ -261,8 +275,10 @@ class _Held:
 
 def hold_lifeline(rank: int, count: int) -> None:
     """Connect this rank with the others. It returns at once; the process ends if another rank is lost."""
-    if _Held.line is None:
-        _Held.line = Lifeline(rank, count)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if _Held.line is None and host and port.isdecimal():
+        provided = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun; else by the first rank
+        _Held.line = Lifeline(Place("rank", rank, count, host, int(port), serves=rank == 0 and not provided))
 
 
 def lifeline() -> Lifeline | None:
@@ -280,16 +296,12 @@ def tell_launcher(message: str) -> None:
 def _hear(peer: _Peer, line: str) -> None:
     """News from a peer."""
     word, _, rest = line.partition(" ")
+    code, _, message = rest.partition(" ")
     if word == "lost":
-        raise RankLost(rest)
-    if word == "failed":
-        raise peer.lost("has ended with an error; its message gives the cause.")
+        raise RankLost(message, int(code))
+    if word == "failed":  # wrong input is wrong for all; else the same command may succeed
+        raise RankLost(f"{peer.name} has ended: {message or 'its log gives the cause.'}", 2 if code == "2" else LOST_CODE)
     peer.ended = True
-
-
-def _key() -> str:
-    """Where the first rank leaves its address in the store."""
-    return "/".join(["emp_llm", *(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))])
 
 
 def _silence() -> int:

@@ -39,6 +39,7 @@ def launch_words(
     command = ["-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
     if processes * nodes == 1:
         return [sys.executable, *command], changed
+    changed.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of every address without a name
     words = [sys.executable, "-m", "emp_llm.cluster.running.torchrun", "--nproc-per-node", str(processes)]
     if nodes > 1:
         words += ["--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-id", job.id]

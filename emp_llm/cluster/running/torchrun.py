@@ -7,13 +7,15 @@ in one sentence, without torchrun's traceback. On one node it needs no port.
 import logging
 import os
 import signal
+import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from emp_llm.common.errors import LOST_CODE
-from emp_llm.common.lifeline import JOIN_SECONDS
+from emp_llm.common.errors import LOST_CODE, RankLost
+from emp_llm.common.lifeline import Lifeline, Place
 
-_JOIN_LIMIT = "600"
 _CONSEQUENCES = (LOST_CODE, 143, -signal.SIGTERM)  # exit codes of ranks that end because another has ended
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -21,33 +23,49 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def start_ranks(words: list[str] | None = None) -> None:
     """Start the ranks of this node, wait for them, and exit."""
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException, api
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing import api
 
     logging.disable()
-    os.environ.setdefault(JOIN_SECONDS, _JOIN_LIMIT)
-    api._terminate_process_handler = _end  # type: ignore[assignment]
     options = torchrun.parse_args(sys.argv[1:] if words is None else words)  # type: ignore[no-untyped-call]
     nodes, _ = torchrun.parse_min_max_nnodes(options.nnodes)
-    store = None if nodes > 1 else _local_store()
-    if store is not None:
+    store, line = None, None
+    if nodes == 1:
+        store = _local_store()
         options.rdzv_backend, options.rdzv_endpoint = "static", f"127.0.0.1:{store.port}"
+    else:
+        host, _, port = options.rdzv_endpoint.rpartition(":")
+        host = host.strip("[]")
+        _name_interface(host, int(port))
+        line = Lifeline(Place("node", options.node_rank, nodes, host, int(port), serves=options.node_rank == 0))
+    api._terminate_process_handler = partial(_end, line)
+    code, message = _ended(partial(torchrun.run, options), options.rdzv_endpoint)
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    if line is not None:
+        line.leave(code, message)
+    sys.exit(code)
+
+
+def _ended(run: Callable[[], None], meeting: str) -> tuple[int, str]:
+    """Run the ranks; returns the exit code, and the cause if it is to be printed."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
-        torchrun.run(options)  # type: ignore[no-untyped-call]
+        run()
     except SignalException as stopped:
-        sys.exit(128 + stopped.sigval)
+        return 128 + stopped.sigval, ""
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130, ""
+    except RankLost as loss:
+        return loss.code, str(loss)
     except ChildFailedError as failed:
-        sys.exit(_explain(failed.failures))
-    except RuntimeError as error:  # torch's own errors of stores and sockets
-        if nodes == 1:
-            raise
-        where = f"node {options.node_rank} of {nodes}: the nodes did not meet at {options.rdzv_endpoint}"
-        print(
-            f"error: {where} ({str(error).splitlines()[0]}). The same command goes on from where it stopped.", file=sys.stderr
-        )
-        sys.exit(LOST_CODE)
+        return _explain(failed.failures)
+    except DistError as error:
+        cause = str(error).splitlines()[0].rstrip(".")
+        return LOST_CODE, f"the nodes did not meet at {meeting} ({cause}). The same command goes on from where it stopped."
+    return 0, ""
 
 
 def _local_store() -> Any:
@@ -57,33 +75,49 @@ def _local_store() -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
-def _end(number: int, _: object) -> None:
+def _name_interface(host: str, port: int) -> None:
+    """Tell gloo the network interface that leads to the first node. It would take that of the host's name, often loopback."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return  # torchrun reports it
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in [each.address for each in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _end(line: Lifeline | None, number: int, _: object) -> None:
     """End on the first signal. A scheduler may send another to all processes of a job, while the ranks still clean up."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+    if line is not None:
+        line.end()
     raise SignalException(f"signal {number}", sigval=signal.Signals(number))
 
 
-def _explain(failures: dict[int, Any]) -> int:
-    """Print the cause of a failure, and return the exit code of the rank that failed first."""
+def _explain(failures: dict[int, Any]) -> tuple[int, str]:
+    """The exit code and the message of the rank that failed first."""
     ordered = sorted(failures.items(), key=lambda each: (each[1].exitcode in _CONSEQUENCES, each[1].timestamp))
     rank, first = ordered[0]
     code: int = 128 - first.exitcode if first.exitcode < 0 else first.exitcode
     if code == 143:
-        return code  # the rank has said so
-    message = first.error_file_data.get("message")
-    if isinstance(message, str):
-        text = message
+        return code, ""  # the rank has said so
+    if "timestamp" in first.error_file_data:  # the rank has left its message
+        text = first.error_file_data["message"]
     elif first.exitcode < 0:
         name = first.signal_name()
         reason = "; the machine may have too little memory" if name == "SIGKILL" else ""
         text = f"rank {rank} (process {first.pid}) was ended by {name}{reason}. The same command goes on from where it stopped."
     else:
         text = f"rank {rank} ended with exit code {code}; its message stands above."
-    print(f"error: {text}", file=sys.stderr)
-    return code
+    return code, text
 
 
 if __name__ == "__main__":
