@@ -91,7 +91,8 @@ def run(
 
 def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
-    from emp_llm.common.errors import RankLost, UserError
+    from emp_llm.common.errors import UserError
+    from emp_llm.lifelines.peer import RankLost
 
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
@@ -125,7 +126,7 @@ def _fail(code: int, mark: str, message: str) -> NoReturn:
 def _leave(code: int, message: str = "") -> None:
     """Tell the launcher and the other ranks that this one ends."""
     if _is_rank():
-        from emp_llm.common.lifeline import lifeline, tell_launcher
+        from emp_llm.lifelines.lifeline import lifeline, tell_launcher
 
         if message:
             tell_launcher(message)
@@ -253,7 +254,7 @@ def _terminate(*_: object) -> None:
     """End in good order, on the first SIGTERM: a scheduler and torchrun may both send it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _is_rank():
-        from emp_llm.common.lifeline import lifeline
+        from emp_llm.lifelines.lifeline import lifeline
 
         if (line := lifeline()) is not None:
             line.end()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module
 from emp_llm.cli import run as run_command
-from emp_llm.common.errors import LOST_CODE
+from emp_llm.lifelines.peer import LOST_CODE
 from emp_llm.options.base import takes
 from emp_llm.options.jobs.studies import RunOptions
 

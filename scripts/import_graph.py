@@ -20,6 +20,7 @@ ROOMS = (
     "selection",
     "runtime/kernels",
     "reconstruction",
+    "lifelines",
     "common",
     "options",
     "options/jobs",

@@ -12,8 +12,8 @@ import pytest
 from launch import Launched, launch
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.lifeline import lifeline
 from emp_llm.common.ranks import ranks
+from emp_llm.lifelines.lifeline import lifeline
 
 HOST = socket.gethostname()
 Work = Callable[[int], None]
@@ -81,6 +81,18 @@ def test_wrong_input_of_one_rank_is_told_by_all(met: Met) -> None:
     assert done.codes == [2, 2]
     assert done.errors[0].endswith(f"error: rank 1 on {HOST} has ended: the file is missing.\n")
     assert done.errors[1].endswith("rank 1: error: the file is missing.\n")
+
+
+def test_a_long_message_of_a_failure_is_told_short(met: Met) -> None:
+    def work(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("of many lines\n" * 10_000)
+        ranks().gather(rank)
+
+    done = met(2, work)
+    assert done.codes == [75, 1]
+    assert f"error: rank 1 on {HOST} has ended: ValueError: of many lines of many lines" in done.errors[0]
+    assert len(done.errors[0]) < 1200
 
 
 def test_ranks_may_end_at_different_times(met: Met) -> None:

@@ -2,8 +2,6 @@
 
 import re
 
-LOST_CODE = 75  # exit code of a rank that ends because another is gone: EX_TEMPFAIL of sysexits.h
-
 
 class UserError(ValueError):
     """Wrong input. The message names the field or file, the rule, and the remedy. Commands print it and exit with code 2."""
@@ -11,21 +9,6 @@ class UserError(ValueError):
 
 class ReadError(UserError):
     """A file cannot be read at the moment. It may be intact, so work based on it stays valid."""
-
-
-class RankLost(BaseException):
-    """Another rank of this job is gone. Commands print the message and exit with its code.
-
-    It ends the process, like KeyboardInterrupt: no part of a run can go on without the others.
-
-    Args:
-        message: the cause.
-        code: exit code of this process.
-    """
-
-    def __init__(self, message: str, code: int = LOST_CODE) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def reason(error: BaseException, whole: bool = False) -> str:

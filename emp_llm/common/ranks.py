@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from emp_llm.common.lifeline import hold_lifeline, lifeline
+from emp_llm.lifelines.lifeline import hold_lifeline, lifeline
 
 if TYPE_CHECKING:
     import torch

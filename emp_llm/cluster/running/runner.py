@@ -15,7 +15,8 @@ from pathlib import Path
 from emp_llm.cluster.plan_file import Job
 from emp_llm.cluster.running.job_files import BEAT, JobFiles, JobState
 from emp_llm.cluster.running.launch import exit_code_of, launch_words
-from emp_llm.common.errors import LOST_CODE, UserError
+from emp_llm.common.errors import UserError
+from emp_llm.lifelines.peer import LOST_CODE
 from emp_llm.storage.output.lock import FileLock
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from emp_llm.common.errors import LOST_CODE, RankLost
-from emp_llm.common.lifeline import Lifeline, Place
+from emp_llm.lifelines.lifeline import Lifeline, Seat
+from emp_llm.lifelines.peer import AGAIN, LOST_CODE, RankLost
 
 _CONSEQUENCES = (LOST_CODE, 143, -signal.SIGTERM)  # exit codes of ranks that end because another has ended
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -36,7 +36,7 @@ def start_ranks(words: list[str] | None = None) -> None:
         host, _, port = options.rdzv_endpoint.rpartition(":")
         host = host.strip("[]")
         _name_interface(host, int(port))
-        line = Lifeline(Place("node", options.node_rank, nodes, host, int(port), serves=options.node_rank == 0))
+        line = Lifeline(Seat("node", options.node_rank, nodes, host, int(port), serves=options.node_rank == 0))
     api._terminate_process_handler = partial(_end, line)
     code, message = _ended(partial(torchrun.run, options), options.rdzv_endpoint)
     if message:
@@ -64,7 +64,7 @@ def _ended(run: Callable[[], None], meeting: str) -> tuple[int, str]:
         return _explain(failed.failures)
     except DistError as error:
         cause = str(error).splitlines()[0].rstrip(".")
-        return LOST_CODE, f"the nodes did not meet at {meeting} ({cause}). The same command goes on from where it stopped."
+        return LOST_CODE, f"the nodes did not meet at {meeting} ({cause}). {AGAIN}"
     return 0, ""
 
 
@@ -114,7 +114,7 @@ def _explain(failures: dict[int, Any]) -> tuple[int, str]:
     elif first.exitcode < 0:
         name = first.signal_name()
         reason = "; the machine may have too little memory" if name == "SIGKILL" else ""
-        text = f"rank {rank} (process {first.pid}) was ended by {name}{reason}. The same command goes on from where it stopped."
+        text = f"rank {rank} (process {first.pid}) was ended by {name}{reason}. {AGAIN}"
     else:
         text = f"rank {rank} ended with exit code {code}; its message stands above."
     return code, text

@@ -20,63 +20,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emp_llm.common.errors import LOST_CODE, RankLost
+from emp_llm.lifelines.peer import Peer, RankLost, kept_alive, silence
 
 logger = logging.getLogger(__name__)
-SILENT_SECONDS = "EMP_LLM_SILENT_SECONDS"
-_SILENCE = 30
 _PATIENCE = 1 / 6  # of the silence: a process may end by itself meanwhile, as the cause has often reached it in another way
 _BLOCKED = 1 / 3  # of the silence: a process that was told to end, and does not, is taken to wait in a collective call
+_LETTERS = 1000  # of a message
 _CLEANING = 60.0  # seconds in which a rank that was told to end may delete incomplete files
-_AGAIN = "The same command goes on from where it stopped."
-_RESET = (ConnectionResetError, BrokenPipeError)
-
-
-@dataclass
-class _Peer:
-    """A connection to another process.
-
-    Attributes:
-        name: of the other and its host; empty until it has said who it is.
-        ended: it has said that it ends.
-    """
-
-    connection: socket.socket
-    name: str = ""
-    ended: bool = False
-    unread: bytes = field(default=b"", repr=False)
-
-    def lines(self) -> list[str]:
-        """What the peer has said since the last call.
-
-        Raises:
-            RankLost: the connection is gone, and the peer has not said that it ends.
-        """
-        try:
-            news = self.connection.recv(4096)
-        except _RESET:
-            news = b""
-        except OSError as error:
-            raise self.lost(f"has not been heard from for {_silence()} s; it or its network is gone. {_AGAIN}") from error
-        if not news:
-            raise self.lost(f"has ended without a message: it was killed, or it crashed. {_AGAIN}")
-        *lines, self.unread = (self.unread + news)[-8192:].split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
-
-    def lost(self, what: str) -> RankLost:
-        return RankLost(f"{self.name} {what}")
-
-    def say(self, line: str) -> None:
-        with suppress(OSError):
-            self.connection.sendall(f"{line}\n".encode())
 
 
 @dataclass(frozen=True)
-class Place:
+class Seat:
     """Where a process stands among those that watch each other.
 
     Attributes:
@@ -99,16 +57,16 @@ class Lifeline:
     """The connections of one process, watched by a thread.
 
     Args:
-        place: of this process.
+        seat: of this process.
 
     Attributes:
         loss: why this process must end; None: no other is lost.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, seat: Seat) -> None:
         self.loss: RankLost | None = None
-        self._place = place
-        self._peers: list[_Peer] = []
+        self._seat = seat
+        self._peers: list[Peer] = []
         self._interrupted = False
         self._ending = False
         self._left = False
@@ -131,7 +89,7 @@ class Lifeline:
         self._left = self._ending = True
         code = int(hasattr(sys, "last_value")) if code is None else code
         for peer in self._peers:
-            peer.say(f"failed {code} {' '.join(message.split())}" if code else "done")
+            peer.say(f"failed {code} {_short(message)}" if code else "done")
 
     def end(self) -> None:
         """Called by the handler of SIGTERM: the main thread ends.
@@ -153,7 +111,7 @@ class Lifeline:
 
     def _run(self) -> None:
         try:
-            if self._place.number == 0:
+            if self._seat.number == 0:
                 self._watch_all()
             else:
                 self._watch_first()
@@ -161,7 +119,7 @@ class Lifeline:
             self._end(loss)
         except Exception as error:  # of the store, or of a socket
             if not self._left:
-                logger.debug("the %ss cannot watch each other: %s", self._place.noun, error)
+                logger.debug("the %ss cannot watch each other: %s", self._seat.noun, error)
 
     def _watch_all(self) -> None:
         """The first: every other one connects to it."""
@@ -174,15 +132,15 @@ class Lifeline:
         ):
             ready.register(door, selectors.EVENT_READ)
             self._open_store().set(self._key(), f"{door.getsockname()[1]} {token} {self._name()}")
-            while not self._left and sum(peer.ended for peer in self._peers) < self._place.count - 1:
+            while not self._left and sum(peer.ended for peer in self._peers) < self._seat.count - 1:
                 for key, _ in ready.select(1.0):
                     if key.data is None:
                         connection, _ = door.accept()
-                        ready.register(connection, selectors.EVENT_READ, _Peer(_kept_alive(connection)))
+                        ready.register(connection, selectors.EVENT_READ, Peer(kept_alive(connection)))
                     elif self._heard(key.data, token):
                         ready.unregister(key.fileobj)
 
-    def _heard(self, peer: _Peer, token: str) -> bool:
+    def _heard(self, peer: Peer, token: str) -> bool:
         """Listen to a peer; returns whether there is nothing more to hear. Other programs may connect as well."""
         try:
             lines = peer.lines()
@@ -192,7 +150,7 @@ class Lifeline:
             raise
         for line in lines:
             if peer.name:
-                _hear(peer, line)
+                peer.hear(line)
                 continue
             given, _, who = line.partition(" ")
             if not secrets.compare_digest(given.encode(), token.encode()):
@@ -205,50 +163,50 @@ class Lifeline:
     def _watch_first(self) -> None:
         """Every other one: it hears of the others through the first."""
         port, token, name = self._open_store().get(self._key()).decode().split(" ", 2)
-        connection = socket.create_connection((self._place.host, int(port)), timeout=60)
+        connection = socket.create_connection((self._seat.host, int(port)), timeout=60)
         connection.settimeout(None)
-        first = _Peer(_kept_alive(connection), name)
+        first = Peer(kept_alive(connection), name)
         first.say(f"{token} {self._name()}")
         self._peers.append(first)
         while not self._left and not first.ended:
             for line in first.lines():
-                _hear(first, line)
+                first.hear(line)
 
     def _open_store(self) -> Any:
         from datetime import timedelta
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        place, ever = self._place, timedelta(weeks=52)
+        seat, ever = self._seat, timedelta(weeks=52)
         self._store = TCPStore(
-            place.host, place.port, is_master=place.serves, wait_for_workers=False, multi_tenant=True, timeout=ever
+            seat.host, seat.port, is_master=seat.serves, wait_for_workers=False, multi_tenant=True, timeout=ever
         )
         return self._store
 
     def _key(self) -> str:
         """Where the first leaves its address in the store."""
         names = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-        return "/".join(["emp_llm", self._place.noun, *names])
+        return "/".join(["emp_llm", self._seat.noun, *names])
 
     def _name(self) -> str:
-        return f"{self._place.noun} {self._place.number} on {socket.gethostname()}"
+        return f"{self._seat.noun} {self._seat.number} on {socket.gethostname()}"
 
     def _end(self, loss: RankLost) -> None:
         """End this process, if it does not end by itself: in good order, or, while it waits in a collective call, at once."""
         if self._left:
             return
         self.loss = loss
-        for peer in self._peers if self._place.number == 0 else []:
+        for peer in self._peers if self._seat.number == 0 else []:
             peer.say(f"lost {loss.code} {loss}")
-        if self._wait(lambda: self._left, _PATIENCE * _silence()):
+        if self._wait(lambda: self._left, _PATIENCE * silence()):
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the handler of the command line, or of the user
             self._interrupted = not self._ending
             if self._interrupted:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._wait(lambda: self._ending, _BLOCKED * _silence()):
+            if self._wait(lambda: self._ending, _BLOCKED * silence()):
                 self._wait(lambda: False, _CLEANING)
-        mark = f"{self._place.noun} {self._place.number}: " if self._place.number else ""
+        mark = f"{self._seat.noun} {self._seat.number}: " if self._seat.number else ""
         os.write(2, f"{mark}error: {loss}\n".encode())
         tell_launcher(str(loss))
         os._exit(loss.code)
@@ -278,7 +236,7 @@ def hold_lifeline(rank: int, count: int) -> None:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if _Held.line is None and host and port.isdecimal():
         provided = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun; else by the first rank
-        _Held.line = Lifeline(Place("rank", rank, count, host, int(port), serves=rank == 0 and not provided))
+        _Held.line = Lifeline(Seat("rank", rank, count, host, int(port), serves=rank == 0 and not provided))
 
 
 def lifeline() -> Lifeline | None:
@@ -290,36 +248,11 @@ def tell_launcher(message: str) -> None:
     """Leave an error message for torchrun, which names the cause of the first failure."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}), encoding="utf-8")
+            Path(file).write_text(
+                json.dumps({"message": _short(message), "timestamp": str(int(time.time()))}), encoding="utf-8"
+            )
 
 
-def _hear(peer: _Peer, line: str) -> None:
-    """News from a peer."""
-    word, _, rest = line.partition(" ")
-    code, _, message = rest.partition(" ")
-    if word == "lost":
-        raise RankLost(message, int(code))
-    if word == "failed":  # wrong input is wrong for all; else the same command may succeed
-        raise RankLost(f"{peer.name} has ended: {message or 'its log gives the cause.'}", 2 if code == "2" else LOST_CODE)
-    peer.ended = True
-
-
-def _silence() -> int:
-    return int(os.environ.get(SILENT_SECONDS) or _SILENCE)
-
-
-def _kept_alive(connection: socket.socket) -> socket.socket:
-    """Let the kernel ask the other side whether it is there, and close the connection when it does not answer for a while."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    silence, probes = _silence(), 4
-    between = max(1, silence // 6)
-    options = {
-        "TCP_KEEPIDLE": max(1, silence - probes * between),
-        "TCP_KEEPINTVL": between,
-        "TCP_KEEPCNT": probes,
-        "TCP_USER_TIMEOUT": 1000 * silence,  # also for news under way
-    }
-    for name, value in options.items():
-        if hasattr(socket, name):  # on Linux; elsewhere the system's own times
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
+def _short(message: str) -> str:
+    """A message in one line."""
+    return " ".join(message.split())[:_LETTERS]
