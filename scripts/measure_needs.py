@@ -186,14 +186,14 @@ def own_memory(number: int) -> int:
 
 
 def mapped_weights(number: int) -> int:
-    """Bytes of the safetensors that a process has mapped and read; 0 if it has ended."""
+    """Bytes of the safetensors that a process has mapped, read and not changed; 0 if it has ended."""
     found, counts = 0, False
     with contextlib.suppress(OSError), Path(f"/proc/{number}/smaps").open() as file:
         for line in file:
             if "-" in line.split(" ", 1)[0]:  # the head of a mapping
                 counts = line.rstrip().endswith(".safetensors")
-            elif counts and line.startswith("Rss:"):
-                found += 1024 * int(line.split()[1])
+            elif counts and line.startswith(("Rss:", "Anonymous:")):  # a page that the process changed is its own
+                found += 1024 * int(line.split()[1]) * (1 if line.startswith("R") else -1)
     return found
 
 
