@@ -15,9 +15,9 @@ from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cluster.model_size import ModelSize, conventional_size, model_size, size_of_skeleton
 from emp_llm.cluster.needs import assumptions, estimated_needs
-from emp_llm.cluster.workload import Work, bytes_per_token, hours_of
+from emp_llm.cluster.workload import Work, bytes_per_token, hours_of, size_of_task
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.suites import find_suite
+from emp_llm.evaluation.suites import Task, find_suite
 
 Models = Callable[[str], Path]
 
@@ -188,7 +188,7 @@ def test_a_large_model_takes_several_gpus(seven: ModelSize, seventy: ModelSize) 
     assert estimated_needs("evaluate", seven, replace(work, processes=4)).gpus == 4
     with pytest.raises(UserError, match=r"138 GB, and each of 2 processes holds them on one GPU of 80 GB"):
         estimated_needs("evaluate", seventy, replace(work, processes=2))
-    with pytest.raises(UserError, match="one of its blocks does not fit on a GPU of 2 GB"):
+    with pytest.raises(UserError, match=r"with blocks of 1\.7 GB .* more than 64 GPUs of 2 GB hold"):
         estimated_needs("evaluate", seventy, replace(work, gpu_gb=2))
 
 
@@ -239,10 +239,18 @@ def test_tokens_of_a_text_follow_its_size_and_the_vocabulary(tmp_path: Path, sev
     assert 3 < own / text < 5, "5 MB beside 1.3 MB"
 
 
+def test_tasks_have_the_size_of_their_data() -> None:
+    facts, *_, stories = (size_of_task(task) for task in find_suite("demo").tasks)
+    assert facts.examples == stories.examples == 240
+    assert facts.length < stories.length < stories.longest < 150
+    assert size_of_task(Task("rte", num_fewshot=3, limit=100)) == (100, 1, 360, 1400)
+
+
 def test_assumptions_are_said(seven: ModelSize) -> None:
-    said = "\n".join(assumptions(seven, Work(gpu_gb=80, suite=find_suite("demo"))))
+    suite = replace(find_suite("demo"), tasks=(Task("boolq"), Task("mmlu"), *find_suite("demo").tasks))
+    said = "\n".join(assumptions(seven, Work(gpu_gb=80, suite=suite)))
     assert "6,738,415,616 parameters" in said
-    assert "demo_facts" in said
+    assert "Tasks of unknown size (mmlu): 1,000 examples" in said
     assert "80 GB" in said
     assert "GPU" not in "\n".join(assumptions(seven, Work()))
 
@@ -254,7 +262,7 @@ start = time.process_time()
 from emp_llm.cluster.model_size import model_size
 from emp_llm.cluster.needs import estimated_needs
 from emp_llm.cluster.workload import Work
-from emp_llm.evaluation.suites import find_suite
+from emp_llm.evaluation.suites import Task, find_suite
 suite = find_suite("paper")
 for number in range(2000):
     size = model_size(sys.argv[1 + number % 10])
