@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import logging as hub_logging
 
 from emp_llm import cli
+from emp_llm.cluster.model_size import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.hub.local_model import find_model
@@ -72,6 +73,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "command": command,
     "evaluate": evaluate,
     "find_model": find_model,
+    "model_size": model_size,
     "prune": prune,
     "push": push_and_size,
     "push_by_xet": push_by_xet,

@@ -17,6 +17,7 @@ from hub_client import Client, environment
 from hub_server import COMMIT, TOKEN, Hub
 from huggingface_hub.errors import HfHubHTTPError
 
+from emp_llm.cluster.model_size import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.hub import retries
 from emp_llm.hub.explained_errors import hub_errors_explained
@@ -75,6 +76,22 @@ def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_
     assert "no such model folder" in refusal(str(tmp_path / "none"))
     unknown = refusal("someone/other", offline)
     assert "not (or not all of it) in the Hub cache, and the Hub cannot be reached" in unknown
+
+
+def test_of_a_planned_model_only_the_config_is_downloaded(hub: Hub, client: Client, offline: Client, models: Any) -> None:
+    missing = offline.call("model_size", name="user/dense")["error"]
+    assert "not (or not all of it) in the Hub cache, and the Hub cannot be reached" in missing
+    before = len(hub.asked)
+    size = client.call("model_size", name="user/dense")["result"]
+    assert size["parameters"] == model_size(str(models("llama"))).parameters
+    fetched = [path for path in hub.asked[before:] if "/resolve/" in path]
+    assert fetched
+    assert all(path.endswith("/config.json") for path in fetched), fetched
+    assert offline.call("model_size", name="user/dense")["result"] == size
+    assert client.call("model_size", name="someone/gguf")["error"] == "someone/gguf: no config.json in this repository."
+    nothing = client.call("model_size", name="someone/nothing")["error"]
+    assert nothing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+    assert "has no revision 'v9'" in client.call("model_size", name="user/dense", revision="v9")["error"]
 
 
 def test_transient_errors_of_a_download_are_retried(hub: Hub, client: Client) -> None:

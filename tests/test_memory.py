@@ -1,5 +1,7 @@
 """Memory: the amount left on a machine, and the messages when it runs out."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,30 @@ def test_perplexity_does_not_try_the_whole_model_after_it(models: Models, monkey
     monkeypatch.setattr(model.model.layers[1], "forward", fail)
     with pytest.raises(OutOfMemory, match="--batch-size"):
         list(_logits(model, [ids]))
+
+
+GROUP = """
+import torch
+from emp_llm.selection.budgets import RatioBudget
+from emp_llm.selection.group_selection import GroupSelector
+
+def own_memory():
+    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+torch.set_num_threads(1)
+noise = torch.randn(1 << 20).bfloat16()
+selector = GroupSelector(RatioBudget(0.5))
+selector.add(noise.reshape(1024, -1))
+before = own_memory()
+for number in range(100):
+    selector.add(noise.roll(number).reshape(1024, -1))
+print(own_memory() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux tells a process its memory")
+def test_a_group_of_all_targets_is_not_held_in_memory() -> None:
+    """Small tensors kept between the large ones of each block once kept the C library from using their memory again."""
+    done = subprocess.run([sys.executable, "-c", GROUP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 50e6, "100 blocks of 2 MB each"

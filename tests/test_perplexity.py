@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
     assert part.partial
     assert (part.perplexity, part.blocks) == (perplexity(model, tokens[:192], 64).perplexity, 3)
     assert not perplexity(model, tokens, 64, limit=5).partial
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_logits_of_one_batch_are_in_memory_at_a_time(models: Any, device_map: str) -> None:
+    model = load_model(models("llama"), device_map, "float32")
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def after_head(module: Any, arguments: Any, logits: torch.Tensor) -> None:
+        alive.append(sum(each() is not None for each in seen))
+        seen.append(weakref.ref(logits))
+
+    model.lm_head.register_forward_hook(after_head)
+    perplexity(model, torch.arange(256).repeat(2), 64, batch_size=2)
+    assert alive[-3:] == [0, 0, 0], "the logits of earlier batches that are alive when those of a batch are computed"
 
 
 def test_text_of_a_suite(tmp_path: Path, models: Any) -> None:

@@ -105,8 +105,10 @@ def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
     """The mean loss of each block, batch by batch; each rank computes its share of the batches, and all ranks return all."""
     losses: dict[int, Tensor] = {}
     own = ranks().part(range(len(batches)))
-    for number, logits in zip(own, _logits(model, [batches[number] for number in own]), strict=True):
-        losses[number] = _mean_losses(logits, batches[number])
+    logits = _logits(model, [batches[number] for number in own])
+    for number in own:
+        losses[number] = _mean_losses(next(logits), batches[number])  # no name keeps them while the next ones are computed
+    assert next(logits, None) is None
     for share in ranks().gather(losses):
         losses |= share
     return [losses[number] for number in range(len(batches))]

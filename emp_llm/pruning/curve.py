@@ -157,17 +157,16 @@ def _of_matrices(pruner: Pruner, files: FilePool, bar: Bar) -> list[GroupNumbers
     """Each matrix is a group, or all targets are."""
     from torch import Tensor
 
-    from emp_llm.selection.arithmetic.hill import Moments
+    from emp_llm.selection.arithmetic.hill import CollectedMoments, Moments
 
-    parts: list[Moments] = []
+    parts = CollectedMoments()
 
     def take(scores: Tensor) -> None:
-        parts.append(Moments.of_rows(scores, pruner.scheme.budget.order))
+        parts.add(Moments.of_rows(scores, pruner.scheme.budget.order))
         bar.update(scores.numel())
 
     def merged() -> GroupNumbers:
-        moments = Moments.merge(parts)
-        parts.clear()
+        moments = parts.merged()
         return moments.number().numpy(force=True), moments.mass.numpy(force=True), int(moments.size[0])
 
     groups = []

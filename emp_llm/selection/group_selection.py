@@ -4,13 +4,14 @@ The scores of such a group may not fit in memory, so the caller feeds them block
 up to four for the cut, and one for the masks.
 """
 
+from array import array
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from emp_llm.selection.arithmetic.counts import keep_counts
-from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.arithmetic.hill import CollectedMoments, Moments
 from emp_llm.selection.arithmetic.masks import RadixSelect, Threshold, keep_mask, key_values, masked_scores, order_keys
 from emp_llm.selection.arithmetic.sums import sum_rows, sum_vector
 from emp_llm.selection.budgets import Budget
@@ -33,25 +34,24 @@ class GroupSelector:
     def __init__(self, budget: Budget, offset: int = 0) -> None:
         self._budget = budget
         self._offset = offset
-        self._parts: list[Moments] = []
+        self._parts = CollectedMoments()
         self._moments: Moments | None = None
         self._selects: dict[int, RadixSelect] = {}
         self._fed = False
         self._key_bytes = 0
-        self._above_nu: list[Tensor] = []
+        self._above_nu = array("d")
         self._kept_ties = 0
 
     def add(self, scores: Tensor) -> None:
         """First round: the sums. `scores` as for `select_rows`."""
         self._key_bytes = scores.element_size()
-        self._parts.append(Moments.of_rows(scores, self._budget.order))
+        self._parts.add(Moments.of_rows(scores, self._budget.order))
 
     @property
     def moments(self) -> Moments:
         """The moments of the whole group, after the first round."""
         if self._moments is None:
-            self._moments = Moments.merge(self._parts)
-            self._parts.clear()
+            self._moments = self._parts.merged()
         return self._moments
 
     @property
@@ -91,7 +91,7 @@ class GroupSelector:
         above_nu = keys > self._cut(self.nu, scores.device).key
         parts = (masked_scores(keys, above_nu, scores.dtype), masked_scores(keys, mask, scores.dtype), scores)
         mass_above_nu, kept_mass, mass = (sum_rows(part, lambda s: s)[0] for part in parts)
-        self._above_nu.append(mass_above_nu)
+        self._above_nu.extend(mass_above_nu.tolist())
         return Selection(mask, mask.sum(1), kept_mass, mass)
 
     def effective_mass(self, dtype: torch.dtype) -> float:
@@ -99,7 +99,7 @@ class GroupSelector:
         total = float(self.moments.mass)
         cut = self._cut(self.nu, torch.device("cpu"))
         at_nu = float(key_values(cut.key, dtype))
-        above = float(sum_vector(torch.cat(self._above_nu)))
+        above = float(sum_vector(torch.frombuffer(self._above_nu, dtype=torch.float64)))
         return min(1.0, (above + int(cut.ties) * at_nu) / total) if total else 1.0
 
     def _cut(self, count: int, device: torch.device) -> Threshold:

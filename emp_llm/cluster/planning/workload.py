@@ -4,8 +4,11 @@ The rates are those of one machine and a stated GPU; `needs.assumptions` prints 
 """
 
 import math
+import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from emp_llm.cluster.plan_file import JobKind
 from emp_llm.cluster.planning.model_size import ModelSize
@@ -13,24 +16,43 @@ from emp_llm.evaluation.suites import Suite, Task
 from emp_llm.records.corpus import Corpus
 
 GPU_FLOPS = 1.0e14  # a third of the peak of a GPU with 3.1e14 bfloat16 operations a second; not measured
-CPU_FLOPS = 1.0e11  # one process
+# Of one process. A core gave 0.2e11 in bfloat16 without instructions for it (scripts/results/needs.md), 1.2e11 in float32
+# (scripts/results/refit.md), and 3e11 in bfloat16 with them (scripts/results/calibration_by_blocks.md).
+CPU_FLOPS = 0.5e11
 DISK = 0.4e9  # bytes a second, read and written at once: scripts/results/bench_prune.md
 START = 30.0  # seconds to import the packages and to load the data
 
 TEXT_BYTES = 1_300_000  # of an evaluation text of unknown size: that of WikiText-2's test split
-CHOICE_TOKENS, CHOICES, EXAMPLES = 64, 4, 1000  # of a task that is not in TASKS
-# Examples, answers that the model reads for each, and tokens of a question with an answer, by Llama 2's tokenizer.
+
+
+class TaskSize(NamedTuple):
+    """The size of a task.
+
+    Attributes:
+        examples: their number.
+        choices: answers that the model reads for each; answers of one token are read at once.
+        length, longest: tokens of a question with an answer, in the mean and at most.
+    """
+
+    examples: int
+    choices: int
+    length: int
+    longest: int
+
+
+# The numbers of examples are those of the data sets; the tokens are rough, for a vocabulary of 32,000.
 TASKS = {
-    "arc_challenge": (1172, 4, 44),
-    "arc_easy": (2376, 4, 36),
-    "boolq": (3270, 1, 160),
-    "hellaswag": (10042, 4, 100),
-    "openbookqa": (500, 4, 24),
-    "piqa": (1838, 2, 40),
-    "rte": (277, 1, 90),
-    "wikitext": (62, 1, 5600),
-    "winogrande": (1267, 2, 32),
+    "arc_challenge": TaskSize(1172, 4, 44, 200),
+    "arc_easy": TaskSize(2376, 4, 36, 200),
+    "boolq": TaskSize(3270, 1, 160, 1000),
+    "hellaswag": TaskSize(10042, 4, 100, 200),
+    "openbookqa": TaskSize(500, 4, 24, 100),
+    "piqa": TaskSize(1838, 2, 40, 300),
+    "rte": TaskSize(277, 1, 90, 350),
+    "wikitext": TaskSize(62, 1, 5600, 2048),
+    "winogrande": TaskSize(1267, 2, 32, 80),
 }
+UNKNOWN_TASK = TaskSize(1000, 4, 100, 400)
 _LOGITS_AT_A_TIME = 1 << 28  # of evaluation.perplexity
 
 
@@ -123,8 +145,9 @@ def evaluation_operations(size: ModelSize, work: Work) -> float:
         length = block_of(size, suite.corpus)
         operations += forward_operations(size, tokens_of_text(size, suite), length, head=True)
     for task in suite.tasks:
-        sequences, length = task_sequences(task)
-        operations += forward_operations(size, sequences * length, length, head=True)
+        found = size_of_task(task)
+        tokens = found.examples * found.choices * found.length
+        operations += forward_operations(size, tokens, found.length, head=True)
     return operations
 
 
@@ -156,8 +179,30 @@ def bytes_per_token(vocabulary: int) -> float:
     return max(1.0, 1 + 0.4 * (math.log2(max(1, vocabulary)) - 8))
 
 
-def task_sequences(task: Task) -> tuple[int, int]:
-    """Number and mean length in tokens of the sequences that the model reads for a task."""
-    examples, choices, length = TASKS.get(task.name, (EXAMPLES, CHOICES, CHOICE_TOKENS))
-    most = examples if task.limit is None else min(examples, task.limit)
-    return most * choices, length * (1 + (task.num_fewshot or 0))
+def size_of_task(task: Task) -> TaskSize:
+    """The size of a task with its limit and its examples before each question."""
+    size = TASKS.get(task.name) or _own_task(task.name, task.folder) or UNKNOWN_TASK
+    shots = 1 + (task.num_fewshot or 0)
+    examples = size.examples if task.limit is None else min(size.examples, task.limit)
+    return TaskSize(examples, size.choices, size.length * shots, size.longest * shots)
+
+
+def is_known(task: Task) -> bool:
+    """Whether the size of a task is known."""
+    return task.name in TASKS or _own_task(task.name, task.folder) is not None
+
+
+@cache
+def _own_task(name: str, folder: Path | None) -> TaskSize | None:
+    """The size of a task of the user's own, from the .jsonl files that its NAME.yaml names, with or without their suffix."""
+    file = None if folder is None else folder / f"{name}.yaml"
+    if folder is None or file is None or not file.is_file():
+        return None
+    words = file.read_text(encoding="utf-8", errors="replace")
+    named = [path for path in sorted(folder.glob("*.jsonl")) if re.search(rf"(?<!\w){re.escape(path.stem)}(?!\w)", words)]
+    lines = [len(line) for path in named for line in path.read_bytes().splitlines()]
+    per_token = bytes_per_token(1 << 15)
+    if not lines:
+        return None
+    length, longest = sum(lines) / len(lines) / per_token, max(lines) / per_token
+    return TaskSize(len(lines), UNKNOWN_TASK.choices, math.ceil(length), math.ceil(longest))

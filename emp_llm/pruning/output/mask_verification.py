@@ -22,7 +22,7 @@ from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.row_pruners import naming_block
 from emp_llm.pruning.scoring.target_scores import naming_target
 from emp_llm.records.manifest import Manifest
-from emp_llm.selection.arithmetic.hill import Moments
+from emp_llm.selection.arithmetic.hill import CollectedMoments, Moments
 from emp_llm.selection.block_shares import OwlBudget
 from emp_llm.selection.budgets import EffectiveBudget
 from emp_llm.selection.given_counts import GivenCounts
@@ -89,17 +89,20 @@ def _magnitude_counts(decided: Pruner) -> GivenCounts:
     budget, group = decided.scheme.budget, decided.scheme.group
     assert isinstance(budget, EffectiveBudget)
     found: list[Moments] = []
-    of_all: list[Moments] = []
+    together = CollectedMoments()
     for target in decided.targets:
-        parts = []
         with naming_target(target):
             for first, words in _blocks(target):
                 weights = dequantised_rows(target.matrix, first, as_tensor(words, target.matrix.stored.dtype))
                 with naming_block(first, words):
-                    parts.append(Moments.of_rows(weights, budget.order))
-        found += parts if group == "row" else [Moments.merge(parts)] if group == "matrix" else []
-        of_all += parts if group == "all" else []
-    found += [Moments.merge(of_all)] if of_all else []
+                    moments = Moments.of_rows(weights, budget.order)
+                if group == "row":
+                    found.append(moments)
+                else:
+                    together.add(moments)
+        if group == "matrix":
+            found.append(together.merged())
+    found += [together.merged()] if group == "all" else []
     groups = [(each.number().numpy(), each.mass.numpy(), int(each.size[0])) for each in found]
     return GivenCounts(groups, budget.beta, budget.order)
 

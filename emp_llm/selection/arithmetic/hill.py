@@ -6,6 +6,7 @@ is 1 / max omega. Scores need no normalisation: the formulas here use the scores
 """
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from emp_llm.selection.arithmetic.definitions import RELATIVE_TOLERANCE, NonFiniteError, check_order
 from emp_llm.selection.arithmetic.sums import sum_rows, sum_vector
+
+_DTYPES = {"d": torch.float64, "q": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,30 @@ class Moments:
         nearest = number.round()
         number = torch.where((number - nearest).abs() <= RELATIVE_TOLERANCE * nearest, nearest, number)
         return number.clamp(min=1.0).minimum(size)
+
+
+class CollectedMoments:
+    """The moments of the blocks of a group, to be merged.
+
+    They are numbers in arrays on the CPU. Small tensors, made between the large ones of each block and kept, would prevent the
+    C library from using the memory of these again: a prune would grow by its targets.
+    """
+
+    def __init__(self) -> None:
+        self._order = 0.0
+        self._columns = tuple(array(code) for code in "dddq")
+
+    def add(self, part: Moments) -> None:
+        """Append the moments of a block's rows."""
+        self._order = part.order
+        for column, values in zip(self._columns, (part.scale, part.total, part.power, part.size), strict=True):
+            column.extend(values.tolist())
+
+    def merged(self) -> Moments:
+        """The moments of the group, as by `Moments.merge`; the collection is empty afterwards."""
+        columns, self._columns = self._columns, tuple(array(code) for code in "dddq")
+        scale, total, power, size = (torch.frombuffer(column, dtype=_DTYPES[column.typecode]) for column in columns)
+        return Moments.merge([Moments(self._order, size, scale, total, power)])
 
 
 def _scale(rows: Tensor, order: float) -> Tensor:
