@@ -5,10 +5,11 @@ processes hands its words, folder, environment and streams to the server, which 
 itself only forwards signals, and ends as the fork does. If it is killed, so is the fork. What is no `-m MODULE` is run by the
 real Python.
 
-A note in the file that the variable WARM_PYTHON_HOLD names holds a process in the middle of its work: the one with the noted file
-among its words stops (SIGSTOP) when it has written that file, until a signal comes.
+A note in the file that the variable WARM_PYTHON_HOLD names holds a process in the middle of its work: the one with the noted
+file among its words stops (SIGSTOP) when it has written that file, until a signal comes.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -77,9 +78,12 @@ class WarmPython:
         assert self._server.stdout.readline() == b"ready\n"
 
     def stop(self) -> None:
-        """End the server; processes that still run go on until they end."""
-        self._server.kill()
-        self._server.communicate()
+        """End the server and all its processes."""
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+        for pipe in (self._server.stdin, self._server.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def _serve(where: str, modules: list[str]) -> None:
@@ -133,6 +137,7 @@ def _run(said: dict[str, Any], files: list[int]) -> NoReturn:
     import runpy
 
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its handler
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
