@@ -28,6 +28,7 @@ echo "$job" >> order
 case "$job" in
 fails) [ -e mended ] || exit 1 ;;
 stops) [ -e "around/stopped" ] || { touch around/stopped; exit 143; } ;;
+loses) [ -e "around/lost" ] || { touch around/lost; exit 75; } ;;
 esac
 mkdir -p activations
 [ "$SLURM_NODEID" != 0 ] || touch "activations/$job"
@@ -45,7 +46,7 @@ def login(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> None:
     """Dependencies, the environment, requeueing, failures, and submitting again: with a shell script in place of emp-llm."""
-    jobs = [job("a"), job("stops"), job("fails")]
+    jobs = [job("a"), job("stops"), job("fails"), job("loses")]
     jobs += [job(f"after-{name}", name, memory_gb=2.0) for name in ("a", "stops", "fails")]
     jobs += [job("two-nodes", "a", "after-stops", nodes=2)]
     program = tmp_path / "program"
@@ -67,27 +68,27 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
     for node in NODES:
         login.drain(node)
-    submit("7 jobs submitted")
-    submit("nothing to submit: 7 already queued")
+    submit("8 jobs submitted")
+    submit("nothing to submit: 8 already queued")
     notes = study / "slurm" / "submitted.jsonl"
     notes.rename(study / "noted")  # as if each submission had been killed before its note
-    submit("nothing to submit: 7 already queued")
+    submit("nothing to submit: 8 already queued")
     (study / "noted").rename(notes)
     for node in NODES:
         login.resume(node)
     settle()
-    assert {path.name for path in (study / "activations").iterdir()} == {"a", "stops", "after-a", "after-stops", "two-nodes"}
+    assert {path.name for path in (study / "activations").iterdir()} == {each.id for each in jobs} - {"fails", "after-fails"}
     order = (study / "order").read_text().split()
-    assert order.count("stops") == 2
+    assert (order.count("stops"), order.count("loses"), order.count("a")) == (2, 2, 1)
     assert "after-fails" not in order
     for each in jobs:
         for before in each.after:
             if each.id in order:
                 assert order.index(each.id) > max(i for i, name in enumerate(order) if name == before), order
-    submit("2 jobs submitted; 5 done")
+    submit("2 jobs submitted; 6 done")
     (study / "mended").touch()
     settle()
-    submit("nothing to submit: 7 done")
+    submit("nothing to submit: 8 done")
     assert login.about(task_of(study, "stops"))["Restarts"] == "1"
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
     for number in "01":

@@ -39,8 +39,8 @@ srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PE
     emp-llm run . --only "$job"
 code=$?
 
-# 143: SIGTERM came, as it does before the time limit. The task is queued again, and its job resumes where it stopped.
-if [ "$code" -eq 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
+# 143: SIGTERM came, as it does before the time limit; 75: a node was lost. The task is queued again, and its job resumes.
+if { [ "$code" -eq 143 ] || [ "$code" -eq 75 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
     answered scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
 fi
 exit "$code"
