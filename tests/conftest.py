@@ -30,7 +30,17 @@ SHARED = Path(__file__).parents[2] / "shared"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # Modules with slow tests start first, so that no worker ends long after the other. Those with a client of the Hub are
 # neighbours, so that one worker runs them with one client.
-FIRST = ("test_ranks", "test_triton", "test_shared", "test_evaluate", "test_resume", "test_hub", "test_card", "test_push")
+FIRST = (
+    "test_on_slurm",
+    "test_ranks",
+    "test_triton",
+    "test_shared",
+    "test_evaluate",
+    "test_resume",
+    "test_hub",
+    "test_card",
+    "test_push",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_IMPORTS = [
+IMPORTS = [
     "accelerate",
     "lm_eval",
     "lm_eval.models.huggingface",
@@ -65,7 +65,7 @@ def launch(
         prepare: called by each rank first, and what it returns last.
         work: called with the number of a rank, in place of a command.
     """
-    for name in _IMPORTS:
+    for name in IMPORTS:
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
     with socket.create_server(("localhost", 0)) as free:

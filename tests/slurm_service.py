@@ -50,7 +50,7 @@ SlurmctldDebug=info
 SlurmdDebug=info
 SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0
 ReturnToService=2
-KillWait=20
+KillWait=5
 MailProg=/bin/true
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} RealMemory=64000
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory=64000
@@ -103,9 +103,11 @@ class Slurm:
 
     def stop(self) -> None:
         """End what still runs: jobs first, then the daemons."""
-        if "slurmctld" in self._daemons:
-            self.call("scancel", "--user", self.call("id", "-un").stdout.strip(), check=False)
-            with suppress(SlurmMissing):
+        with suppress(SlurmMissing):
+            if NODES[0] in self._daemons and "slurmctld" not in self._daemons:
+                self.start_controller()
+            if "slurmctld" in self._daemons:
+                self.call("scancel", "--user", str(os.getuid()), check=False)
                 self.wait(lambda: not self.queue(), 25, "jobs did not end")
         for name in reversed(self._daemons):
             daemon = self._daemons[name]
@@ -116,6 +118,10 @@ class Slurm:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
+        for folder in Path("/proc").glob("[0-9]*"):  # jobs whose daemon is gone
+            with suppress(OSError):
+                if f"SLURM_CONF={self.folder}/".encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
 
     def call(self, *line: object, check: bool = True, **more: str) -> "subprocess.CompletedProcess[str]":
         """Run a command of Slurm; `more` is added to its environment."""
@@ -154,15 +160,20 @@ class Slurm:
         self.call("scontrol", "update", f"nodename={node}", "state=resume")
 
     def kill_controller(self) -> None:
-        """End the controller with SIGKILL: it saves nothing."""
+        """End the controller with SIGKILL, when it has saved what it knows by now, as it does every few seconds."""
+        now = time.time()
+        files = [self.folder / "state" / name for name in ("job_state", "node_state")]
+        self.wait(lambda: all(file.exists() and file.stat().st_mtime > now for file in files), 30, "nothing was saved")
         daemon = self._daemons.pop("slurmctld")
         daemon.kill()
         daemon.wait()
 
     def start_controller(self) -> None:
-        """Start the controller, from its saved state if there is any, and wait until it answers."""
+        """Start the controller, from its saved state if there is any, and wait until it answers and has found the nodes."""
         self._start("slurmctld", "slurmctld", "-D")
         self.wait(lambda: self.call("scontrol", "ping", check=False).stdout.count(" is UP"), 20, "slurmctld did not come up")
+        if NODES[0] in self._daemons:
+            self.wait(lambda: "unknown" not in self.node_states().values(), 30, "slurmctld did not find the nodes")
 
     def wait(self, condition: Callable[[], object], seconds: float, otherwise: str) -> None:
         """Wait until a condition holds; SlurmMissing, with the ends of the logs, if a daemon has ended or time is up."""

@@ -15,6 +15,10 @@ from emp_llm.cli import COMMANDS, _fields, parse
 
 ROOT = Path(__file__).parents[1]
 OTHER_FLAGS = {
+    "--gpus-per-node",
+    "--gres",
+    "--mem",
+    "--nv",
     "--extra-index-url",
     "--force",
     "--nproc-per-node",

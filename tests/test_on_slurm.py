@@ -1,14 +1,21 @@
 """Studies on a real Slurm: submitted, stopped, requeued, drained, and the controller killed."""
 
+import json
 import os
 import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Run
+from launch import IMPORTS
 from slurm_service import NODES, Slurm
 from slurm_service import slurm as slurm  # a fixture
 from test_slurm import TOKEN, job, study_of
+from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,6 +28,7 @@ echo "$job" >> order
 case "$job" in
 fails) [ -e mended ] || exit 1 ;;
 stops) [ -e "around/stopped" ] || { touch around/stopped; exit 143; } ;;
+loses) [ -e "around/lost" ] || { touch around/lost; exit 75; } ;;
 esac
 mkdir -p activations
 [ "$SLURM_NODEID" != 0 ] || touch "activations/$job"
@@ -38,7 +46,7 @@ def login(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> None:
     """Dependencies, the environment, requeueing, failures, and submitting again: with a shell script in place of emp-llm."""
-    jobs = [job("a"), job("stops"), job("fails")]
+    jobs = [job("a"), job("stops"), job("fails"), job("loses")]
     jobs += [job(f"after-{name}", name, memory_gb=2.0) for name in ("a", "stops", "fails")]
     jobs += [job("two-nodes", "a", "after-stops", nodes=2)]
     program = tmp_path / "program"
@@ -60,27 +68,27 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
     for node in NODES:
         login.drain(node)
-    submit("7 jobs submitted")
-    submit("nothing to submit: 7 already queued")
+    submit("8 jobs submitted")
+    submit("nothing to submit: 8 already queued")
     notes = study / "slurm" / "submitted.jsonl"
     notes.rename(study / "noted")  # as if each submission had been killed before its note
-    submit("nothing to submit: 7 already queued")
+    submit("nothing to submit: 8 already queued")
     (study / "noted").rename(notes)
     for node in NODES:
         login.resume(node)
     settle()
-    assert {path.name for path in (study / "activations").iterdir()} == {"a", "stops", "after-a", "after-stops", "two-nodes"}
+    assert {path.name for path in (study / "activations").iterdir()} == {each.id for each in jobs} - {"fails", "after-fails"}
     order = (study / "order").read_text().split()
-    assert order.count("stops") == 2
+    assert (order.count("stops"), order.count("loses"), order.count("a")) == (2, 2, 1)
     assert "after-fails" not in order
     for each in jobs:
         for before in each.after:
             if each.id in order:
                 assert order.index(each.id) > max(i for i, name in enumerate(order) if name == before), order
-    submit("2 jobs submitted; 5 done")
+    submit("2 jobs submitted; 6 done")
     (study / "mended").touch()
     settle()
-    submit("nothing to submit: 7 done")
+    submit("nothing to submit: 8 done")
     assert login.about(task_of(study, "stops"))["Restarts"] == "1"
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
     for number in "01":
@@ -89,6 +97,83 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     assert (alone["HF_HUB_OFFLINE"], alone["MINE"], alone["OMP_NUM_THREADS"]) == ("1", "1", "1")
     assert alone["TMPDIR"] == f"{study}/scratch/{alone['SLURM_JOB_ID']}"
     assert "EMP_LLM_RENDEZVOUS" not in alone
+    refuse_secrets(login, study)
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    server = WarmPython(
+        tmp_path_factory.mktemp("warm"), ["torch.distributed.run", "emp_llm.cluster.running.local_run", *IMPORTS]
+    )
+    yield server
+    server.stop()
+
+
+def plan_of(folder: Path, command: Run, evaluable: Callable[[str], Path]) -> Path:
+    """A study of 2 models x 4 methods x the demo suite; both calibrations run as 2 processes."""
+    models = f"{evaluable('llama')},{evaluable('opt')}"
+    words = ["--calibration", "demo", "--samples", 8, "--seqlen", 64, "--suite", "demo", "--limit", 4, "--gpu-gb", 0]
+    folder.mkdir()
+    done = command("plan", "--models", models, "--output", folder / "study", *words)
+    assert done.returncode == 0, done.stderr
+    plan = folder / "study" / "plan.jsonl"
+    jobs = [json.loads(line) for line in plan.read_text().splitlines()]
+    assert len(jobs) == 20
+    for each in jobs:
+        short = each["id"] == "llama.dense.evaluate"
+        each["needs"] |= {"hours": 0.001 if short else 0.1, "processes": 2 if each["kind"] == "calibrate" else 1}
+    plan.write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
+    return folder / "study"
+
+
+def test_a_study(
+    login: Slurm,
+    warm: WarmPython,
+    command: Run,
+    evaluable: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job reaches its time limit, a node is drained, the controller is killed: the tables are those of `emp-llm run`."""
+    study, local = plan_of(tmp_path / "slurm", command, evaluable), tmp_path / "local" / "study"
+    shutil.copytree(study, local)
+    (tmp_path / "hold").write_text("results/llama.dense.json")
+    prolog = [f"export PYTHONPATH={ROOT}", f"export WARM_PYTHON_HOLD={tmp_path / 'hold'}"]
+    site = f'command = "{warm.executable} -m emp_llm"\nprolog = {json.dumps(prolog)}\ncpus = 1\n'
+    (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.03\nsignal_seconds = 100\n")
+    done = command("submit", study, "--site", tmp_path / "site.toml")
+    assert done.returncode == 0, done.stderr
+    assert "20 jobs submitted" in done.stdout
+    login.wait(lambda: list(study.glob("runs/*")), 60, "no job has ended")
+    login.drain(NODES[1])
+    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 60, "no evaluation has ended")
+    login.kill_controller()
+    time.sleep(3)
+    login.start_controller()
+    monkeypatch.setattr(sys, "executable", str(warm.executable))
+    done = command("run", local, "--workers", 1)
+    assert (done.returncode, done.stdout) == (0, "20 jobs done\n"), done.stderr
+    assert login.node_states()[NODES[1]].startswith("drain")
+    login.wait(lambda: not login.queue(), 100, "the jobs did not end")
+    states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
+    assert {state["status"] for state in states.values()} == {"done"}, login.logs()
+    assert len(states) == 20
+    held = states.pop("llama.dense.evaluate")
+    assert held["attempts"] == 2
+    assert {state["attempts"] for state in states.values()} == {1}
+    assert login.about(task_of(study, "llama.dense.evaluate"))["Restarts"] == "1"
+    log = (study / "logs" / "llama.dense.evaluate.log").read_text()
+    assert "terminated by SIGTERM; no incomplete output is left." in log
+    assert "resuming after 1 finished part of the suite" in log
+    for folder in (study, local):
+        assert command("collect", folder, "--no-plots").returncode == 0
+    mine, theirs = (
+        {path.relative_to(each): path.read_bytes() for path in each.rglob("tables/**/*") if path.is_file()}
+        for each in (study, local)
+    )
+    assert len(mine) >= 3
+    assert mine == theirs
+    assert "20 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
     refuse_secrets(login, study)
 
 

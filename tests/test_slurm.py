@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import Run
 
@@ -325,3 +327,21 @@ def test_finished_jobs_are_not_submitted(command: Run, tmp_path: Path) -> None:
     (study / "activations" / "a").touch()
     done = command("submit", study, "--site", EXAMPLES / "gpu-modules.toml", "--dry-run")
     assert (done.returncode, done.stdout) == (0, "nothing to submit: 1 done\n")
+
+
+# Other schedulers
+
+
+def test_the_example_for_another_scheduler_runs(tmp_path: Path) -> None:
+    """The shell blocks of the documentation, with a stand-in for emp-llm: task 2 runs the second prune."""
+    page = (ROOT / "docs" / "clusters.md").read_text().partition("## Another scheduler")[2]
+    script, listing, *_ = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    jobs = [msgspec.structs.replace(job(name), kind="prune", command="emp-llm prune") for name in ("one", "two")]
+    study = study_of(tmp_path / "study", [job("calibrate"), *jobs])
+    (tmp_path / "emp-llm").write_text('#!/bin/sh\necho "$PWD: $@"; exit 143\n')
+    (tmp_path / "emp-llm").chmod(0o755)
+    (tmp_path / "python").symlink_to(sys.executable)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_O_WORKDIR": str(study), "PBS_ARRAY_INDEX": "2"}
+    subprocess.run(["sh", "-c", listing], cwd=study, env=environment, check=True)
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (143, f"{study}: run . --only two\n")

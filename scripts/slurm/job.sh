@@ -24,12 +24,23 @@ if [ "$SLURM_NNODES" -gt 1 ]; then
     export EMP_LLM_RENDEZVOUS="$first:$((20000 + SLURM_JOB_ID % 20000))"
 fi
 
-srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --export=ALL \
+# While Slurm's controller does not answer, nothing can be started.
+answered() {
+    for _ in $(seq 60); do
+        "$@" && return
+        sleep 10
+    done
+    return 1
+}
+answered scontrol show job "$SLURM_JOB_ID" > /dev/null
+
+srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --overlap --kill-on-bad-exit=1 \
+    --export=ALL \
     emp-llm run . --only "$job"
 code=$?
 
-# 143: SIGTERM came, as it does before the time limit. The task is queued again, and its job resumes where it stopped.
-if [ "$code" -eq 143 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
+# 143: SIGTERM came, as it does before the time limit; 75: a node was lost. The task is queued again, and its job resumes.
+if { [ "$code" -eq 143 ] || [ "$code" -eq 75 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
+    answered scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
 fi
 exit "$code"
