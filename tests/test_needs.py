@@ -13,9 +13,9 @@ from tiny import FAMILIES, MIXTURES
 
 from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.cluster.model_size import ModelSize, conventional_size, model_size, size_of_skeleton
-from emp_llm.cluster.needs import assumptions, estimated_needs
-from emp_llm.cluster.workload import Work, bytes_per_token, hours_of, size_of_task
+from emp_llm.cluster.planning.model_size import ModelSize, conventional_size, model_size, size_of_skeleton
+from emp_llm.cluster.planning.needs import assumptions, estimated_needs
+from emp_llm.cluster.planning.workload import Work, bytes_per_token, hours_of, size_of_task
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.suites import Task, find_suite
 
@@ -259,9 +259,9 @@ QUICK = """
 import sys, time
 from pathlib import Path
 start = time.process_time()
-from emp_llm.cluster.model_size import model_size
-from emp_llm.cluster.needs import estimated_needs
-from emp_llm.cluster.workload import Work
+from emp_llm.cluster.planning.model_size import model_size
+from emp_llm.cluster.planning.needs import estimated_needs
+from emp_llm.cluster.planning.workload import Work
 from emp_llm.evaluation.suites import Task, find_suite
 suite = find_suite("paper")
 for number in range(2000):

@@ -16,7 +16,7 @@ import pytest
 from conftest import Run
 
 from emp_llm.cluster.plan_file import Job, Needs, write_plan
-from emp_llm.cluster.slurm.arrays import JobArray, grouped, request_of
+from emp_llm.cluster.slurm.arrays import JobArray, grouped_jobs, request_of
 from emp_llm.cluster.slurm.script import list_text, script_text
 from emp_llm.cluster.slurm.site import Site, read_site
 
@@ -42,7 +42,7 @@ def study_of(folder: Path, jobs: list[Job], site: str = "") -> Path:
 
 
 def arrays_of(jobs: list[Job], site: Site | None = None, queued: dict[str, str] | None = None) -> list[JobArray]:
-    return grouped(jobs, site or Site(), queued or {}, count(1))
+    return grouped_jobs(jobs, site or Site(), queued or {}, count(1))
 
 
 def shown(arrays: list[JobArray]) -> list[tuple[str, dict[int, str], tuple[str, ...], str | None]]:

@@ -125,7 +125,7 @@ def _lacking(needs: Needs, site: Site) -> list[str]:
     return found
 
 
-def grouped(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], numbers: Iterator[int]) -> list[JobArray]:
+def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], numbers: Iterator[int]) -> list[JobArray]:
     """The arrays for jobs, in an order in which they can be submitted.
 
     Jobs of one kind and request form an array if they wait for the same jobs, or if each waits for another task of one array.

@@ -56,7 +56,7 @@ def download_for(jobs: Sequence[Job], plan: Sequence[Job], study: Path, cache: s
         raise UserError("the download for the nodes failed, as shown above; with --no-prepare, nothing is downloaded.")
 
 
-def main() -> None:
+def download_listed() -> None:
     """Read the wanted jobs from standard input, and download what they need; a UserError is printed, with exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=_Wanted)
@@ -168,4 +168,4 @@ def _value(words: Sequence[str], flag: str) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    download_listed()

@@ -15,7 +15,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable
 from emp_llm.records.base import converted
 
-Count = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=1)]
 Hours = Annotated[float, Meta(gt=0, le=8760)]
 Size = Annotated[float, Meta(gt=0)]
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
@@ -44,7 +44,7 @@ class LargestNode(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         cpus: cores. memory_gb: memory. gpus: number of GPUs. gpu_gb: memory of each.
     """
 
-    cpus: Count
+    cpus: _Count
     memory_gb: Size
     gpus: Annotated[int, Meta(ge=0)] = 0
     gpu_gb: Annotated[float, Meta(ge=0)] = 0.0
@@ -85,14 +85,14 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     constraint: str | None = None
     gpus: str = "--gpus-per-node={gpus}"
     memory: str = "--mem={megabytes}M"
-    cpus: Count = 4
+    cpus: _Count = 4
     options: list[str] = []
     max_hours: Hours = 24.0
     min_hours: Hours = 0.25
     signal_seconds: Annotated[int, Meta(ge=1, le=65535)] = 180
     requeues: Annotated[int, Meta(ge=0)] = 50
-    at_once: Count | None = None
-    largest_array: Count = 1000
+    at_once: _Count | None = None
+    largest_array: _Count = 1000
     largest_node: LargestNode | None = None
     modules: list[str] = []
     prolog: list[str] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emp_llm.cluster.plan_file import Job, read_plan
 from emp_llm.cluster.running.job_files import JobFiles
-from emp_llm.cluster.slurm.arrays import JobArray, check_fits, grouped
+from emp_llm.cluster.slurm.arrays import JobArray, check_fits, grouped_jobs
 from emp_llm.cluster.slurm.downloads import download_for
 from emp_llm.cluster.slurm.notes import Notes
 from emp_llm.cluster.slurm.queue import check_sbatch, sbatch_words, submit_script
@@ -108,7 +108,7 @@ def _submit(options: SubmitOptions, site: Site, plan: list[Job], notes: Notes) -
             "Submit when it has ended."
         )
     check_fits(left, site, options.site)
-    arrays = grouped(left, site, queued, notes.numbers())
+    arrays = grouped_jobs(left, site, queued, notes.numbers())
     texts = [script_text(array, site, study) for array in arrays]
     if site.offline and options.prepare and not options.dry_run:
         download_for(left, plan, study, site.cache)
