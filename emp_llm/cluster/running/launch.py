@@ -86,6 +86,11 @@ def _visible_gpus(job: Job, processes: int, gpus: Sequence[int] | None, environm
     """CUDA_VISIBLE_DEVICES, where it must be set. Each rank takes the GPU with its local number."""
     if job.needs.gpus == 0:
         return {"CUDA_VISIBLE_DEVICES": ""}
+    if job.needs.gpus < job.needs.processes:
+        raise UserError(
+            f"{job.id} has {count_of(job.needs.processes, 'process', 'processes')} and {count_of(job.needs.gpus, 'GPU')} on a "
+            "node. Each process holds the whole model on a GPU of its own; change processes or gpus in the plan."
+        )
     if gpus is None:
         return {}
     if len(gpus) < processes > 1:
