@@ -101,7 +101,8 @@ from emp_llm.common.errors import UserError
 
 def work(rank):
     if sys.argv[1] == "wait":
-        Path(f"rank-{rank}").touch()
+        Path(f"new-{rank}").write_text(str(os.getpid()))
+        Path(f"new-{rank}").rename(f"rank-{rank}")
         try:
             time.sleep(60)
         finally:
@@ -181,12 +182,15 @@ def test_how_torchrun_ends(launched: Callable[[str], Launcher], how: str, code: 
     assert not any("Traceback" in line or "torch" in line for line in lines)
 
 
-def test_sigterm_reaches_the_ranks_through_torchrun(launched: Callable[[str], Launcher], tmp_path: Path) -> None:
-    """Also if a scheduler sends it twice."""
+@pytest.mark.parametrize("to_all", [False, True])
+def test_sigterm_reaches_the_ranks_through_torchrun(launched: Callable[[str], Launcher], tmp_path: Path, to_all: bool) -> None:
+    """Twice, and also if the scheduler sends it to all processes of a job: the ranks then get it again from torchrun."""
     launcher = launched("wait")
     wait_for(lambda: len(list(tmp_path.glob("rank-?"))) == 2)
+    ranks = [int(path.read_text()) for path in tmp_path.glob("rank-?")] if to_all else []
     for _ in range(2):
-        os.kill(launcher.process.pid, signal.SIGTERM)
+        for pid in (*ranks, launcher.process.pid):
+            os.kill(pid, signal.SIGTERM)
         time.sleep(0.2)
     code, lines = launcher.ended()
     assert code == 143, lines
