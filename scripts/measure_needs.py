@@ -218,8 +218,11 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 def page_of(folder: Path) -> str:
     """The page of the measurements, with the estimates as they are now."""
     rows = [["model", "command", "own", "weights", "measured", "estimated", "difference"]]
-    for entry in entries(folder):
-        model, job = entry["model"], jobs_of(folder, entry["model"])[entry["job"]]
+    found = {(entry["model"], entry["job"]): entry for entry in entries(folder)}
+    for model, name, job in [(model, *item) for model in ("1B", "3B") for item in jobs_of(folder, model).items()]:
+        if (model, name) not in found:
+            continue
+        entry = found[model, name]
         peak, options = entry["peak"], entry["options"].replace("|", "\\|")
         needs = estimated_needs(job.kind, model_size(str(folder / model)), job.work)
         share = needs.memory_gb * 1e9 / peak["sum"] - 1
