@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,9 @@ def jobs_of(folder: Path, model: str) -> dict[str, Measured]:
         "prune": Measured("prune", f"--method emp-wanda {activations}", Work()),
         "prune, all targets": Measured("prune", f"--method magnitude --sparsity 0.5 --group all {activations}", Work()),
         "prune, calibrating": Measured("prune", f"--method emp-wanda {words}", calibration),
+        "prune, propagating": Measured(
+            "prune", f"--method emp-wanda {words} --propagate pruned", replace(calibration, propagates=True)
+        ),
         "evaluate, text": Measured("evaluate", f"{on_text} --limit 2", Work(suite=text, limit=2)),
         "evaluate, tasks": Measured(
             "evaluate", f"--suite {shlex.quote(str(folder / 'tasks.toml'))} --limit 2", Work(suite=tasks, limit=2)
@@ -219,7 +222,7 @@ def page_of(folder: Path) -> str:
     """The page of the measurements, with the estimates as they are now."""
     rows = [["model", "command", "own", "weights", "measured", "estimated", "difference"]]
     found = {(entry["model"], entry["job"]): entry for entry in entries(folder)}
-    for model, name, job in [(model, *item) for model in ("1B", "3B") for item in jobs_of(folder, model).items()]:
+    for model, name, job in [(each, *item) for each in ("1B", "3B") for item in jobs_of(folder, each).items()]:
         if (model, name) not in found:
             continue
         entry = found[model, name]
