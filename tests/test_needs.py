@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measure_needs import highest_memory
 from tiny import FAMILIES, MIXTURES
 
 from emp_llm.architecture.skeleton import build_skeleton
@@ -277,3 +278,28 @@ def test_two_thousand_estimates_take_little_time(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", QUICK, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 3  # 0.4 s on an idle machine
+
+
+HOLDS = """
+import mmap, subprocess, sys, time
+held = b"x" * (50 << 20)
+if len(sys.argv) == 1:
+    time.sleep(1)
+else:
+    file = open(sys.argv[1], "rb")
+    weights = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    touched = sum(weights[place] for place in range(0, len(weights), 4096))
+    subprocess.run([sys.executable, sys.argv[0]], check=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="only Linux tells the pages of a process")
+def test_measured_memory_is_that_of_processes_and_their_mapped_weights(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(40 << 20))
+    (tmp_path / "hold.py").write_text(HOLDS)
+    found = highest_memory([sys.executable, str(tmp_path / "hold.py"), str(tmp_path / "a.safetensors")], tmp_path / "log")
+    assert found["weights"] == 40 << 20
+    assert 100 << 20 < found["own"] < 140 << 20, "the process and its child"
+    assert found["sum"] == found["own"] + found["weights"]
+    with pytest.raises(SystemExit, match="failed"):
+        highest_memory([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log")

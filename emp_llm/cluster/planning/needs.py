@@ -155,8 +155,8 @@ def _held(size: ModelSize, work: Work) -> float:
     if not (work.refit or work.propagates):
         return 0.0
     states = work.tokens * size.hidden_size * size.itemsize(work.dtype)
-    if not work.refit:
-        return float(states)
+    if not work.refit:  # beside the masks of a block and its dense weights
+        return float(states + size.largest_block * (1 + size.itemsize(work.dtype)))
     from emp_llm.reconstruction.least_squares import workspace_bytes
 
     single = max(4 * inputs * (inputs + max(inputs, outputs)) for outputs, inputs, _ in size.shapes)
