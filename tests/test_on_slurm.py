@@ -89,7 +89,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     (study / "mended").touch()
     settle()
     submit("nothing to submit: 8 done")
-    assert login.about(task_of(study, "stops"))["Restarts"] == "1"
+    assert [login.about(task_of(study, name))["Restarts"] for name in ("a", "stops", "loses")] == ["0", "1", "1"]
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
     for number in "01":
         assert re.fullmatch(r"node1:2\d{4}", around[f"two-nodes-{number}"]["EMP_LLM_RENDEZVOUS"])
