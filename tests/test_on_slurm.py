@@ -14,7 +14,7 @@ from conftest import Run
 from launch import IMPORTS
 from slurm_service import NODES, Slurm
 from slurm_service import slurm as slurm  # a fixture
-from test_slurm import TOKEN, job, study_of
+from studies import TOKEN, job, study_of
 from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
