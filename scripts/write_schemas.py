@@ -16,6 +16,8 @@ import msgspec
 from emp_llm.cluster.collecting.collect_study import Collected
 from emp_llm.cluster.plan_file import Job
 from emp_llm.cluster.running.job_files import JobState
+from emp_llm.cluster.slurm.notes import SubmittedTask
+from emp_llm.cluster.slurm.site import Site
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.pixels.image_record import ImageRecord
 from emp_llm.records.activations import ActivationsInfo
@@ -42,6 +44,8 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "report": (ReportPage, "report.json"),
     "job": (Job, "a line of plan.jsonl"),
     "job-state": (JobState, "jobs/ID.json of a study"),
+    "site": (Site, "site.toml"),
+    "submitted": (SubmittedTask, "a line of slurm/submitted.jsonl of a study"),
     "collection": (Collected, "collected.json"),
     "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),

@@ -190,6 +190,8 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path, models: o
         "emp_llm/data/eval/demo/demo_facts.yaml",
         "emp_llm/data/eval/demo/questions.py",
         "emp_llm/data/eval/published/llama.json",
+        "emp_llm/data/slurm/job.sh",
+        "emp_llm/data/slurm/gpu-container.toml",
     } <= names
     assert not any(name.startswith(("tests", "scripts")) for name in names)
     (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")  # a user's file of that name is none of our business

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import Run
 from hub_client import Client, environment
 from hub_server import COMMIT, TOKEN, Hub
 from huggingface_hub.errors import HfHubHTTPError
+from studies import command_job, stand_in, study_of
 
 from emp_llm.cluster.planning.model_size import model_size
 from emp_llm.common.errors import UserError
@@ -295,3 +297,35 @@ def test_a_suite_prepared_with_a_network_runs_without(client: Client, offline: C
     code, out, err = offline.command(tmp_path, *line, "--model", model)
     assert code == 0, err
     assert "8 examples by lm-eval" in out
+
+
+def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
+    hub: Hub, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that the jobs read of the Hub, but nothing that another job makes; then the nodes need no network."""
+    jobs = [
+        command_job("p", "prune", "--model someone/tiny --calibration user/data,column=text"),
+        command_job("e", "evaluate", "--model runs/p --suite mine.toml", "p"),
+    ]
+    study = study_of(tmp_path / "study", jobs, f'cache = "{tmp_path / "home"}"')
+    (study / "tasks").mkdir()
+    (study / "tasks" / "questions.yaml").write_text(QUESTIONS)
+    (study / "mine.toml").write_text(SUITE)
+    stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 0, done.stderr
+    cached = {path.name for path in (tmp_path / "home" / "hub").iterdir()}
+    assert "models--someone--tiny" in cached
+    assert list((tmp_path / "home" / "hub" / "models--someone--tiny").rglob("*.safetensors"))
+    data = {path.name for path in (tmp_path / "home" / "datasets").iterdir()}
+    assert {"user___data", "someone___text", "someone___questions"} <= data
+    script = (study / "slurm" / "001-prune.sh").read_text()
+    assert f"export HF_HOME={tmp_path / 'home'}\n" in script
+    missing = study_of(tmp_path / "other", [command_job("p", "prune", "--model someone/nothing --method magnitude")])
+    done = command("submit", missing, "--site", study / "site.toml")
+    assert done.returncode == 2
+    assert "someone/nothing: no such folder here, and no such repository on the Hub" in done.stderr
+    assert not list((missing / "slurm").glob("*.sh"))

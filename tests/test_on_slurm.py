@@ -14,7 +14,7 @@ from conftest import Run
 from launch import IMPORTS
 from slurm_service import NODES, Slurm
 from slurm_service import slurm as slurm  # a fixture
-from test_slurm import TOKEN, job, study_of
+from studies import TOKEN, job, study_of
 from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     site = (
         f'command = "{program}"\noffline = true\ncpus = 1\nscratch = "$PWD/scratch/$SLURM_JOB_ID"\nprolog = ["export MINE=1"]'
     )
-    study = study_of(tmp_path / "study", jobs, site)
+    study = study_of(tmp_path / "my study", jobs, site)
     (study / "around").mkdir()
 
     def submit(words: str) -> None:
@@ -89,7 +89,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     (study / "mended").touch()
     settle()
     submit("nothing to submit: 8 done")
-    assert login.about(task_of(study, "stops"))["Restarts"] == "1"
+    assert [login.about(task_of(study, name))["Restarts"] for name in ("a", "stops", "loses")] == ["0", "1", "1"]
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
     for number in "01":
         assert re.fullmatch(r"node1:2\d{4}", around[f"two-nodes-{number}"]["EMP_LLM_RENDEZVOUS"])
@@ -141,9 +141,13 @@ def test_a_study(
     prolog = [f"export PYTHONPATH={ROOT}", f"export WARM_PYTHON_HOLD={tmp_path / 'hold'}"]
     site = f'command = "{warm.executable} -m emp_llm"\nprolog = {json.dumps(prolog)}\ncpus = 1\n'
     (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.03\nsignal_seconds = 100\n")
+    done = command("submit", study, "--site", tmp_path / "site.toml", "--dry-run")
+    assert (done.returncode, (study / "slurm").exists()) == (0, False)
+    assert "20 jobs to submit" in done.stdout
     done = command("submit", study, "--site", tmp_path / "site.toml")
     assert done.returncode == 0, done.stderr
     assert "20 jobs submitted" in done.stdout
+    assert "0 jobs of 20 done" in command("status", study).stdout
     login.wait(lambda: list(study.glob("runs/*")), 60, "no job has ended")
     login.drain(NODES[1])
     login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 60, "no evaluation has ended")
@@ -156,6 +160,7 @@ def test_a_study(
     assert login.node_states()[NODES[1]].startswith("drain")
     login.wait(lambda: not login.queue(), 100, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
+    assert "20 jobs of 20 done" in command("status", study).stdout
     assert {state["status"] for state in states.values()} == {"done"}, login.logs()
     assert len(states) == 20
     held = states.pop("llama.dense.evaluate")

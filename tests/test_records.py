@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from emp_llm.bench import bench
 from emp_llm.calibration.activations import METADATA_KEY, Activations
 from emp_llm.cluster.plan_file import read_plan
 from emp_llm.cluster.running.job_files import JobState
+from emp_llm.cluster.slurm.arrays import grouped_jobs
+from emp_llm.cluster.slurm.notes import Notes
+from emp_llm.cluster.slurm.site import Site
 from emp_llm.collect import collect
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
@@ -78,6 +82,8 @@ def written(
     state = JobState(id=job.id, command=job.command, status="done", exit_code=0)
     state.save(study / "jobs" / f"{job.id}.json")
     collect(study, no_plots=True)
+    (study / "slurm").mkdir()
+    Notes(study).add(grouped_jobs(read_plan(study), Site(), {}, count(1))[0], "7")
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
@@ -93,6 +99,8 @@ def written(
         "report": [read(folder / "report" / "report.json")],
         "job": [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()],
         "job-state": [read(study / "jobs" / f"{job.id}.json")],
+        "site": [tomllib.loads(path.read_text()) for path in data_folder("slurm").glob("*.toml")],
+        "submitted": [json.loads(line) for line in (study / "slurm" / "submitted.jsonl").read_text().splitlines()],
         "collection": [read(study / "tables" / "collected.json")],
         "activations": [activations],
         "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],

@@ -14,31 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import Run
+from studies import TOKEN, command_job, job, stand_in, study_of
 
-from emp_llm.cluster.plan_file import Job, Needs, write_plan
+from emp_llm.cluster.plan_file import Job
 from emp_llm.cluster.slurm.arrays import JobArray, grouped_jobs, request_of
 from emp_llm.cluster.slurm.script import list_text, script_text
 from emp_llm.cluster.slurm.site import Site, read_site
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "scripts" / "slurm"
-TOKEN = "hf_" + "Qx7" * 11
-
-
-def job(name: str, *after: str, **needs: Any) -> Job:
-    """A job whose output is a file, so that it is done as soon as there is one."""
-    wanted = Needs(**({"memory_gb": 1.0, "disk_gb": 0.0, "hours": 0.001} | needs))
-    output = f"activations/{name}"
-    command = f"emp-llm calibrate --model /models/m --calibration demo --output {output}"
-    return Job(id=name, kind="calibrate", command=command, after=list(after), output=output, needs=wanted)
-
-
-def study_of(folder: Path, jobs: list[Job], site: str = "") -> Path:
-    """A planned study with a site file beside its plan."""
-    folder.mkdir()
-    write_plan(folder, jobs)
-    (folder / "site.toml").write_text(site)
-    return folder
 
 
 def arrays_of(jobs: list[Job], site: Site | None = None, queued: dict[str, str] | None = None) -> list[JobArray]:
@@ -240,15 +224,6 @@ def test_jobs_larger_than_any_node_are_refused(command: Run, tmp_path: Path, nee
 # sbatch, as a stand-in
 
 
-def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
-    """Programs of Slurm as shell scripts, before all others on PATH."""
-    folder.mkdir(exist_ok=True)
-    for name, text in programs.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
 def test_without_sbatch(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = study_of(tmp_path / "study", [job("a")])
     (tmp_path / "empty").mkdir()
@@ -345,3 +320,21 @@ def test_the_example_for_another_scheduler_runs(tmp_path: Path) -> None:
     subprocess.run(["sh", "-c", listing], cwd=study, env=environment, check=True)
     done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (143, f"{study}: run . --only two\n")
+
+
+# The cache of offline nodes
+
+
+def test_a_streamed_text_cannot_be_cached(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only jobs that read it: not one with activations, and not one by magnitude."""
+    lines = ("--model /m --activations a --calibration-of-another c4", "--model /m --method magnitude")
+    harmless = [command_job(f"p{i}", "prune", line) for i, line in enumerate(lines)]
+    stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
+    study = study_of(tmp_path / "study", harmless)
+    assert command("submit", study, "--site", study / "site.toml").returncode == 0
+    study = study_of(tmp_path / "streamed", [*harmless, command_job("c", "calibrate", "--model /m --calibration c4")])
+    done = command("submit", study, "--site", study / "site.toml")
+    assert done.returncode == 2
+    assert "allenai/c4/en/train is streamed from the Hub and never in the cache" in done.stderr
+    done = command("submit", study, "--site", study / "site.toml", "--no-prepare")
+    assert done.returncode == 0, done.stderr

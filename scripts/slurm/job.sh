@@ -41,6 +41,7 @@ code=$?
 
 # 143: SIGTERM came, as it does before the time limit; 75: a node was lost. The task is queued again, and its job resumes.
 if { [ "$code" -eq 143 ] || [ "$code" -eq 75 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
-    answered scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
+    # The number of the last task, SLURM_JOB_ID, would mean the whole array. Slurm ends this script when it has queued the task.
+    answered scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" && sleep 60
 fi
 exit "$code"
