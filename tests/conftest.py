@@ -33,6 +33,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 FIRST = (
     "test_on_slurm",
     "test_ranks",
+    "test_nodes",
     "test_triton",
     "test_shared",
     "test_evaluate",
