@@ -45,8 +45,8 @@ PAGE = """# Memory of jobs beside its estimate
 
 Each command runs in a process of its own, and is read every 10 ms. "own" are its anonymous and shared pages. "weights" are the
 pages of the checkpoint that it has mapped: on the CPU, transformers maps weights in their own dtype, so the system could take
-these pages back, but would read them again for every batch. "measured" is the highest sum. Mapped libraries (0.15 GB) and the
-page cache of what is read or written do not count.
+these pages back, but would read them again for every batch. They do not count where --dtype converts the weights, which reads
+them once. "measured" is the highest sum. Mapped libraries (0.15 GB) and the page cache of what is read or written do not count.
 
 The estimate is that of `emp-llm plan`, from config.json alone; its constants of 0.35, 0.12 and 0.42 GB were chosen after the
 first of these runs. The texts are short, because bfloat16 is slow on this processor: what grows with the tokens is a small part
@@ -148,7 +148,8 @@ def measure(folder: Path, model: str, name: str, job: Measured) -> None:
     began = time.perf_counter()
     shutil.rmtree(folder / "output", ignore_errors=True)
     (folder / "output").mkdir()
-    peak = highest_memory([*command, "--output", str(output), "--overwrite", "--quiet"], folder / "log.txt")
+    command += ["--output", str(output), "--overwrite", "--quiet"]
+    peak = highest_memory(command, folder / "log.txt", maps=job.work.dtype == "auto")
     entry = {
         "model": model,
         "job": name,
@@ -161,12 +162,13 @@ def measure(folder: Path, model: str, name: str, job: Measured) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def highest_memory(command: list[str], log: Path) -> dict[str, int]:
+def highest_memory(command: list[str], log: Path, maps: bool = True) -> dict[str, int]:
     """Run a process to its end; returns its highest memory in bytes, with that of its children.
 
     Args:
         command: the program and its arguments.
         log: file for its output.
+        maps: it runs on mapped weights; if it converts them, it reads the pages once.
 
     Returns:
         The highest "sum", and its parts at that moment: "own" (anonymous and shared pages) and "weights" (pages of mapped
@@ -180,7 +182,7 @@ def highest_memory(command: list[str], log: Path) -> dict[str, int]:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         while process.poll() is None:
             numbers = list(family_of(process.pid))
-            if time.perf_counter() - mapped_at > MAPPED_EVERY:
+            if maps and time.perf_counter() - mapped_at > MAPPED_EVERY:
                 weights, mapped_at = sum(mapped_weights(number) for number in numbers), time.perf_counter()
             own = sum(own_memory(number) for number in numbers)
             if own + weights > peak["sum"]:
