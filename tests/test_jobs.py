@@ -198,6 +198,8 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
         ({"betas": "1", "methods": "wanda"}, "--betas is for emp methods"),
         ({"methods": "wanda", "prune_options": "--beta 1"}, "--beta does not go with method wanda"),
         ({"suite": "none-such"}, "none-such"),
+        ({"per": "model", "processes": 2}, "a sweep runs in one process. Leave out --processes"),
+        ({"per": "models"}, "--per 'models' is not one of recipe, model"),
         ({"gpu_gb": -1}, "--gpu-gb must be 0 or more"),
     ],
 )
@@ -331,6 +333,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_killed_run_loses_nothing(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command goes on alone and holds the lock; the next run waits for it and does not start it twice."""
+    monkeypatch.setattr(local_run, "_LOOK", 0.1)
     scripted["a"] = (
         "import time\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\nopen('ran', 'a').write('x'); WRITE"
     )

@@ -10,7 +10,7 @@ from typing import Any
 from emp_llm.calibration.text_mix import calibration_corpora
 from emp_llm.cluster.plan_file import Job, JobKind
 from emp_llm.cluster.planning.model_size import ModelSize, model_size
-from emp_llm.cluster.planning.needs import estimated_needs
+from emp_llm.cluster.planning.needs import LEAST_HOURS, estimated_needs
 from emp_llm.cluster.planning.study_table import Planned, absolute
 from emp_llm.cluster.planning.workload import Work
 from emp_llm.common.errors import UserError
@@ -175,6 +175,7 @@ class JobMaker:
         command, needs = shlex.join(["emp-llm", kind, *words]), estimated_needs(kind, model.size, work)
         if kind != "prune" or work.calibrates:  # else it reads files, on one node
             needs.nodes = self._planned.nodes
+            needs.hours = max(LEAST_HOURS, needs.hours / needs.nodes)
         return Job(id=name, kind=kind, command=command, after=after, output=output, needs=needs)
 
     def _model_words(self, name: str) -> list[str]:
@@ -204,6 +205,12 @@ class JobMaker:
             options: PruneOptions = parse_words("prune", [*words, *_given("dtype", self._planned.dtype)])
             options.check()
             found[_shape(point)] = options
+        if self._planned.per == "model":
+            if self._planned.processes * self._planned.nodes > 1:
+                raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
+            parse_words(
+                "sweep", ["--model", "model", "--methods", self._planned.methods, *shlex.split(self._planned.prune_options)]
+            )
         parse_words("evaluate", ["--model", "model", *shlex.split(self._planned.evaluate_options)])
         return found
 
