@@ -48,7 +48,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SlurmctldDebug=info
 SlurmdDebug=info
-SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0,step_retry_time=2
 ReturnToService=2
 KillWait=5
 MailProg=/bin/true

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import Run
-from launch import IMPORTS
 from slurm_service import NODES, Slurm
 from slurm_service import slurm as slurm  # a fixture
 from studies import TOKEN, job, study_of
@@ -102,9 +101,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    server = WarmPython(
-        tmp_path_factory.mktemp("warm"), ["torch.distributed.run", "emp_llm.cluster.running.local_run", *IMPORTS]
-    )
+    server = WarmPython(tmp_path_factory.mktemp("warm"))
     yield server
     server.stop()
 
