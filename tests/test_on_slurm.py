@@ -155,7 +155,7 @@ def test_a_study(
     done = command("run", local, "--workers", 1)
     assert (done.returncode, done.stdout) == (0, "20 jobs done\n"), done.stderr
     assert login.node_states()[NODES[1]].startswith("drain")
-    login.wait(lambda: not login.queue(), 100, "the jobs did not end")
+    login.wait(lambda: not login.queue(), 200, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
     assert "20 jobs of 20 done" in command("status", study).stdout
     assert {state["status"] for state in states.values()} == {"done"}, login.logs()
