@@ -23,7 +23,7 @@ _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "squ
 _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # Two nodes on one host, with cores and memory that need not exist. Processes are found by /proc, as there may be no cgroups.
-# Requeued jobs wait until their credentials expire, by default for two minutes.
+# Requeued jobs wait until their credentials expire, by default for two minutes, and so does srun after the controller was away.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -51,6 +51,7 @@ SlurmdDebug=info
 SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0
 ReturnToService=2
 KillWait=5
+SlurmctldTimeout=12
 MailProg=/bin/true
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} RealMemory=64000
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory=64000

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import Run
-from launch import IMPORTS
 from slurm_service import NODES, Slurm
 from slurm_service import slurm as slurm  # a fixture
 from studies import TOKEN, job, study_of
@@ -102,9 +101,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    server = WarmPython(
-        tmp_path_factory.mktemp("warm"), ["torch.distributed.run", "emp_llm.cluster.running.local_run", *IMPORTS]
-    )
+    server = WarmPython(tmp_path_factory.mktemp("warm"))
     yield server
     server.stop()
 
@@ -158,7 +155,7 @@ def test_a_study(
     done = command("run", local, "--workers", 1)
     assert (done.returncode, done.stdout) == (0, "20 jobs done\n"), done.stderr
     assert login.node_states()[NODES[1]].startswith("drain")
-    login.wait(lambda: not login.queue(), 100, "the jobs did not end")
+    login.wait(lambda: not login.queue(), 200, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
     assert "20 jobs of 20 done" in command("status", study).stdout
     assert {state["status"] for state in states.values()} == {"done"}, login.logs()

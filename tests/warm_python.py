@@ -26,6 +26,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launch import IMPORTS
+
+_MORE = [
+    "emp_llm.cluster.running.local_run",
+    "emp_llm.evaluate",
+    "emp_llm.run",
+    "lm_eval.api.metrics",
+    "lm_eval.evaluator",
+    "lm_eval.tasks",
+    "pydantic.main",
+    "torch.distributed.run",
+    "transformers.convert_slow_tokenizer",
+    "transformers.models.auto.tokenization_auto",
+    "typer.main",
+]
 HOLD = "WARM_PYTHON_HOLD"
 # The process that stands for Python: short, because its start is all that it costs.
 _CLIENT = """\
@@ -60,19 +75,18 @@ class WarmPython:
 
     Args:
         folder: an empty one, with a short path.
-        modules: to import first.
 
     Attributes:
         executable: stands for Python, also as `sys.executable`.
     """
 
-    def __init__(self, folder: Path, modules: list[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.executable = folder / "python"
         (folder / "client.py").write_text(_CLIENT)
         words = f"'{sys.executable}' -ISE '{folder}/client.py' '{sys.executable}' '{folder}/socket' '{self.executable}'"
         self.executable.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         self.executable.chmod(0o755)
-        line = [sys.executable, __file__, str(folder / "socket"), *modules]
+        line = [sys.executable, __file__, str(folder / "socket")]
         self._server = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == b"ready\n"
@@ -86,9 +100,11 @@ class WarmPython:
             pipe.close()
 
 
-def _serve(where: str, modules: list[str]) -> None:
-    for name in modules:
+def _serve(where: str) -> None:
+    for name in (*IMPORTS, *_MORE):
         importlib.import_module(name)
+    conversion = importlib.import_module("transformers.conversion_mapping")
+    conversion.get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once in a process
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the handlers
@@ -186,4 +202,4 @@ def _hold(note: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2:])
+    _serve(sys.argv[1])
