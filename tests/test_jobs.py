@@ -1,5 +1,6 @@
 """Studies of many jobs: the plan file, the plan of options, the run on one machine, its state, and the collected tables."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -348,6 +349,20 @@ def test_a_killed_run_loses_nothing(scripted: dict[str, str], tmp_path: Path, mo
     threading.Timer(0.5, (tmp_path / "go").touch).start()
     assert run_study(tmp_path).done == ["a", "b"]
     assert (tmp_path / "ran").read_text() == "x"
+
+
+def test_looking_at_a_lock_does_no_harm(scripted: dict[str, str], tmp_path: Path) -> None:
+    """One who asks for the holder shares the lock for a moment, while a job starts."""
+    files = JobFiles(study_of(tmp_path, job("a")), job("a"))
+    files.lock_path.parent.mkdir()
+    with files.lock_path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, fcntl.flock, (lock, fcntl.LOCK_UN))
+        timer.start()
+        attempt = Attempt(tmp_path, job("a"))
+        timer.join()
+    until(lambda: attempt.poll() is not None)
+    assert files.status() == "done"
 
 
 def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """`emp-llm collect`: the finished results of a study -> tables and a report."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,15 +101,7 @@ def _write(output: Path, files: dict[str, bytes]) -> None:
     """Write the folder; another collector that writes it at this moment is waited for."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.parent / f".{output.name}.lock", str(output))
-    began = time.monotonic()
-    while True:
-        try:
-            lock.acquire()
-            break
-        except UserError:
-            if time.monotonic() - began > _PATIENCE:
-                raise
-            time.sleep(0.2)
+    lock.acquire(_PATIENCE)
     try:
         write_folder(output, files, True, _SUMMARY)
     finally:

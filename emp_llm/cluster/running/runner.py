@@ -20,6 +20,7 @@ from emp_llm.lifelines.peer import LOST_CODE
 from emp_llm.storage.output.lock import FileLock
 
 logger = logging.getLogger(__name__)
+_GLANCE = 0.5  # seconds: one who looks who holds a lock holds it for a moment
 _PATIENCE = 100.0  # seconds that a command has to end after SIGTERM
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")  # variables with the number of the scheduler's job
 
@@ -54,7 +55,7 @@ class Attempt:
         for path in (self.files.lock_path, self.files.log_path, self.files.output):
             _make_folder(path.parent)
         self._lock = FileLock(self.files.lock_path, job.id)
-        self._lock.acquire()
+        self._lock.acquire(_GLANCE)
         try:
             self._start(gpus, threads, environment)
         except BaseException:

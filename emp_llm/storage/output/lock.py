@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from emp_llm.common.errors import UserError
 
 logger = logging.getLogger(__name__)
+_TICK = 0.05  # seconds between two tries
 
 
 class FileLock:
@@ -28,12 +30,16 @@ class FileLock:
         self._subject = subject
         self._file: int | None = None
 
-    def acquire(self) -> None:
+    def acquire(self, patience: float = 0.0) -> None:
         """Take the lock.
+
+        Args:
+            patience: seconds to wait for another process that holds it.
 
         Raises:
             UserError: another process holds it.
         """
+        began = time.monotonic()
         while self._file is None:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -42,6 +48,9 @@ class FileLock:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     holder = _read_holder(file)
                     os.close(file)
+                    if time.monotonic() - began < patience:
+                        time.sleep(_TICK)
+                        continue
                     raise UserError(
                         f"{self._subject}: another run is working on it ({holder}). Wait for that run, or stop it."
                     ) from error
