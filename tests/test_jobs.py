@@ -1,5 +1,6 @@
 """Studies of many jobs: the plan file, the plan of options, the run on one machine, its state, and the collected tables."""
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -19,11 +20,14 @@ from conftest import Run
 
 from emp_llm import cli
 from emp_llm.cluster.plan_file import Job, Needs, read_plan, write_plan
+from emp_llm.cluster.planning.job_maker import named_models
+from emp_llm.cluster.planning.study_table import planned as planned_options
 from emp_llm.cluster.running import job_files, local_run, runner
 from emp_llm.cluster.running.job_files import JobFiles, JobState
 from emp_llm.cluster.running.runner import Attempt
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
+from emp_llm.options.jobs.planning import PlanOptions
 from emp_llm.plan import plan
 from emp_llm.run import run as run_study
 from emp_llm.run import show as show_run
@@ -188,6 +192,16 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
     table.write_text("models = 'x\n")
     with pytest.raises(UserError, match="not a TOML table"):
         plan(table, output=tmp_path / "c")
+
+
+def test_the_papers_table(tmp_path: Path) -> None:
+    """The plan of the paper's table of language models names its models and methods."""
+    root = Path(__file__).parents[1]
+    definition = planned_options(PlanOptions(root / "scripts" / "paper" / "llm_table.toml"))
+    published = json.loads((root / "eval" / "published" / "llama.json").read_text())["results"]
+    assert list(named_models(definition.models)) == list(published)
+    assert {"dense", *definition.methods.split(",")} == set(published["huggyllama/llama-7b"])
+    assert (definition.betas, definition.sparsities, definition.suite) == ("1.0", "0.5", "paper")
 
 
 @pytest.mark.parametrize(
@@ -386,6 +400,26 @@ def test_memory_and_gpus_limit_what_runs_together(scripted: dict[str, str], tmp_
     study_of(tmp_path, job("c", needs=Needs(gpus=4000, gpu_gb=80, memory_gb=1, disk_gb=0, hours=1)))
     with pytest.raises(UserError, match=r"c needs 4,000 GPUs, and this machine has .*--gpu-gb 0"):
         run_study(tmp_path)
+
+
+def test_a_full_disk(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends with a sentence, stops the other jobs, and goes on when there is room."""
+    scripted["b"] = "import time; time.sleep(60)"
+    study_of(tmp_path, job("a"), job("b"))
+    save = JobState.save
+
+    def full(self: JobState, path: Path) -> None:
+        if self.status == "done":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, path)
+
+    monkeypatch.setattr(JobState, "save", full)
+    with pytest.raises(UserError, match=r"jobs/a\.json: cannot be written \(No space left on device\)"):
+        run_study(tmp_path, workers=2)
+    monkeypatch.setattr(JobState, "save", save)
+    assert [JobFiles(tmp_path, each).status() for each in read_plan(tmp_path)] == ["done", "stopped"]
+    del scripted["b"]
+    assert run_study(tmp_path).complete
 
 
 # States.

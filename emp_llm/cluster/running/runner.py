@@ -52,6 +52,7 @@ class Attempt:
     ) -> None:
         self.files = JobFiles(study, job)
         self._stopping: float | None = None
+        self._ended: JobState | None = None
         for path in (self.files.lock_path, self.files.log_path, self.files.output):
             _make_folder(path.parent)
         self._lock = FileLock(self.files.lock_path, job.id)
@@ -94,7 +95,9 @@ class Attempt:
             )
 
     def poll(self) -> JobState | None:
-        """The state of the finished job; None while it runs."""
+        """The state of the finished job; None while it runs. UserError if the state cannot be written."""
+        if self._ended is not None:
+            return self._ended
         now = time.monotonic()
         if now - self._beat > BEAT:
             self._beat = now
@@ -107,7 +110,7 @@ class Attempt:
 
     def wait(self) -> JobState:
         """The state of the job when it has ended."""
-        return self._finish(self._process.wait())
+        return self._ended or self._finish(self._process.wait())
 
     def stop(self) -> None:
         """Ask the command to end where it can go on later."""
@@ -134,8 +137,11 @@ class Attempt:
         else:
             state.status = "failed"
             state.message = next(iter(files.last_lines(1)), "")
-        self._save()
-        self._lock.release()
+        self._ended = state
+        try:
+            self._save()
+        finally:
+            self._lock.release()
         return state
 
     def _save(self) -> None:
