@@ -15,6 +15,8 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.records.sweep import Sweep
 from emp_llm.storage.json_files import INDEX_LIMIT
 
+_DENSE = "dense.evaluate"  # the end of the id of a model's first job
+
 
 @dataclass(frozen=True)
 class StudyRow:
@@ -36,10 +38,11 @@ class StudyModel:
     """A model of a study: its dense results, and those of its recipes.
 
     Attributes:
-        name: as the plan's commands name it.
+        name: as the plan's commands name it; prefix: of the ids of its jobs.
     """
 
     name: str
+    prefix: str = ""
     dense: EvaluatedModel | None = None
     dense_status: str = "missing"
     rows: list[StudyRow] = field(default_factory=list)
@@ -95,10 +98,11 @@ def study_results(status: StudyStatus) -> StudyResults:
 
 def _take(model: StudyModel, job: Job, pruned: bool, result: EvaluatedModel | None, status: str) -> None:
     if pruned:
-        label = job.id.removesuffix(f".{job.kind}")
+        label = job.id.removeprefix(model.prefix).removesuffix(f".{job.kind}")
         model.rows.append(StudyRow(label, result, status))
     else:
         model.dense, model.dense_status = result, status
+        model.prefix = job.id.removesuffix(_DENSE) if job.id.endswith(_DENSE) else ""
 
 
 def _measured(path: Path) -> EvaluatedModel:
@@ -111,7 +115,7 @@ def _swept(model: StudyModel, folder: Path) -> list[StudyRow]:
     for point in read_record(folder / SWEEP_NAME, Sweep, REPORT_LIMIT).points:
         for found in models_of_report(read_record(folder / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT)):
             if found.pruned is not None:
-                rows.append(StudyRow(f"{folder.name}.{point.name}", found, "done"))
+                rows.append(StudyRow(point.name, found, "done"))
             elif model.dense is None:
                 model.dense = found
     return rows
