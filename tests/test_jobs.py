@@ -33,6 +33,7 @@ from emp_llm.run import run as run_study
 from emp_llm.run import show as show_run
 from emp_llm.status import show as show_status
 from emp_llm.status import status
+from emp_llm.storage.output.lock import FileLock
 
 Models = Callable[[str], Path]
 SMALL = Needs(memory_gb=0.1, disk_gb=0.1, hours=0.1)
@@ -379,6 +380,26 @@ def test_looking_at_a_lock_does_no_harm(scripted: dict[str, str], tmp_path: Path
     assert files.status() == "done"
 
 
+def test_a_job_that_another_process_has_just_finished(scripted: dict[str, str], tmp_path: Path) -> None:
+    """Between the look at its state and its lock, another process finished it: it does not run again."""
+    study_of(tmp_path, job("a"))
+    lock = FileLock(tmp_path / "jobs" / "a.lock", "a")
+    lock.path.parent.mkdir()
+    lock.acquire()
+
+    def finish() -> None:
+        (tmp_path / "runs" / "a").mkdir(parents=True)
+        (tmp_path / "runs" / "a" / "emp_report.json").write_text(json.dumps({"command": job("a").command}))
+        lock.release()
+
+    threading.Timer(0.2, finish).start()
+    state = Attempt(tmp_path, job("a")).poll()
+    assert state is not None
+    assert state.status == "done"
+    assert not (tmp_path / "logs" / "a.log").exists()
+    assert not lock.path.exists()
+
+
 def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_run, "_LOOK", 0.1)
     jobs = [job(f"j{number}") for number in range(8)]
@@ -390,6 +411,22 @@ def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monke
     process.join()
     assert process.exitcode == 0
     assert sorted((tmp_path / "ran").read_text().split()) == [each.id for each in jobs]
+
+
+def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
+    given: list[int | None] = []
+    words = runner.launch_words
+
+    def noted(job: Job, *, threads: int | None, **more: Any) -> tuple[list[str], dict[str, str]]:
+        given.append(threads)
+        return words(job, threads=threads, **more)
+
+    monkeypatch.setattr(runner, "launch_words", noted)
+    study_of(tmp_path, job("a"), job("b"))
+    assert run_study(tmp_path, only="a").complete
+    assert run_study(tmp_path, workers=1).complete
+    assert given == [None, len(os.sched_getaffinity(0))]
 
 
 def test_memory_and_gpus_limit_what_runs_together(scripted: dict[str, str], tmp_path: Path) -> None:
@@ -404,21 +441,25 @@ def test_memory_and_gpus_limit_what_runs_together(scripted: dict[str, str], tmp_
 
 def test_a_full_disk(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends with a sentence, stops the other jobs, and goes on when there is room."""
-    scripted["b"] = "import time; time.sleep(60)"
-    study_of(tmp_path, job("a"), job("b"))
+    ends = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"
+    scripted["b"] = f"{ends}; time.sleep(60)"
+    scripted["c"] = f"{ends.replace('sys.exit', '(time.sleep(0.5), pathlib.Path(str(1)).touch(), sys.exit')}); time.sleep(60)"
+    scripted["a"] = "import time; time.sleep(0.5); WRITE"
+    study_of(tmp_path, job("a"), job("b"), job("c"))
     save = JobState.save
 
     def full(self: JobState, path: Path) -> None:
-        if self.status == "done":
+        if self.status != "running":
             raise OSError(errno.ENOSPC, "No space left on device")
         save(self, path)
 
     monkeypatch.setattr(JobState, "save", full)
     with pytest.raises(UserError, match=r"jobs/a\.json: cannot be written \(No space left on device\)"):
-        run_study(tmp_path, workers=2)
+        run_study(tmp_path, workers=3)
+    assert (tmp_path / "1").exists()  # the slower one was not killed while it cleaned up
     monkeypatch.setattr(JobState, "save", save)
-    assert [JobFiles(tmp_path, each).status() for each in read_plan(tmp_path)] == ["done", "stopped"]
-    del scripted["b"]
+    assert [JobFiles(tmp_path, each).status() for each in read_plan(tmp_path)] == ["done", "stopped", "stopped"]
+    scripted.clear()
     assert run_study(tmp_path).complete
 
 

@@ -105,7 +105,7 @@ class JobFiles:
         state = self.state()
         if self._is_running(state):
             return "running"
-        if self._is_complete(state):
+        if self.is_complete(state):
             return "done"
         if state is None:
             return "missing"
@@ -138,7 +138,12 @@ class JobFiles:
         except OSError:
             return False
 
-    def _is_complete(self, state: JobState | None) -> bool:
+    def is_complete(self, state: JobState | None) -> bool:
+        """Whether the output is finished, given the state of the last attempt.
+
+        Raises:
+            UserError: the output was made by another command.
+        """
         if not self.output.exists():
             return False
         if state is not None and state.status == "done" and state.command == self.job.command:

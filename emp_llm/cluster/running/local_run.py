@@ -194,13 +194,23 @@ class LocalRun:
             logger.info("stopping %s; the same command goes on with them.", shortened_list(names))
         try:
             while self._running:
-                self._running = [(attempt, share) for attempt, share in self._running if attempt.poll() is None]
+                self._running = [(attempt, share) for attempt, share in self._running if not _ended(attempt)]
                 time.sleep(_TICK)
         except BaseException:  # a second signal
             for attempt, _ in self._running:
                 attempt.kill()
+            for attempt, _ in self._running:
                 attempt.wait()
             raise
+
+
+def _ended(attempt: Attempt) -> bool:
+    """Whether a job that is being stopped has ended, also if its state cannot be written."""
+    try:
+        return attempt.poll() is not None
+    except UserError as error:
+        logger.error("%s", error)
+        return True
 
 
 def _named(text: str, plan: dict[str, Job]) -> list[str]:

@@ -20,12 +20,12 @@ class MachinePart:
 
     Attributes:
         gpus: numbers of its GPUs; None: all that are visible.
-        threads: cores for all its processes.
+        threads: cores for all its processes; None: as the environment says.
         memory_gb: that it is expected to use.
     """
 
     gpus: tuple[int, ...] | None
-    threads: int
+    threads: int | None
     memory_gb: float
 
     @property
@@ -40,14 +40,14 @@ class Machine:
     Args:
         workers: number of jobs at the same time.
         gpus: number of GPUs; None: a scheduler has shared out the machine already, and each job may use all of it.
-        cores: number of cores.
+        cores: number of cores; None: the scheduler has set the number of threads.
         memory_gb: that is available.
     """
 
-    def __init__(self, workers: int, gpus: int | None, cores: int, memory_gb: float) -> None:
+    def __init__(self, workers: int, gpus: int | None, cores: int | None, memory_gb: float) -> None:
         self._workers = workers
         self._gpus = None if gpus is None else list(range(gpus))
-        self._threads = max(1, cores // workers)
+        self._threads = None if cores is None else max(1, cores // workers)
         self._memory = memory_gb
         self._used = 0
 
@@ -65,7 +65,7 @@ class Machine:
         """
         cores, memory = len(os.sched_getaffinity(0)), (available_memory() or 0) / _GB
         if scheduled:
-            return cls(workers or 1, None, cores, memory or float("inf"))
+            return cls(workers or 1, None, None, memory or float("inf"))
         wanted = max((gpus_of(job) for job in jobs), default=0)
         gpus = _gpus() if wanted else 0
         if wanted > gpus:

@@ -26,7 +26,7 @@ _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")  # variables 
 
 
 class Attempt:
-    """A job that runs, from its construction on.
+    """A job that runs, from its construction on. If another process has just finished it, it has ended already.
 
     Args:
         study: folder of the study.
@@ -58,13 +58,21 @@ class Attempt:
         self._lock = FileLock(self.files.lock_path, job.id)
         self._lock.acquire(_GLANCE)
         try:
-            self._start(gpus, threads, environment)
+            before = self.files.state()
+            if self.files.is_complete(before):  # by another process, which held the lock until now
+                self._ended = before or JobState(id=job.id, command=job.command, status="done")
+                self._ended.status = "done"
+                self._lock.release()
+            else:
+                self._start(before, gpus, threads, environment)
         except BaseException:
             self._lock.release()
             raise
 
-    def _start(self, gpus: Sequence[int] | None, threads: int | None, environment: Mapping[str, str]) -> None:
-        job, before = self.files.job, self.files.state()
+    def _start(
+        self, before: JobState | None, gpus: Sequence[int] | None, threads: int | None, environment: Mapping[str, str]
+    ) -> None:
+        job = self.files.job
         words, variables = launch_words(job, gpus=gpus, threads=threads, environment=environment)
         scheduler = next((environment[name] for name in _SCHEDULERS if name in environment), None)
         self._state = JobState(
@@ -114,12 +122,14 @@ class Attempt:
 
     def stop(self) -> None:
         """Ask the command to end where it can go on later."""
-        if self._stopping is None:
+        if self._stopping is None and self._ended is None:
             self._stopping = time.monotonic()
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the command and all its processes at once."""
+        if self._ended is not None:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
