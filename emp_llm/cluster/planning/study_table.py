@@ -3,7 +3,7 @@
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
@@ -17,33 +17,19 @@ if TYPE_CHECKING:
 
 _Words = str | list[str] | None
 _Numbers = str | float | list[float] | None
+_LISTS = ("models", "methods", "patterns", "targets")
+_NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")
 _OF_COMMAND = ("table", "output", "overwrite", "verbose", "quiet")  # options that a table does not hold
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    """A TOML table; the fields are those of `PlanOptions`."""
-
-    models: _Words = None
-    methods: _Words = None
-    betas: _Numbers = None
-    orders: _Numbers = None
-    sparsities: _Numbers = None
-    emp_sparsities: _Numbers = None
-    patterns: _Words = None
-    suite: str | None = None
-    limit: int | None = None
-    calibration: str | None = None
-    samples: int | None = None
-    seqlen: int | None = None
-    targets: _Words = None
-    dtype: str | None = None
-    per: JobsPer | None = None
-    prune_options: str | None = None
-    evaluate_options: str | None = None
-    gpu_gb: float | None = None
-    processes: int | None = None
-    nodes: int | None = None
-    trust_remote_code: bool = False
+def _table_type() -> type[msgspec.Struct]:
+    """The type of a TOML table: the fields of `PlanOptions`; lists where the command line has commas."""
+    hints = get_type_hints(PlanOptions)
+    wider = dict.fromkeys(_LISTS, _Words) | dict.fromkeys(_NUMBERS, _Numbers)
+    names = [each.name for each in fields(PlanOptions) if each.name not in _OF_COMMAND]
+    return msgspec.defstruct(
+        "StudyTable", [(name, wider.get(name, hints[name] | None), None) for name in names], forbid_unknown_fields=True
+    )
 
 
 @dataclass(frozen=True)
@@ -104,11 +90,11 @@ def _with_table(options: PlanOptions) -> PlanOptions:
         return options
     table = _read(options.table)
     values = {each.name: getattr(options, each.name) for each in fields(options)}
-    for name in _Table.__struct_fields__:
+    for name in table.__struct_fields__:
         value = getattr(table, name)
         if values[name] in (None, False) and value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list) and name != "models" else value
-            values[name] = str(text) if name in ("betas", "orders", "sparsities", "emp_sparsities") else text
+            values[name] = str(text) if name in _NUMBERS else text
     return PlanOptions(**values)
 
 
@@ -119,8 +105,8 @@ def absolute(name: str) -> str:
     return f"{found.resolve()}{comma}{rest}" if path and found.exists() else name
 
 
-def _read(path: Path) -> _Table:
+def _read(path: Path) -> msgspec.Struct:
     try:
-        return converted(tomllib.loads(path.read_text(encoding="utf-8")), _Table, str(path))
+        return converted(tomllib.loads(path.read_text(encoding="utf-8")), _table_type(), str(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: not a TOML table that can be read ({error}).") from error
