@@ -1,4 +1,4 @@
-"""Time of a refit and of SparseGPT against the machine's own matrix product.
+"""Time of a refit, of SparseGPT and of ADMM against the machine's own matrix product.
 
     python scripts/bench_refit.py [--shapes 1024x2752] [--tokens 16384] [--repeats 3] [--output FILE]
     python scripts/bench_refit.py --device cuda
@@ -22,6 +22,7 @@ import torch
 from bench_helpers import hardware, in_turn, wall_time
 from torch import Tensor
 
+from emp_llm.reconstruction.admm import admm
 from emp_llm.reconstruction.least_squares import Refit, exact_rows, output_error, refit_rows, workspace_bytes
 from emp_llm.reconstruction.precision import full_float32
 from emp_llm.reconstruction.sparsegpt import sparsegpt
@@ -44,6 +45,8 @@ COLUMNS = (
     "workspace",
     "SparseGPT",
     "its error",
+    "ADMM",
+    "its error, refitted",
 )
 
 
@@ -102,14 +105,18 @@ def measured(outputs: int, inputs: int, tokens: int, device: str, repeats: int) 
     operations = 2 * inputs**2
     rate, peak = result.products * operations / all_of_it / 1e9, outputs * operations / one / 1e9
     energy = output_error(torch.zeros_like(layer.weight), layer.weight, layer.gram).sum()
-    pruned = []
+    pruned, searched = [], []
     pruning = wall_time(lambda: pruned.append(sparsegpt(layer.weight, layer.gram, sparsity=0.5)))
+    counts = layer.mask.sum(1)
+    searching = wall_time(lambda: searched.append(admm(layer.weight, layer.gram, counts=counts, damping=DAMPING)))
+    best = refit_rows(layer.weight, searched[0].mask, layer.gram, damping=DAMPING)
     left, before = float(result.error_after.sum() / energy), float(result.error_before.sum() / energy)
     other = float(output_error(pruned[0].weight, layer.weight, layer.gram).sum() / energy)
     return (
         f"| {outputs} x {inputs} | {layer.seconds:.2f} s | {all_of_it:.2f} s | {result.iterations} | {rate:,.0f} | {peak:,.0f} "
         f"| {rate / peak:.0%} | {gap(layer, result):.0e} | {before:.2%} → {left:.2%} "
-        f"| {workspace_bytes(outputs, inputs) / 1e9:.2f} GB | {pruning:.2f} s | {other:.2%} |"
+        f"| {workspace_bytes(outputs, inputs) / 1e9:.2f} GB | {pruning:.2f} s | {other:.2%} "
+        f"| {searching:.2f} s | {float(best.error_after.sum() / energy):.2%} |"
     )
 
 

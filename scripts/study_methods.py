@@ -22,7 +22,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 METHODS = (
-    "magnitude,wanda,ria,wanda+owl,sparsegpt,emp-magnitude,emp-wanda,emp-wanda+magnitude,relative,emp-relative+own,emp-relative"
+    "magnitude,wanda,ria,wanda+owl,sparsegpt,emp-magnitude,emp-wanda,emp-wanda+magnitude,relative,emp-relative+own,"
+    "emp-relative,admm,emp-admm"
 )
 BUDGETS = "0.5,beta1,0.4,0.6,0.7,2:4"
 

@@ -22,9 +22,14 @@ _NAMES = {
     "emp-wanda+magnitude": "EMP, Wanda's score, counts from |W|",
     "emp-relative+own": "EMP, relative score and counts",
     "emp-relative": "**emp-relative** (relative score, counts from |W|)",
+    "admm": "ADMM, uniform rows",
+    "emp-admm": "**emp-admm** (ADMM, counts from |W|)",
 }
 _REFITS = {"": "", "equal": "refit", "relative": "refit, relative weights"}
-_DRAWN = tuple((method, refit) for refit in ("", "equal") for method in ("wanda", "sparsegpt", "emp-relative"))
+_DRAWN = (
+    *((method, refit) for refit in ("", "equal") for method in ("wanda", "sparsegpt", "emp-relative")),
+    ("emp-admm", "equal"),
+)
 _ENOUGH = 3  # points of a column of which the best is marked
 
 

@@ -26,10 +26,12 @@ MAIN_ROWS = (
     "--method emp-relative --sparsity 0.5",
     "--method emp-relative --sparsity 0.5 --refit",
     "--method sparsegpt --sparsity 0.5",
+    "--method emp-admm --sparsity 0.5 --refit",
     "--method emp-wanda --sparsity 0.5",
     "--method wanda --pattern 2:4",
     "--method wanda --pattern 2:4 --refit",
     "--method sparsegpt --pattern 2:4",
+    "--method admm --pattern 2:4 --refit",
 )
 FURTHER_ROWS = (
     "--method relative --sparsity 0.5 --refit",
@@ -38,6 +40,7 @@ FURTHER_ROWS = (
     "--method wanda --sparsity 0.6 --refit",
     "--method emp-relative --sparsity 0.6 --refit",
     "--method sparsegpt --sparsity 0.6",
+    "--method emp-admm --sparsity 0.6 --refit",
     "--method sparsegpt --sparsity 0.5 --refit",
     "--method magnitude --sparsity 0.5",
     "--method emp-magnitude --sparsity 0.5",

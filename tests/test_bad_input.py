@@ -171,8 +171,13 @@ REFITS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "sparsegpt", "targets": "lm_head"},
     ),
     "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
+    "admm of all matrices": (r"^--group all .*emp-admm, .*each matrix.*Leave it out", {"method": "emp-admm", "group": "all"}),
+    "admm quantised": (r"^--method admm cannot change quantised weights", {"method": "admm", "load_in_4bit": True}),
     "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
-    "beta with sparsegpt": (r"^--beta does not go with method sparsegpt.*Use --sparsity", {"method": "sparsegpt", "beta": 1.0}),
+    "beta with sparsegpt": (
+        r"^--beta does not go with method sparsegpt.*Use --sparsity, or --method emp-admm",
+        {"method": "sparsegpt", "beta": 1.0},
+    ),
     "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
     "shares with sparsegpt": (r"^--shares owl .*--method wanda", {"method": "sparsegpt", "shares": "owl"}),
     "propagation with sparsegpt": (

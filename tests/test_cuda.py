@@ -24,6 +24,7 @@ from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner
 from emp_llm.pruning.recipe import read_report
+from emp_llm.reconstruction.admm import admm
 from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.runtime import SparseLinear, load
@@ -244,7 +245,19 @@ def test_sparsegpt_on_the_gpu_agrees_with_the_cpu(options: dict[str, Any]) -> No
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
 
 
+@pytest.mark.parametrize("options", [{"counts": torch.arange(64) * 6}, {"pattern": (2, 4)}], ids=["counts", "2:4"])
+def test_admm_on_the_gpu_agrees_with_the_cpu(options: dict[str, Any]) -> None:
+    """Masks can differ where two weights matter equally up to rounding."""
+    weight, gram = layer(64, 384)[0], moments(inputs_of("plain", 384))
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    here, there = admm(weight, gram, **options), admm(weight.cuda(), gram.cuda(), **moved)
+    assert torch.equal(there.mask.sum(1).cpu(), here.mask.sum(1))
+    errors = [float(output_error(found.weight.cpu(), weight, gram).sum()) for found in (here, there)]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-2)
+
+
 REFITS: dict[str, dict[str, Any]] = {
+    "emp-admm": {"method": "emp-admm", "sparsity": 0.5},
     "wanda": {"method": "wanda"},
     "sparsegpt": {"method": "sparsegpt"},
     "relative": {"method": "emp-relative", "targets": "all-linear", "refit_weighting": "relative"},

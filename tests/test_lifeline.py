@@ -13,7 +13,7 @@ from launch import Launched, launch
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.lifelines.lifeline import lifeline
+from emp_llm.lifelines.lifeline import Lifeline, lifeline
 
 HOST = socket.gethostname()
 Work = Callable[[int], None]
@@ -69,6 +69,33 @@ def test_a_rank_that_works_alone_hears_of_a_death(met: Met, monkeypatch: pytest.
     assert "rank 1 on" in done.errors[0]
     assert done.outputs == ["cleaned up\n", ""]
     assert time.monotonic() - begun < 20
+
+
+def test_a_rank_that_dies_before_the_lifelines_are_connected_ends_the_others(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lifeline, "_watch_first", lambda _: time.sleep(60))
+
+    def work(rank: int) -> None:
+        ranks().gather(rank)
+        if rank == 1:
+            os._exit(7)
+        ranks().gather(rank)
+
+    done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), work=work)
+    assert done.codes == [75, 7]
+    assert "error: The connection to another rank is lost: it was killed, or it crashed. The same command" in done.error
+    assert "Traceback" not in done.error
+
+
+def test_another_error_of_a_collective_call_stays(met: Met) -> None:
+    class Stubborn:
+        def __reduce__(self) -> str:
+            raise RuntimeError("no such device")
+
+    done = met(2, lambda rank: ranks().gather(Stubborn()) if rank else ranks().gather(rank))
+    assert done.codes == [75, 1]
+    assert "RuntimeError: no such device" in done.error
 
 
 def test_wrong_input_of_one_rank_is_told_by_all(met: Met) -> None:

@@ -1,4 +1,4 @@
-"""`prune --refit` and `--method sparsegpt`: the weights are those of a plain float64 reference, for every family and method."""
+"""`prune --refit`, `--method sparsegpt` and `admm`: the weights are those of a plain reference, for every family and method."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -237,6 +237,69 @@ def test_sparsegpt(pruned: Pruning, family: str, options: dict[str, Any]) -> Non
         changed_bytes_are_of_targets(each.source, each.out, each)
         check_verified(each)
     assert refitted.errors("error_after") < run.errors("error_after")
+
+
+ADMM: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a size": ("llama", "emp-admm", {"sparsity": 0.3}),
+    "beta 1": ("qwen3_moe", "emp-admm", {"targets": "all-linear"}),
+    "2:4 of Conv1D": ("gpt2", "admm", {"pattern": "2:4"}),
+    "rows": ("gemma3", "admm", {"sparsity": 0.6, "targets": "all-linear"}),
+    "matrices": ("mixtral", "admm", {"group": "matrix"}),
+}
+
+
+@pytest.mark.parametrize("name", ADMM)
+def test_admm(pruned: Pruning, name: str) -> None:
+    """Every group has as many weights as magnitude pruning keeps; the error is far below that of its masks, also refitted."""
+    family, method, options = ADMM[name]
+    counts = pruned(family, method.replace("admm", "magnitude"), refit=True, **options)
+    run, refitted = pruned(family, method, **options), pruned(family, method, refit=True, **options)
+    for each in (run, refitted):
+        assert each.report.matrices.keys() == counts.report.matrices.keys()
+        others = counts.masks()
+        for layer, mask in each.masks().items():
+            other = others[layer]
+            if family == "gpt2":
+                mask, other = mask.T, other.T
+            if options.get("group") == "matrix":
+                assert mask.sum() == other.sum() == each.report.matrices[layer].kept
+            elif "pattern" in options:
+                assert (mask.reshape(len(mask), -1, 4).sum(2) == 2).all()
+            else:
+                assert np.array_equal(mask.sum(-1), other.sum(-1)), layer
+        assert each.report.sizes is not None
+        assert each.report.sizes.mask == 0  # a mask alone does not restore it
+        changed_bytes_are_of_targets(each.source, each.out, each)
+        check_verified(each)
+    assert refitted.errors("error_after") < 1.1 * run.errors("error_after")  # ADMM's own weights are nearly the best
+    assert refitted.errors("error_after") < 0.95 * counts.errors("error_after")
+    assert run.errors("error_after") < 0.9 * run.errors("error_before")
+
+
+@pytest.mark.parametrize("kind", ["rows", "2:4", "matrix"])
+def test_a_weight_too_many_is_found(pruned: Pruning, tmp_path: Path, kind: str) -> None:
+    """verify checks the number in each group, whose masks it cannot decide again."""
+    options: dict[str, Any] = {"rows": {"sparsity": 0.3}, "2:4": {"pattern": "2:4"}, "matrix": {"group": "matrix"}}[kind]
+    run = pruned("llama", "emp-admm" if kind == "rows" else "admm", **options)
+    name = next(iter(run.report.matrices))
+    tensor, mask = run.report.matrices[name].tensor, run.masks()[name]
+    (row, column), (other, place) = (np.argwhere(each)[which] for each, which in ((~mask, 0), (mask, -1)))
+
+    def add(bits: Any) -> None:
+        bits[row, column] = 0x3F80  # 1.0
+
+    def move(bits: Any) -> None:
+        add(bits)
+        bits[other, place] = 0
+
+    def found(edit: Callable[[Any], None]) -> list[str]:
+        changed = oracle.edited_copy(run.out, tmp_path / edit.__name__, tensor, edit)
+        return [each for each in verify(changed, source=str(run.source)).differences if "weights are left" in each]
+
+    assert found(add) == [f"{name}: {mask.sum() + 1:,} weights are left; its recipe keeps {mask.sum():,}."]
+    groups = {"rows": "row", "2:4": "group"}.get(kind)
+    said = f"{name}: more weights are left in 1 {groups} than the recipe keeps."
+    assert found(move) == ([] if groups is None else [said])
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

@@ -28,6 +28,7 @@ Models = Callable[[str], Path]
 METHODS: dict[str, dict[str, Any]] = {
     "refit": {"method": "wanda", "refit": True, "targets": "all-linear"},
     "sparsegpt": {"method": "sparsegpt"},
+    "admm": {"method": "emp-admm", "refit": True},
 }
 
 

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "Conv1D": ("gpt2", Recipe(method="emp-relative", refit=True, refit_weighting="relative", refit_damping=0.02)),
     "experts": ("mixtral", Recipe(method="magnitude", refit=True)),
     "sparsegpt": ("qwen3_moe", Recipe(method="sparsegpt", targets="all-linear")),
+    "admm": ("mixtral", Recipe(method="emp-admm", sparsity=0.4, targets="all-linear", refit=True)),
     "sparsegpt 2:4 and refit": ("llama", Recipe(method="sparsegpt", pattern="2:4", refit=True)),
 }
 

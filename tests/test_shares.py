@@ -183,6 +183,7 @@ def test_the_sparsities_stay_within_lambda_and_their_mean_is_that_of_all(
     ("options", "match"),
     [
         ("--method emp-wanda --shares owl", "--shares owl does not go with method emp-wanda"),
+        ("--method emp-admm --shares owl", "emp-admm: the effective number sets its sparsity. Use --method wanda."),
         ("--method magnitude --shares owl", "--shares owl is for methods that need activations; magnitude needs none"),
         ("--method wanda --shares owl --pattern 2:4", "--shares owl goes with --sparsity, not with --pattern"),
         ("--method wanda --shares owl --match x", "--shares owl goes with --sparsity, not with --match"),

@@ -21,6 +21,7 @@ OPTIONS: Record = {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsiti
     [
         ({"methods": "emp-wanda,sparsegtp"}, "--methods: 'sparsegtp' is not one of emp-wanda, "),
         ({"methods": "emp-wanda,sparsegpt"}, "a sweep only sets weights to zero; run prune --method sparsegpt instead."),
+        ({"methods": "emp-admm,wanda"}, "a sweep only sets weights to zero; run prune --method emp-admm instead."),
         ({"methods": "emp-wanda,"}, "--methods 'emp-wanda,': expected values"),
         ({"betas": "1,much"}, "--betas '1,much': expected numbers"),
         ({"betas": "1,nan"}, "--betas '1,nan': expected numbers"),

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from emp_llm.lifelines.lifeline import hold_lifeline, lifeline
+from emp_llm.lifelines.peer import AGAIN, RankLost
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,8 @@ T = TypeVar("T")
 
 # Ranks wait for each other at the end of their shares, for hours in a long job. If one dies, its lifeline ends the others.
 _TIMEOUT = timedelta(weeks=52)
+# A lost connection in the words of gloo and NCCL.
+_BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process exited|ncclRemoteError")
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,14 @@ def ranks() -> Ranks:
 
 @contextmanager
 def _losses() -> Iterator[None]:
-    """A collective call that breaks because another rank is lost raises RankLost."""
+    """A collective call that breaks because another rank is lost raises RankLost, also if no lifeline says which one."""
     try:
         yield
     except RuntimeError as error:
         line = lifeline()
         loss = line.cause() if line is not None else None
+        if loss is None and _BROKEN.search(str(error)):  # it died before its lifeline was connected
+            loss = RankLost(f"The connection to another rank is lost: it was killed, or it crashed. {AGAIN}")
         if loss is None:
             raise
         raise loss from error

@@ -1,4 +1,4 @@
-"""The fit of a model in memory: a refit of its masks, or SparseGPT. The weights change only when everything is decided."""
+"""The fit of a model in memory: a refit of its masks, SparseGPT or ADMM. The weights change only when everything is decided."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def fit_model(
     Args:
         model: dense.
         pruner: of the recipe, with its norms and a settled budget.
-        recipe: with a refit, or SparseGPT.
+        recipe: with a refit, or a method that moves weights.
         data, tokenizer: as for `prune_model`.
         options: of the forward passes.
 

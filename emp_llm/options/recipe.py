@@ -8,7 +8,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 from emp_llm.options.criterion import GIVEN, CriterionOptions, ScoreOptions
 from emp_llm.options.refit import RefitOptions
-from emp_llm.selection.criteria import CRITERIA
+from emp_llm.selection.criteria import CRITERIA, magnitude
 from emp_llm.selection.scheme import CountBy, Group
 
 MatchBy = Literal["total", "matrix"]
@@ -63,9 +63,9 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
     """All options that define the weights of a run: its masks, and whether the kept weights are refitted.
 
     Attributes:
-        method: a criterion: "wanda", "magnitude", "relative", "ria", the name of a registered one, or "scores". With the prefix
-            "emp-", the effective number sets the number of kept weights; without it, the sparsity is fixed. None: "emp-" and
-            the criterion given by `criterion` or `scores`, else "emp-wanda".
+        method: a criterion: "wanda", "magnitude", "relative", "ria", "sparsegpt", "admm", the name of a registered one, or
+            "scores". With the prefix "emp-", the effective number sets the number of kept weights; without it, the sparsity is
+            fixed. None: "emp-" and the criterion given by `criterion` or `scores`, else "emp-wanda".
         beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5. With an emp method, `sparsity` is that
             of all targets, and takes the place of `beta`.
@@ -76,7 +76,8 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
     method: Annotated[
         str,
         Opt(
-            "wanda, magnitude, relative, ria, sparsegpt, taylor (heads), own; emp-NAME: N_eff sets counts; default: emp-wanda."
+            "wanda, magnitude, relative, ria, sparsegpt, admm, taylor (heads), own; emp-NAME: N_eff sets counts; "
+            "default: emp-wanda."
         ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
@@ -115,6 +116,12 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
         return self.refit or CRITERIA[self.criterion_name].fits
 
     @property
+    def searches(self) -> bool:
+        """Whether masks and weights are searched for together, by ADMM."""
+        known = CRITERIA[self.criterion_name]
+        return known.fits and not known.by_matrix
+
+    @property
     def fit_flag(self) -> str:
         """The option that asks for a fit."""
         return f"--method {self.method}" if CRITERIA[self.criterion_name].fits else "--refit"
@@ -132,7 +139,7 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
     @property
     def counts_by(self) -> CountBy:
         """The scores whose effective number sets the counts of an emp method."""
-        if not self.adaptive or self.criterion_name == "magnitude":
+        if not self.adaptive or CRITERIA[self.criterion_name].score is magnitude:
             return "own"
         return self.count_by or ("magnitude" if CRITERIA[self.criterion_name].relative else "own")
 
@@ -171,14 +178,15 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
         self.check_choice("match_by", MatchBy)
 
     def _check_fit(self) -> None:
-        """Raise UserError for options that do not go with a refit or SparseGPT."""
+        """Raise UserError for options that do not go with a refit, or with a method that chooses its masks with the weights."""
         self.check_refit()
-        if not CRITERIA[self.criterion_name].fits:
-            return
-        if self.adaptive:
-            raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-wanda.")
-        if self.group != "row":
-            raise UserError(f"--group {self.group} does not go with method sparsegpt, which decides each matrix. Leave it out.")
+        known = CRITERIA[self.criterion_name]
+        if known.by_matrix and self.adaptive:
+            raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-admm.")
+        if known.fits and (self.group == "all" or (known.by_matrix and self.group != "row")):
+            raise UserError(
+                f"--group {self.group} does not go with method {self.method}, which decides each matrix. Leave it out."
+            )
 
     def check_propagated(self) -> None:
         """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
@@ -231,13 +239,15 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
                 if getattr(self, name) is not None:
                     raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{name.replace('_', '-')}.")
         if self.adaptive and self.shares == "owl":
+            other = self.criterion_name if self.needs_activations else "wanda"
             raise UserError(
                 f"--shares owl does not go with method {self.method}: the effective number sets its sparsity. Use --method "
-                f"{self.criterion_name}."
+                f"{other}."
             )
         for name in ("pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype", "count_by"):
             if getattr(self, name) is not None:
-                other = self.criterion_name if self.adaptive else f"emp-{self.criterion_name}"
+                by_matrix = CRITERIA[self.criterion_name].by_matrix
+                other = self.criterion_name if self.adaptive else "emp-admm" if by_matrix else f"emp-{self.criterion_name}"
                 flag = name.replace("_", "-")
                 if self.adaptive:
                     rule = "the effective number sets its sparsity, and --beta scales it"
@@ -250,7 +260,8 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
 def check_method(method: str, flag: str = "--method") -> None:
     """Raise UserError unless a method is a registered criterion, with or without the prefix "emp-"."""
     if method.removeprefix("emp-") not in CRITERIA:
-        names = ", ".join(f"emp-{name}, {name}" for name in CRITERIA if name != GIVEN)
+        known = {name: criterion for name, criterion in CRITERIA.items() if name != GIVEN}
+        names = ", ".join(name if criterion.by_matrix else f"emp-{name}, {name}" for name, criterion in known.items())
         raise UserError(
             f"{flag} {method!r} is not one of {names}. A criterion of your own is named by --criterion MODULE:FUNCTION."
         )

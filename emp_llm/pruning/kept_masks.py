@@ -45,6 +45,11 @@ class KeptMasks:
                 pruner.buffers.give(block.words)
         return mask
 
+    def counts_of(self, target: Target) -> "Tensor":
+        """How many weights of a target are kept: int64, of each row; of the whole matrix, shape (1,), if that is the group."""
+        counts = self.of(target).sum(1)
+        return counts.sum(0, keepdim=True) if self._pruner.scheme.group == "matrix" else counts
+
 
 def removed_of(pruner: Pruner, target: Target) -> int:
     """The number of weights of a target that a fixed budget removes, the matrix being one group.

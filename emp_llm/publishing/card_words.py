@@ -12,6 +12,8 @@ METHOD_WORDS = {
     "ria": "RIA (relative importance and activations)",
     "magnitude": "weight magnitude",
     "sparsegpt": "SparseGPT",
+    "admm": "masks and weights searched for together (ADMM)",
+    "emp-admm": "Effective Model Pruning (EMP) with counts by magnitudes, masks and weights searched for together (ADMM)",
 }
 UNIT_SCORES = {
     "magnitude": "the norms of their weights",

@@ -91,7 +91,7 @@ def refit_rows(
         NonFiniteError: gram, cross or weight holds NaN or infinity.
     """
     _check(weight, mask, gram, cross, damping, tolerance, limit, wanted)
-    rights = _Rights(gram, cross, wanted)
+    rights = RightSides(gram, cross, wanted)
     scale = float(gram.diagonal().double().mean())
     for _ in range(_MOST_RAISES if scale > 0 else 0):
         try:
@@ -128,7 +128,7 @@ def output_error(
         gram, cross, energy, wanted: as for `refit_rows`. With `cross` or `wanted` and without `energy`, the constant is
             missing: v G v - 2 v C w.
     """
-    parts, rights = [], _Rights(gram, cross, wanted)
+    parts, rights = [], RightSides(gram, cross, wanted)
     with full_float32(), torch.no_grad():
         for rows in _blocks(*weight.shape):
             v, w = weight[rows].float(), dense[rows].float()
@@ -169,7 +169,7 @@ def exact_rows(weight: Tensor, mask: Tensor, gram: Tensor, cross: Tensor | None 
 
 
 @dataclass(frozen=True)
-class _Rights:
+class RightSides:
     """The right-hand sides C w of the normal equations."""
 
     gram: Tensor
@@ -192,7 +192,7 @@ def _refit(
     weight: Tensor,
     mask: Tensor,
     system: System,
-    rights: "_Rights",
+    rights: RightSides,
     energy: Tensor | None,
     tolerance: float,
     limit: int,
@@ -219,7 +219,7 @@ def _refit(
 
 
 def _unfitted(
-    dense: Tensor, start: Tensor, system: System, rights: "_Rights", rows: slice, energy: Tensor | None
+    dense: Tensor, start: Tensor, system: System, rights: RightSides, rows: slice, energy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """C w - G v and E(v) for the unmoved kept weights v, both divided by the scale of the system."""
     if rights.dense_outputs:

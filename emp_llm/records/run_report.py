@@ -200,7 +200,7 @@ class RunReport(FileRecord, kw_only=True):
         source, command, recipe, calibration, versions: everything that the run depends on.
         stages: time and memory of each stage.
         targets, sizes, matrices, warnings: the effect of the run.
-        fits: of refitted matrices and of SparseGPT, by layer name.
+        fits: of refitted matrices, and of those by SparseGPT or ADMM, by layer name.
         structure: the removed heads and neurons; null if weights were pruned.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.

@@ -1,9 +1,9 @@
-"""The new weights of one target, from its second moments: the refit of a given mask, or SparseGPT, which chooses its own."""
+"""The new weights of one target, from its second moments: the refit of a given mask, or a method that chooses its own."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.matrix import torch_dtype
 from emp_llm.common.errors import UserError
+from emp_llm.reconstruction.admm import admm
 from emp_llm.reconstruction.least_squares import damping_for, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.refit.level_moments import LayerMoments
@@ -92,20 +93,69 @@ class MaskedFitter:
         return refit_with(target, weight, mask, moments, self.damping), mask
 
 
+class Chosen(NamedTuple):
+    """A mask, bool, the weights that go with it, float32, both of shape (outputs, inputs), and the damping used."""
+
+    mask: Tensor
+    weight: Tensor
+    damping: float
+
+
 @dataclass(frozen=True)
-class SparseGptFitter:
-    """SparseGPT, and on request the refit of its masks.
+class SparseGptChoice:
+    """The choice of SparseGPT.
 
     Attributes:
         removed: returns how many weights of a target are removed.
         pattern: (N, M) for N:M; else None.
+    """
+
+    removed: Callable[[Target], int]
+    pattern: tuple[int, int] | None
+
+    def __call__(self, target: Target, weight: Tensor, moments: LayerMoments) -> Chosen:
+        if self.pattern is not None:
+            result = sparsegpt(weight, moments.gram, pattern=self.pattern)
+        else:
+            # The next number, so that the product with the size is not rounded below `removed`.
+            result = sparsegpt(weight, moments.gram, sparsity=math.nextafter(self.removed(target) / weight.numel(), 1.0))
+        return Chosen(result.mask, result.weight, result.damping)
+
+
+@dataclass(frozen=True)
+class AdmmChoice:
+    """The choice of ADMM.
+
+    Attributes:
+        counts: returns how many weights of a target are kept: int64, of each row or, shape (1,), of the matrix.
+        pattern: (N, M) for N:M, in place of the counts; else None.
+        damping: as for `MaskedFitter`.
+    """
+
+    counts: Callable[[Target], Tensor]
+    pattern: tuple[int, int] | None
+    damping: float | None
+
+    def __call__(self, target: Target, weight: Tensor, moments: LayerMoments) -> Chosen:
+        damping = _damping(self.damping, weight, moments)
+        counts = None if self.pattern is not None else self.counts(target).to(weight.device)
+        aims = {"cross": moments.cross, "wanted": moments.wanted}
+        result = admm(weight, moments.gram, counts=counts, pattern=self.pattern, damping=damping, **aims)
+        return Chosen(result.mask, result.weight, damping)
+
+
+@dataclass(frozen=True)
+class ChoosingFitter:
+    """A method that chooses the masks with the weights, and on request the refit of its masks.
+
+    Attributes:
+        choose: the method.
         refit: the kept weights are fitted again.
         damping: of the refit, as for `MaskedFitter`.
         mask: returns the mask of an expert that saw fewer than `least_tokens` tokens.
     """
 
-    removed: Callable[[Target], int]
-    pattern: tuple[int, int] | None
+    choose: Callable[[Target, Tensor, LayerMoments], Chosen]
     refit: bool
     damping: float | None
     mask: Mask
@@ -120,11 +170,7 @@ class SparseGptFitter:
             return Fitted(None, 0 if moments is None else moments.tokens), self.mask(target).to(weight.device)
         if not bool(weight.isfinite().all()):
             raise UserError(f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is damaged; download it again.")
-        if self.pattern is not None:
-            result = sparsegpt(weight, moments.gram, pattern=self.pattern)
-        else:
-            # The next number, so that the product with the size is not rounded below `removed`.
-            result = sparsegpt(weight, moments.gram, sparsity=math.nextafter(self.removed(target) / weight.numel(), 1.0))
+        result = self.choose(target, weight, moments)
         if self.refit:
             return refit_with(target, weight, result.mask, moments, self.damping), result.mask
         stored = _as_stored(target, result.weight, result.mask)
@@ -135,13 +181,17 @@ class SparseGptFitter:
 
 def refit_with(target: Target, weight: Tensor, mask: Tensor, moments: LayerMoments, damping: float | None) -> Fitted:
     """The refit of a target's kept weights; `damping` as for `MaskedFitter`."""
-    damping = damping_for(weight.shape[1], moments.tokens) if damping is None else damping
+    damping = _damping(damping, weight, moments)
     energy = moments.energy[target.name]
     gram, cross, wanted = moments.gram, moments.cross, moments.wanted
     result = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
     stored = _as_stored(target, result.weight, mask)
     before, after = _errors(weight, mask, stored, moments, target)
     return Fitted(stored.cpu(), moments.tokens, _kept_mass(weight, mask), result.damping, before, after)
+
+
+def _damping(asked: float | None, weight: Tensor, moments: LayerMoments) -> float:
+    return damping_for(weight.shape[1], moments.tokens) if asked is None else asked
 
 
 def _kept_mass(weight: Tensor, mask: Tensor) -> float:

@@ -4,6 +4,7 @@ Each target is fitted so that, on the inputs which its pruned and fitted predece
 returns on its dense inputs: min over What with the mask of sum_t w_t ||What xhat_t - W x_t||^2.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -18,7 +19,6 @@ from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.hidden_states import HiddenStates
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.refit import Weighting
-from emp_llm.reconstruction.least_squares import workspace_bytes
 from emp_llm.refit.block_refit import MOMENT_BYTES, BlockRefit, Streams
 from emp_llm.refit.block_weights import BlockWeights
 from emp_llm.refit.fitted_weights import FittedWeights
@@ -108,11 +108,15 @@ def held_out(samples: int) -> int:
     return 0 if samples < 2 else max(1, samples // _HELD_OUT)
 
 
-def fit_bytes(targets: list[Target], weighting: Weighting) -> int:
+def fit_bytes(targets: list[Target], weighting: Weighting, workspace: Callable[[int, int], int]) -> int:
     """An upper bound on the memory of a fit beside the model, the hidden states and a block's inputs, in bytes.
 
     It holds the second moments of one level and the work memory of one solution; and of each weight of a block's targets its
     pruned version, its fitted version, its mask, and its dense value in float32.
+
+    Args:
+        targets, weighting: of the fit.
+        workspace: the work memory of a solution, in bytes, for a number of outputs and inputs.
     """
     by_block: dict[int | None, list[Target]] = {}
     for target in targets:
@@ -122,7 +126,7 @@ def fit_bytes(targets: list[Target], weighting: Weighting) -> int:
         single = max(4 * target.matrix.columns * (target.matrix.columns + _widest(target)) for target in members)
         several = weighting != "equal" or any(target.layer.routed for target in members)
         together = sum(8 * target.matrix.columns**2 for target in members) if several else single
-        work = max(workspace_bytes(target.matrix.rows, target.matrix.columns) for target in members)
+        work = max(workspace(target.matrix.rows, target.matrix.columns) for target in members)
         weights = sum(target.matrix.numel * (2 * target.matrix.itemsize + 1 + 4) for target in members)
         most = max(most, max(single, min(MOMENT_BYTES, together)) + work + weights)
     return most

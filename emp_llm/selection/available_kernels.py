@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _DTYPES = ("BF16", "F16", "F32")
-_CRITERIA = ("magnitude", "wanda", "relative", "sparsegpt")
+_CRITERIA = ("magnitude", "wanda", "relative", "sparsegpt", "admm")
 
 
 def kernels_support(dtype: str, criterion: str, budget: Budget) -> bool:

@@ -41,7 +41,9 @@ class Criterion:
         needs_norms: whether it needs a calibration.
         own: registered by the user.
         whole: it is given whole matrices, so that it may compare rows; the others get blocks of rows.
-        fits: it changes the kept weights, and chooses the masks with them; its scores serve experts with too few tokens only.
+        fits: it changes the kept weights, and chooses the masks with them. Its scores decide how many are kept, and serve
+            experts with too few tokens.
+        by_matrix: it shares the kept weights of a matrix among its rows, whatever the scores.
         relative: the norms are always those relative to the outputs; other criteria get them if asked for.
     """
 
@@ -49,6 +51,7 @@ class Criterion:
     needs_norms: bool
     own: bool = False
     fits: bool = False
+    by_matrix: bool = False
     whole: bool = False
     relative: bool = False
 
@@ -128,7 +131,8 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
 CRITERIA = {
     "wanda": Criterion(wanda, needs_norms=True),
     "magnitude": Criterion(magnitude, needs_norms=False),
-    "sparsegpt": Criterion(magnitude, needs_norms=False, fits=True),
+    "sparsegpt": Criterion(magnitude, needs_norms=False, fits=True, by_matrix=True),
+    "admm": Criterion(magnitude, needs_norms=False, fits=True),
     "relative": Criterion(wanda, needs_norms=True, relative=True),
     "ria": Criterion(ria, needs_norms=True, whole=True),
     "scores": Criterion(scores_given, needs_norms=False, own=True, whole=True),

@@ -132,7 +132,7 @@ class JobMaker:
         words += [*_given("dtype", self._planned.dtype), "--output", output, *shlex.split(self._planned.prune_options)]
         reads = _reads_text(options) and not shares
         propagates = options.propagate == "pruned"
-        work = replace(model.work, calibrates=reads, refit=options.fits, propagates=propagates)
+        work = replace(model.work, calibrates=reads, refit=options.fits, searches=options.searches, propagates=propagates)
         work = work if reads else replace(work, processes=1)
         after = [f"{model.slug}.calibrate"] if shares else []
         yield self._job(model, f"{name}.prune", "prune", words, after, output, work)

@@ -157,10 +157,12 @@ def _held(size: ModelSize, work: Work) -> float:
     states = work.tokens * size.hidden_size * size.itemsize(work.dtype)
     if not work.refit:  # beside the masks of a block and its dense weights
         return float(states + size.largest_block * (1 + size.itemsize(work.dtype)))
+    from emp_llm.reconstruction.admm import admm_workspace_bytes
     from emp_llm.reconstruction.least_squares import workspace_bytes
 
     single = max(4 * inputs * (inputs + max(inputs, outputs)) for outputs, inputs, _ in size.shapes)
-    solver = max(workspace_bytes(outputs, inputs) for outputs, inputs, _ in size.shapes)
+    workspace = admm_workspace_bytes if work.searches else workspace_bytes
+    solver = max(workspace(outputs, inputs) for outputs, inputs, _ in size.shapes)
     return 5 * states + single + solver + size.largest_block * (2 * size.itemsize(work.dtype) + 5)
 
 

@@ -66,7 +66,8 @@ class Work:
         dtype: of forward passes; "auto" is the checkpoint's.
         calibrates: it collects norms; false if it is given an activations file, or needs none.
         samples, seqlen, batch_size: of the calibration text.
-        refit: it moves the kept weights (--refit, or SparseGPT).
+        refit: it moves the kept weights (--refit, SparseGPT or ADMM).
+        searches: it searches for masks and weights by ADMM.
         propagates: --propagate pruned.
         suite: that is evaluated.
         limit: of --limit.
@@ -83,6 +84,7 @@ class Work:
     seqlen: int = 2048
     batch_size: int = 4
     refit: bool = False
+    searches: bool = False
     propagates: bool = False
     suite: Suite | None = None
     limit: int | None = None
@@ -123,9 +125,12 @@ def _calibration(size: ModelSize, work: Work) -> float:
     passes = 2 if work.propagates else 1
     operations = passes * forward_operations(size, work.tokens, work.seqlen)
     if work.refit:
-        # The dense and the pruned blocks run once for each level; the moments, and about 12 iterations of the solver.
+        # The dense and the pruned blocks run once for each level; the moments, and about 12 iterations of the solver. ADMM adds
+        # 40 solutions and eight factorisations.
         operations += 6 * forward_operations(size, work.tokens, work.seqlen)
-        operations += sum(2 * n * (work.tokens * i * (i + o) + 12 * o * i * i) for o, i, n in size.shapes)
+        steps = 12 + (40 if work.searches else 0)
+        operations += sum(2 * n * (work.tokens * i * (i + o) + steps * o * i * i) for o, i, n in size.shapes)
+        operations += sum(3 * n * i**3 for _, i, n in size.shapes) if work.searches else 0
     return operations
 
 

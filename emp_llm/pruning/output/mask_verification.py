@@ -24,7 +24,7 @@ from emp_llm.pruning.scoring.target_scores import naming_target
 from emp_llm.records.manifest import Manifest
 from emp_llm.selection.arithmetic.hill import CollectedMoments, Moments
 from emp_llm.selection.block_shares import OwlBudget
-from emp_llm.selection.budgets import EffectiveBudget
+from emp_llm.selection.budgets import EffectiveBudget, PatternBudget
 from emp_llm.selection.given_counts import GivenCounts
 from emp_llm.selection.group_selection import GroupSelector
 from emp_llm.selection.row_selection import select_rows
@@ -44,8 +44,8 @@ def check_masks(
 ) -> None:
     """Decide all masks again and compare: a weight that the recipe keeps must be the source's, every other one zero.
 
-    After a refit, a kept weight may have any finite value. The masks of SparseGPT are not decided again; only their number of
-    zeros is checked.
+    After a refit, a kept weight may have any finite value. The masks of SparseGPT and ADMM are not decided again; only their
+    numbers of zeros are checked.
 
     Raises:
         UserError: the manifest does not record the scheme, or the norms lack a target.
@@ -57,7 +57,7 @@ def check_masks(
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{pruned.folder / MANIFEST_NAME}: it does not record how the masks were decided ({error}).") from error
     decided = Pruner(source, targets, scheme, least_tokens=least_tokens, given=given)
-    if scheme.criterion.fits:
+    if scheme.criterion.by_matrix:
         _check_zeros(pruned, decided, findings)
         return
     fitted = manifest.recipe.refit is not None
@@ -76,9 +76,10 @@ def check_masks(
             selector = everything
             if scheme.group == "matrix":
                 selector = _selector(decided, [target], offset)
-            wrong = _wrong_weights(pruned, decided, target, selector, offset, fitted)
             findings.count("targets")
-            if wrong:
+            if scheme.criterion.fits:
+                findings.differences += _wrong_counts(pruned, decided, target, selector, offset)
+            elif wrong := _wrong_weights(pruned, decided, target, selector, offset, fitted):
                 findings.differences.append(f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides.")
             offset += target.matrix.numel
             bar.update(_bytes(target))
@@ -121,6 +122,39 @@ def _wrong_weights(
         fitted: kept weights were refitted, so that only their being finite is checked.
     """
     wrong = 0
+    for words, kept, written in _rows_of(pruned, decided, target, selector, offset):
+        if fitted:
+            finite = as_tensor(written, target.matrix.stored.dtype).isfinite().numpy()
+            wrong += int(np.count_nonzero(np.where(kept, ~finite, written != 0)))
+        else:
+            wrong += int(np.count_nonzero(np.where(kept, words, 0) != written))
+    return wrong
+
+
+def _wrong_counts(
+    pruned: Checkpoint, decided: Pruner, target: Target, selector: GroupSelector | None, offset: int
+) -> list[str]:
+    """What is wrong with a target whose counts the recipe decides, and whose masks it does not."""
+    budget, wrong, left, most, finite = decided.scheme.budget, 0, 0, 0, True
+    width = budget.m if isinstance(budget, PatternBudget) else target.matrix.columns
+    for _, kept, written in _rows_of(pruned, decided, target, selector, offset):
+        here, there = ((each.reshape(-1, width) != 0).sum(1) for each in (written, kept))
+        wrong += int(np.count_nonzero(here > there))
+        left, most = left + int(here.sum()), most + int(there.sum())
+        finite = finite and bool(as_tensor(written, target.matrix.stored.dtype).isfinite().all())
+    found = [] if finite else [f"{target.name}: it holds NaN or infinity."]
+    if left > most:
+        found.append(f"{target.name}: {left:,} weights are left; its recipe keeps {most:,}.")
+    elif wrong and decided.scheme.group == "row":
+        groups = "group" if isinstance(budget, PatternBudget) else "row"
+        found.append(f"{target.name}: more weights are left in {count_of(wrong, groups)} than the recipe keeps.")
+    return found
+
+
+def _rows_of(
+    pruned: Checkpoint, decided: Pruner, target: Target, selector: GroupSelector | None, offset: int
+) -> Iterator[tuple[Words, Words, Words]]:
+    """(bits in the source, mask by the reference, bits as written) of each block of rows of a target."""
     path = pruned.folder / target.matrix.stored.shard.name
     with FileReader(path) as file, naming_target(target):
         for first, words in _blocks(target):
@@ -132,13 +166,7 @@ def _wrong_weights(
                     else select_rows(scores, decided.budget, offset + first * target.matrix.columns)
                 )
             written = target.matrix.read(file, first, first + words.shape[0])
-            kept = part.mask.numpy()
-            if fitted:
-                finite = as_tensor(written, target.matrix.stored.dtype).isfinite().numpy()
-                wrong += int(np.count_nonzero(np.where(kept, ~finite, written != 0)))
-            else:
-                wrong += int(np.count_nonzero(np.where(kept, words, 0) != written))
-    return wrong
+            yield words, part.mask.numpy(), written
 
 
 def _check_zeros(pruned: Checkpoint, decided: Pruner, findings: Findings) -> None:

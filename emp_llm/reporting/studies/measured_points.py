@@ -100,7 +100,7 @@ class MeasuredPoint:
         sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
         matrices: of the targets, each expert alone; whole: the effective number of all targets as one group.
-        fits: of the layers, by a refit or SparseGPT.
+        fits: of the layers, by a refit, SparseGPT or ADMM.
         structure: the removed heads and neurons; None if weights were pruned.
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.

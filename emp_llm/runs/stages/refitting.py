@@ -1,4 +1,4 @@
-"""The stage that fits the kept weights to the calibration text: a refit of the masks, or SparseGPT."""
+"""The stage that fits the kept weights to the calibration text: a refit of the masks, or a method that chooses its own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -118,7 +118,7 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
         tokens: the calibration text, int64, shape (samples, length).
         options: of the forward passes.
     """
-    from emp_llm.refit.fitters import MaskedFitter, SparseGptFitter
+    from emp_llm.refit.fitters import AdmmChoice, ChoosingFitter, MaskedFitter, SparseGptChoice
     from emp_llm.refit.refit_pass import RefitPass
     from emp_llm.selection.budgets import PatternBudget
 
@@ -129,16 +129,21 @@ def refit_pass(pruner: Pruner, recipe: Recipe, tokens: "Tensor", options: Calibr
     else:
         budget = pruner.scheme.budget
         pattern = (budget.n, budget.m) if isinstance(budget, PatternBudget) else None
-        fitter = SparseGptFitter(partial(removed_of, pruner), pattern, recipe.refit, recipe.refit_damping, masks.of, least)
+        choose: SparseGptChoice | AdmmChoice = SparseGptChoice(partial(removed_of, pruner), pattern)
+        if recipe.searches:
+            choose = AdmmChoice(masks.counts_of, pattern, recipe.refit_damping)
+        fitter = ChoosingFitter(choose, recipe.refit, recipe.refit_damping, masks.of, least)
     targets, restores = fittable(pruner.targets), recipe.restored == "block"
     return RefitPass(targets, tokens, options, fitter, recipe.weighting, recipe.blocks, restores)
 
 
 def fit_memory(pruner: Pruner, recipe: Recipe) -> int:
     """An upper bound on the memory of a recipe's fit beside the model and the hidden states, in bytes."""
+    from emp_llm.reconstruction.admm import admm_workspace_bytes
+    from emp_llm.reconstruction.least_squares import workspace_bytes
     from emp_llm.refit.refit_pass import fit_bytes
 
-    return fit_bytes(pruner.targets, recipe.weighting)
+    return fit_bytes(pruner.targets, recipe.weighting, admm_workspace_bytes if recipe.searches else workspace_bytes)
 
 
 def fit_disk(pruner: Pruner) -> int:
@@ -213,6 +218,6 @@ def _asked(recipe: Recipe, inputs: int, tokens: int) -> float:
     from emp_llm.reconstruction.least_squares import damping_for
     from emp_llm.reconstruction.sparsegpt import SPARSEGPT_DAMPING
 
-    if not recipe.refit:
+    if not recipe.refit and not recipe.searches:
         return SPARSEGPT_DAMPING
     return damping_for(inputs, tokens) if recipe.refit_damping is None else recipe.refit_damping

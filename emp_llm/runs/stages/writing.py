@@ -60,7 +60,7 @@ class WriteStage(PublishingStage):
         assemble: creates the report from the outcomes and the source's identity.
         stopwatch: its record is added to the report.
         before_publishing: called when all other files are complete.
-        fitted: the weights of a refit, or of SparseGPT.
+        fitted: the weights of a refit, of SparseGPT or of ADMM.
     """
 
     name = "prune"  # in reports

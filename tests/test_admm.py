@@ -1,0 +1,159 @@
+"""ADMM on bare tensors, against an implementation in float64, row by row, by plain solves."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_reconstruction import KINDS, inputs_of, layer, moments
+from torch import Tensor
+
+from emp_llm.reconstruction.admm import admm, admm_workspace_bytes
+from emp_llm.reconstruction.least_squares import output_error, refit_rows, workspace_bytes
+from emp_llm.reconstruction.sparsegpt import sparsegpt
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
+
+
+def largest(values: list[float], count: int) -> list[bool]:
+    """The mask of the largest; among equals the first."""
+    order = sorted(range(len(values)), key=lambda place: (-abs(values[place]), place))
+    return [place in order[:count] for place in range(len(values))]
+
+
+def slow_admm(weight: Tensor, x: Tensor, y: Tensor, counts: list[int], damping: float) -> tuple[Tensor, Tensor]:
+    """ADMM from its definition. Each row: the outputs y[:, r] from the inputs x, with counts[r] weights.
+
+    The augmented Lagrangian |x w - y|^2 + shift |w - dense|^2 + sum_j rho_j (w - z + u)_j^2 with rho_j relative to the second
+    moment of input j. It is minimised over w, and over z with few weights, in turn.
+    """
+    gram = x.T @ x
+    shift = damping * gram.diagonal().mean()
+    own = gram.diagonal() + shift
+    fitted, masks = torch.zeros_like(weight, dtype=torch.float64), torch.zeros_like(weight, dtype=torch.bool)
+    for row, dense in enumerate(weight.double()):
+        right = x.T @ y[:, row] + shift * dense
+        point, dual, before = dense, torch.zeros_like(dense), 0.1
+        for penalty in torch.logspace(-1, 0, 8).tolist():
+            dual = dual * (before / penalty)
+            before = penalty
+            for _ in range(5):
+                moved = point + dual
+                mask = torch.tensor(largest((moved * own.sqrt()).tolist(), counts[row]))
+                split = moved * mask
+                dual = moved - split
+                matrix = gram + torch.diag(shift + penalty * own)
+                point = torch.linalg.solve(matrix, right + penalty * own * (split - dual))
+        fitted[row], masks[row] = split, mask
+    return fitted, masks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("two_streams", [False, True])
+def test_agrees_with_a_slow_one(kind: str, two_streams: bool) -> None:
+    """A choice can differ where two weights matter equally, up to rounding; so the error decides."""
+    x = inputs_of(kind, 48)
+    weight = layer(12, 48)[0]
+    y = x @ weight.double().T
+    xhat = x + 0.1 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) if two_streams else x
+    counts = [4 * row for row in range(12)]
+    cross = moments(xhat, x) if two_streams else None
+    found = admm(weight, moments(xhat), counts=torch.tensor(counts), cross=cross)
+    by_outputs = admm(weight, moments(xhat), counts=torch.tensor(counts), wanted=(y.T @ xhat).float())
+    expected, mask = slow_admm(weight, xhat, y, counts, 0.01)
+    assert found.mask.sum(1).tolist() == counts
+    assert float((found.mask != mask).double().mean()) < 0.02
+    same = (found.mask == mask).all(1)
+    assert int(same.sum()) >= 8
+    torch.testing.assert_close(found.weight.double()[same], expected[same], rtol=1e-2, atol=1e-2)
+    errors = [float((xhat @ each.double().T - y).square().sum()) for each in (found.weight, by_outputs.weight, expected)]
+    assert errors[:2] == pytest.approx(errors[2:] * 2, rel=0.03)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    outputs=st.integers(1, 9),
+    groups=st.integers(1, 10),
+    tokens=st.integers(1, 60),
+    kind=st.sampled_from(["rows", "matrix", "pattern"]),
+    scale=st.sampled_from([1e-6, 1.0, 1e6]),
+    seed=st.integers(0, 10**6),
+)
+def test_keeps_the_exact_number(outputs: int, groups: int, tokens: int, kind: str, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = 4 * groups
+    x = scale * torch.randn(tokens, inputs, generator=generator)
+    x[:, :1] *= torch.randint(0, 2, (1,), generator=generator)  # sometimes an input that is always zero
+    counts = torch.randint(0, inputs + 1, (outputs,), generator=generator)
+    options = {
+        "rows": {"counts": counts},
+        "matrix": {"counts": counts.sum(0, keepdim=True)},
+        "pattern": {"pattern": (int(seed % 3) + 1, 4)},
+    }
+    found = admm(layer(outputs, inputs, seed=seed)[0], x.T @ x, **options[kind])  # type: ignore[arg-type]
+    assert bool(found.weight.isfinite().all())
+    assert not bool(found.weight[~found.mask].any())
+    if kind == "rows":
+        assert torch.equal(found.mask.sum(1), counts)
+    elif kind == "matrix":
+        assert int(found.mask.sum()) == int(counts.sum())
+    else:
+        assert bool((found.mask.reshape(outputs, -1, 4).sum(2) == seed % 3 + 1).all())
+
+
+@pytest.mark.parametrize("scales", [torch.linspace(1, 2, 24), torch.zeros(24)], ids=["inputs", "no inputs"])
+def test_without_correlations_the_largest_stay(scales: Tensor) -> None:
+    """Then the largest |w_ij| ||x_j|| are the best. The search may take one of two that matter about equally."""
+    weight = layer(6, 24)[0]
+    matter = weight * scales if bool(scales.any()) else weight
+    found = admm(weight, torch.diag(scales.square()), counts=torch.full((6,), 10), damping=0.01)
+    best = torch.tensor([largest(row, 10) for row in matter.tolist()])
+    lost, least = ((matter * ~mask).square().sum() for mask in (found.mask, best))
+    assert float(lost) < 1.005 * float(least)
+    assert int((found.mask != best).sum()) <= 4
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.5}, {"pattern": (2, 4)}], ids=["half", "2:4"])
+def test_its_masks_are_better(options: dict[str, object]) -> None:
+    """After a refit, they lose less than those of SparseGPT and than the largest |w| ||x||."""
+    x = inputs_of("plain")
+    weight, gram = layer(40, 96)[0], moments(inputs_of("plain"))
+    wanda = torch.tensor([largest(row, 48) for row in (weight * x.square().sum(0).sqrt().float()).tolist()])
+    mine = admm(weight, gram, **({"counts": torch.full((40,), 48)} if "sparsity" in options else options))  # type: ignore[arg-type]
+    masks = [wanda, sparsegpt(weight, gram, **options).mask, mine.mask]  # type: ignore[arg-type]
+    first, second, third = (float(refit_rows(weight, mask, gram).error_after.sum()) for mask in masks)
+    assert third < 0.9 * min(first, second)
+    assert third <= float(output_error(mine.weight, weight, gram).sum()) < 1.05 * third  # its own weights are nearly the best
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "give counts or a pattern"),
+        ({"counts": torch.ones(2, dtype=torch.int64), "pattern": (2, 4)}, "and not both"),
+        ({"counts": torch.ones(3, dtype=torch.int64)}, "one of each of 2 rows"),
+        ({"counts": torch.tensor([3, 25])}, "each from 0 to 24"),
+        ({"pattern": (4, 4)}, "keep N of every M"),
+        ({"pattern": (2, 5)}, "keep N of every M"),
+        ({"pattern": (2, 4), "damping": 0.0}, "damping must be above 0"),
+        ({"pattern": (2, 4), "wanted": torch.ones(24, 2)}, "wanted must be float32 of shape"),
+        ({"pattern": (2, 4), "cross": torch.ones(24, 2)}, "cross must be float32 of shape"),
+        ({"pattern": (2, 4), "wanted": torch.ones(2, 24), "cross": torch.eye(24)}, "given without cross"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        admm(torch.ones(2, 24), torch.eye(24), **wrong)  # type: ignore[arg-type]
+
+
+def test_wrong_values() -> None:
+    for name, value in (("weight", torch.full((2, 24), math.nan)), ("wanted", torch.full((2, 24), math.inf))):
+        with pytest.raises(NonFiniteError, match=f"{name} holds NaN"):
+            admm(**{"weight": torch.ones(2, 24), "gram": torch.eye(24), "pattern": (2, 4), name: value})  # type: ignore[arg-type]
+    with pytest.raises(NonFiniteError, match="no matrix of second moments"):
+        admm(torch.ones(2, 24), torch.full((24, 24), -9.0).fill_diagonal_(1.0), pattern=(2, 4))
+
+
+def test_its_memory_is_enough_for_the_refit() -> None:
+    for outputs, inputs in ((2752, 1024), (1024, 2752), (20000, 64), (3, 500)):
+        assert admm_workspace_bytes(outputs, inputs) >= workspace_bytes(outputs, inputs)
