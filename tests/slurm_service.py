@@ -63,6 +63,10 @@ class SlurmMissing(Exception):
     """Slurm is not installed, or its daemons do not come up here."""
 
 
+class SlurmSilent(Exception):
+    """The controller does not answer."""
+
+
 class Slurm:
     """The daemons, and the commands that ask them.
 
@@ -143,9 +147,11 @@ class Slurm:
         return {name: state.rstrip("*") for name, state in (line.split() for line in found.splitlines())}
 
     def queue(self) -> dict[str, str]:
-        """Task -> state of all that are queued or run; empty if the controller does not answer."""
-        found = self.call("squeue", "--noheader", "--array", "--format=%i %T", check=False).stdout
-        return dict(line.split() for line in found.splitlines())
+        """Task -> state of all that are queued or run; SlurmSilent if the controller does not answer."""
+        found = self.call("squeue", "--noheader", "--array", "--format=%i %T", check=False)
+        if found.returncode != 0:
+            raise SlurmSilent(found.stderr)
+        return dict(line.split() for line in found.stdout.splitlines())
 
     def about(self, task: str) -> dict[str, str]:
         """What the controller knows of one task: "JobState", "Reason", "Restarts", "NodeList" ..."""
@@ -177,9 +183,16 @@ class Slurm:
             self.wait(lambda: "unknown" not in self.node_states().values(), 30, "slurmctld did not find the nodes")
 
     def wait(self, condition: Callable[[], object], seconds: float, otherwise: str) -> None:
-        """Wait until a condition holds; SlurmMissing, with the ends of the logs, if a daemon has ended or time is up."""
+        """Wait until the controller answers and a condition holds.
+
+        Raises:
+            SlurmMissing: with the ends of the logs, if a daemon has ended or time is up.
+        """
         end = time.monotonic() + seconds
-        while not condition():
+        while True:
+            with suppress(SlurmSilent):
+                if condition():
+                    return
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > end:
                 raise SlurmMissing(f"{f'{ended[0]} ended' if ended else otherwise}:\n{self.logs()}")

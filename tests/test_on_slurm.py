@@ -148,6 +148,9 @@ def test_a_study(
     login.wait(lambda: list(study.glob("runs/*")), 60, "no job has ended")
     login.drain(NODES[1])
     login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 60, "no evaluation has ended")
+    held_task = task_of(study, "llama.dense.evaluate")
+    # The controller, killed just when it requeues a task, forgets that.
+    login.wait(lambda: login.about(held_task)["Restarts"] != "0", 120, "no time limit was reached")
     login.kill_controller()
     time.sleep(3)
     login.start_controller()
@@ -157,13 +160,13 @@ def test_a_study(
     assert login.node_states()[NODES[1]].startswith("drain")
     login.wait(lambda: not login.queue(), 200, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
-    assert "20 jobs of 20 done" in command("status", study).stdout
+    assert "20 jobs of 20 done" in command("status", study).stdout, f"{slurm_logs(study)}\n{login.logs()}"
     assert {state["status"] for state in states.values()} == {"done"}, login.logs()
     assert len(states) == 20
     held = states.pop("llama.dense.evaluate")
-    assert held["attempts"] == 2
+    assert held["attempts"] >= 2  # the time limit may come again
     assert {state["attempts"] for state in states.values()} == {1}
-    assert login.about(task_of(study, "llama.dense.evaluate"))["Restarts"] == "1"
+    assert int(login.about(held_task)["Restarts"]) >= held["attempts"] - 1  # SIGTERM may come before an attempt begins
     log = (study / "logs" / "llama.dense.evaluate.log").read_text()
     assert "terminated by SIGTERM; no incomplete output is left." in log
     assert "resuming after 1 finished part of the suite" in log
@@ -177,6 +180,11 @@ def test_a_study(
     assert mine == theirs
     assert "20 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
     refuse_secrets(login, study)
+
+
+def slurm_logs(study: Path) -> str:
+    """What the tasks of a study printed."""
+    return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((study / "slurm").glob("*.log")))
 
 
 def task_of(study: Path, name: str) -> str:

@@ -56,9 +56,14 @@ server.connect(where)
 said = {"words": words[1:], "folder": os.getcwd(), "environment": dict(os.environ), "executable": own}
 text = json.dumps(said).encode()
 socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, lambda number, frame: server.send(bytes([number])))
 server.sendall(text)
+def forward(number, frame):
+    try:
+        server.send(bytes([number]))
+    except OSError:  # the fork has just ended
+        pass
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, forward)
 answer = server.recv(8)
 if len(answer) < 8:
     os._exit(70)
