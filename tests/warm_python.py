@@ -192,17 +192,18 @@ def _run(said: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _hold(note: Path, words: list[str]) -> None:
-    """If a note names a file among the words, stop this process as soon as there is the file; the first one takes the note."""
+    """If a note names a file among the words, take the note and stop this process as soon as there is the file."""
 
     def watch() -> None:
         while not path.exists():
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        with suppress(FileNotFoundError):  # another process was held
+            note.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     with suppress(FileNotFoundError):
         path = Path(note.read_text())
         if str(path) in words:
-            note.unlink()
             threading.Thread(target=watch, daemon=True).start()
 
 
