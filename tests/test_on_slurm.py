@@ -168,6 +168,7 @@ def test_a_study(
     assert {state["attempts"] for state in states.values()} == {1}
     assert int(login.about(held_task)["Restarts"]) >= held["attempts"] - 1  # SIGTERM may come before an attempt begins
     log = (study / "logs" / "llama.dense.evaluate.log").read_text()
+    assert log.count("--- attempt ") == held["attempts"]
     assert "terminated by SIGTERM; no incomplete output is left." in log
     assert "resuming after 1 finished part of the suite" in log
     for folder in (study, local):
