@@ -6,12 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType, UnionType
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from emp_llm.options.base import Opt
 
@@ -194,14 +193,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fields(command: Callable[..., Any]) -> list[tuple[str, Any, Opt, Any]]:
-    """(name, type, option, default) of each field of a command's options; arguments first."""
-    kind: Any = command.options  # type: ignore[attr-defined]
-    hints = get_type_hints(kind, include_extras=True)
+    """(name, type, option, default) of each option of a command; arguments first."""
     declared = []
-    for field in fields(kind):
-        hint, option = get_args(hints[field.name])
-        default = field.default if field.default is not MISSING else inspect.Parameter.empty
-        declared.append((field.name, hint, option, default))
+    for name, each in command.options.items():  # type: ignore[attr-defined]
+        hint, *marks = get_args(each.hint)
+        option = next(mark for mark in marks if isinstance(mark, Opt))
+        declared.append((name, hint, option, each.default))
     return sorted(declared, key=lambda each: not each[2].argument)
 
 
@@ -214,12 +211,14 @@ def _parameter(name: str, hint: Any, option: Opt, default: Any) -> inspect.Param
     flag = option.flag or f"--{name.replace('_', '-')}"
     flags = [flag, option.short] if option.short else [flag]
     declaration = typer.Argument(**about) if option.argument else typer.Option(*flags, **about)
-    annotation: Any = Annotated.__class_getitem__((_shell_type(hint), declaration))  # type: ignore[attr-defined]
+    annotation: Any = Annotated[_shell_type(hint), declaration]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _shell_type(hint: Any) -> Any:
     """The type of a field in the shell: text or a path where Python also takes objects; lists of names are text with commas."""
+    if hint is Any:
+        return str | None
     if get_origin(hint) in (Union, UnionType):
         for kind in (str, Path):
             if kind in get_args(hint):

@@ -1,38 +1,57 @@
-"""Weights, norms and budgets for the tests of the kernels on CPUs and GPUs."""
+"""Weights, norms and counts for the tests of the kernels."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
+from emp_llm.selection.rule import KeepRule, spread_counts, uniform_counts
+
+Budget = Callable[[tuple[int, int]], KeepRule]  # from the shape of the rows
+
+
+def effective(beta: float = 1.0, order: float = 2.0, dtype: str = "float64") -> Budget:
+    return lambda shape: KeepRule(beta=beta, order=order, dtype=dtype)
+
+
+def ratio(sparsity: float) -> Budget:
+    return lambda shape: KeepRule(counts=uniform_counts(np.full(shape[0], shape[1]), sparsity))
+
+
+def total(removed: int, of: int, offset: int = 17) -> Budget:
+    return lambda shape: KeepRule(counts=spread_counts(np.full(shape[0], shape[1]), removed, of, offset))
+
+
+def pattern(n: int, m: int) -> Budget:
+    return lambda shape: KeepRule(pattern=(n, m))
+
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BUDGETS: list[Budget] = [
-    EffectiveBudget(),
-    EffectiveBudget(0.3),
-    EffectiveBudget(1.7),
-    RatioBudget(0.5),
-    RatioBudget(0.0),
-    TotalBudget(1000, 4000),
-    PartsBudget((10, 1000), (17, 4000)),
-    PatternBudget(2, 4),
-    PatternBudget(1, 2),
-    PatternBudget(4, 8),
-    PatternBudget(3, 5),
+    effective(),
+    effective(0.3),
+    effective(1.7),
+    ratio(0.5),
+    ratio(0.0),
+    total(1000, 4000),
+    total(1000, 4000, 0),
+    pattern(2, 4),
+    pattern(1, 2),
+    pattern(4, 8),
+    pattern(3, 5),
 ]
 KINDS = ("normal", "ties", "uniform", "zeros", "negative zeros", "subnormal", "huge", "heavy", "neighbours")
 # (kind, shape, budget): one column, none kept, all kept, rows of zeros, less than one kept; and numbers that rounding takes
 # below an integer: 0.7 * 90, and N_eff of 121 equal float32 numbers.
 EDGES: list[tuple[str, tuple[int, int], Budget]] = [
-    *(
-        ("normal", (3, 1), budget)
-        for budget in (EffectiveBudget(), RatioBudget(0.5), TotalBudget(2, 4), TotalBudget(3999, 4000))
-    ),
-    *((kind, (2, 64), TotalBudget(3999, 4000)) for kind in ("ties", "zeros")),
-    ("ties", (1, 64), RatioBudget(0.0)),
-    ("zeros", (2, 70), EffectiveBudget(0.3)),
-    ("heavy", (1, 64), EffectiveBudget(0.05)),
-    ("uniform", (1, 90), EffectiveBudget(0.7)),
-    ("uniform", (1, 121), EffectiveBudget()),
+    *(("normal", (3, 1), budget) for budget in (effective(), ratio(0.5), total(2, 4), total(3999, 4000))),
+    *((kind, (2, 64), total(3999, 4000)) for kind in ("ties", "zeros")),
+    ("ties", (1, 64), ratio(0.0)),
+    ("zeros", (2, 70), effective(0.3)),
+    ("heavy", (1, 64), effective(0.05)),
+    ("uniform", (1, 90), effective(0.7)),
+    ("uniform", (1, 121), effective()),
 ]
 FIELDS = ("kept", "zeros", "kept_mass", "mass", "n_eff", "s_eff")
 

@@ -9,31 +9,32 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import torch
+from kernel_cases import Budget, effective, pattern, ratio, total
+from test_kernels import prune_plainly
 from torch import Tensor
 
 from emp_llm import effective_mask
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
-from emp_llm.selection.group_selection import GroupSelector
-from emp_llm.selection.kernels.interface import RowFigures
-from emp_llm.selection.row_pruning import prune_rows, prune_rows_plainly
+from emp_llm.selection.reference import GroupSelector
+from emp_llm.selection.rows import prune_rows
+from emp_llm.selection.rule import KeepRule, RowFigures
 
-Prune = Callable[[Tensor, str, Tensor | None, Budget, int], RowFigures]
+Prune = Callable[[Tensor, Tensor | None, KeepRule], RowFigures]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHAPES = ((9, 360), (2, 5040))
 BUDGETS: dict[str, tuple[Budget, str]] = {
-    "effective": (EffectiveBudget(), "057ee29ece293b2f32ae50b926ebab40"),
-    "effective, beta 0.6": (EffectiveBudget(0.6), "091074e1d222a18bdcd752dfd5ae73ce"),
-    "effective, beta 1.7": (EffectiveBudget(1.7), "02dfac6c723538eb64e7ecf1cd1e9302"),
-    "effective, order 1": (EffectiveBudget(order=1.0), "03bdb60d98d7db799a4bbbdd4c27dc28"),
-    "effective, bfloat16": (EffectiveBudget(dtype="bfloat16"), "ca6d52495ac3fc38414e259fe2027a19"),
-    "ratio": (RatioBudget(0.5), "6bddcc7df9cc77b840701bd87d23aa93"),
-    "ratio, nothing removed": (RatioBudget(0.0), "63e7547132ac6b783eba8aad5d66dd87"),
-    "total": (TotalBudget(5000, 20_000), "001f628073f553f8fb5efe87a66d48c3"),
-    "parts": (PartsBudget((10, 4000), (360, 20_000)), "43fa4a615f769fdf8665ed96931fec5a"),
-    "pattern 2:4": (PatternBudget(2, 4), "39b944818add14e7a9e1b9d21b344ab2"),
-    "pattern 3:5": (PatternBudget(3, 5), "629df1ca878adf9816d26be340a6eb48"),
-    "pattern 70:90": (PatternBudget(70, 90), "3cc178fa0aa84b7665cb0af630b8e0d5"),
+    "effective": (effective(), "057ee29ece293b2f32ae50b926ebab40"),
+    "effective, beta 0.6": (effective(0.6), "091074e1d222a18bdcd752dfd5ae73ce"),
+    "effective, beta 1.7": (effective(1.7), "02dfac6c723538eb64e7ecf1cd1e9302"),
+    "effective, order 1": (effective(order=1.0), "03bdb60d98d7db799a4bbbdd4c27dc28"),
+    "effective, bfloat16": (effective(dtype="bfloat16"), "ca6d52495ac3fc38414e259fe2027a19"),
+    "ratio": (ratio(0.5), "6bddcc7df9cc77b840701bd87d23aa93"),
+    "ratio, nothing removed": (ratio(0.0), "63e7547132ac6b783eba8aad5d66dd87"),
+    "total": (total(5000, 20_000, 360), "001f628073f553f8fb5efe87a66d48c3"),
+    "parts": (total(4000, 20_000, 0), "43fa4a615f769fdf8665ed96931fec5a"),
+    "pattern 2:4": (pattern(2, 4), "39b944818add14e7a9e1b9d21b344ab2"),
+    "pattern 3:5": (pattern(3, 5), "629df1ca878adf9816d26be340a6eb48"),
+    "pattern 70:90": (pattern(70, 90), "3cc178fa0aa84b7665cb0af630b8e0d5"),
 }
 GROUPS = {
     "effective": "a24346b6fd2c829d0d1ecaf65d3639aa",
@@ -90,12 +91,12 @@ def pruned(budget: Budget, prune: Prune) -> Iterable[Tensor]:
             for shape in SHAPES:
                 for criterion in ("magnitude", "wanda"):
                     weight = weights(kind, shape, dtype)
-                    figures = prune(weight, criterion, norms(shape[1]) if criterion == "wanda" else None, budget, 360)
+                    figures = prune(weight, norms(shape[1]) if criterion == "wanda" else None, budget(shape))
                     yield weight
-                    yield from list(figures)[: 6 if budget.order == 2.0 else 2]
+                    yield from list(figures)[: 6 if budget(shape).order == 2.0 else 2]
 
 
-@pytest.mark.parametrize("prune", [prune_rows, prune_rows_plainly], ids=["kernels", "plain"])
+@pytest.mark.parametrize("prune", [prune_rows, prune_plainly], ids=["kernels", "plain"])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_rows(name: str, prune: Prune) -> None:
     budget, expected = BUDGETS[name]
@@ -107,7 +108,7 @@ def selected(budget: Budget) -> Iterable[Tensor]:
     for dtype in DTYPES:
         for kind in ("smooth", "ties", "zeros"):
             blocks = weights(kind, SHAPES[0], dtype).abs().split(4)
-            selector = GroupSelector(budget, 360)
+            selector = GroupSelector(budget((1, SHAPES[0][0] * SHAPES[0][1])))
             for block in blocks:
                 selector.add(block)
             while selector.searching():
@@ -116,7 +117,7 @@ def selected(budget: Budget) -> Iterable[Tensor]:
             for block in blocks:
                 part = selector.select(block)
                 yield from (part.mask, part.kept, part.kept_mass, part.mass)
-            yield from (selector.moments.number(), torch.tensor(selector.effective_mass(dtype), dtype=torch.float64))
+            yield from (selector.moments.number(), torch.tensor(selector.effective_mass(), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", GROUPS)

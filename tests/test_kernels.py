@@ -10,29 +10,39 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
+from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, Budget, bits, effective, norms_of, pattern, total, weights
 from torch import Tensor
 
 from emp_llm import effective_mask
-from emp_llm.selection import available_kernels, effective, row_pruning
-from emp_llm.selection.arithmetic.hill import NonFiniteError
-from emp_llm.selection.available_kernels import has_numba
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, TotalBudget
-from emp_llm.selection.kernels.interface import RowFigures
-from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
+from emp_llm.selection import effective as algorithm
+from emp_llm.selection import numpy_rows, rows
+from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
+from emp_llm.selection.reference import apply_selection, select_rows
+from emp_llm.selection.rows import has_kernel, has_numba, prune_rows
+from emp_llm.selection.rule import KeepRule, NonFiniteError, RowFigures
 
 pytest.importorskip("numba")
 
 
-def assert_same(weight: Tensor, criterion: str, norms: Tensor | None, budget: Budget) -> None:
-    """The kernel and the reference give the same bits for copies of `weight`."""
-    assert has_kernel(weight, criterion, budget)
-    ours, theirs = weight.clone(), weight.clone()
-    found = prune_rows(ours, criterion, norms, budget, offset=17)
-    wanted = prune_rows_plainly(theirs, criterion, norms, budget, offset=17)
+def prune_plainly(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> RowFigures:
+    """The reference, in place."""
+    scores = magnitude(weight) if norms is None else wanda(weight, InputStatistics(norms))
+    return apply_selection(weight, select_rows(scores, rule))
+
+
+def assert_same(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
+    """The compiled kernel, numpy and the reference give the same bits for copies of `weight`."""
+    rule, name = budget((weight.shape[0], weight.shape[1])), rows._name(weight)
+    assert has_kernel(weight, rule)
+    ours, by_numpy, theirs = weight.clone(), weight.clone(), weight.clone()
+    found, wanted = prune_rows(ours, norms, rule), prune_plainly(theirs, norms, rule)
+    words = by_numpy.view(torch.uint16 if weight.element_size() == 2 else torch.uint32).numpy()
+    third = numpy_rows.prune_words(words, name, None if norms is None else norms.numpy(), rule)
     assert torch.equal(bits(ours), bits(theirs))
-    for name in FIELDS:
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    assert torch.equal(bits(by_numpy), bits(theirs))
+    for field in FIELDS:
+        assert torch.equal(getattr(found, field), getattr(wanted, field)), field
+        assert torch.equal(torch.from_numpy(getattr(third, field)), getattr(wanted, field)), field
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,14 +51,14 @@ def assert_same(weight: Tensor, criterion: str, norms: Tensor | None, budget: Bu
 def test_every_budget_on_every_kind_of_weights(dtype: torch.dtype, kind: str, criterion: str) -> None:
     weight = weights(kind, (7, 520), dtype, 0)
     for budget in BUDGETS:
-        assert_same(weight, criterion, norms_of(kind, 520) if criterion == "wanda" else None, budget)
+        assert_same(weight, norms_of(kind, 520) if criterion == "wanda" else None, budget)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
 def test_edges(dtype: torch.dtype, criterion: str) -> None:
     for kind, shape, budget in EDGES:
-        assert_same(weights(kind, shape, dtype, 0), criterion, torch.ones(shape[1]), budget)
+        assert_same(weights(kind, shape, dtype, 0), torch.ones(shape[1]) if criterion == "wanda" else None, budget)
 
 
 @given(
@@ -61,28 +71,28 @@ def test_edges(dtype: torch.dtype, criterion: str) -> None:
     st.integers(0, 1 << 30),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_shape(height: int, width: int, dtype: torch.dtype, kind: str, wanda: bool, beta: float, seed: int) -> None:
-    norms = torch.rand(width, generator=torch.Generator().manual_seed(seed)) if wanda else None
+def test_any_shape(height: int, width: int, dtype: torch.dtype, kind: str, by_norms: bool, beta: float, seed: int) -> None:
+    norms = torch.rand(width, generator=torch.Generator().manual_seed(seed)) if by_norms else None
     weight = weights(kind, (height, width), dtype, seed)
-    assert_same(weight, "wanda" if wanda else "magnitude", norms, EffectiveBudget(beta))
+    assert_same(weight, norms, effective(beta))
 
 
 @pytest.mark.parametrize("width", [4096, 11008, 65536 + 3])
 def test_long_rows(width: int) -> None:
-    for criterion, norms in (("magnitude", None), ("wanda", torch.rand(width))):
+    for norms in (None, torch.rand(width)):
         for kind in ("normal", "ties", "uniform", "zeros"):
-            assert_same(weights(kind, (3, width), torch.bfloat16, width), criterion, norms, EffectiveBudget())
+            assert_same(weights(kind, (3, width), torch.bfloat16, width), norms, effective())
 
 
 def test_threads_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emp_llm.selection.kernels.cpu._PIECE", 1000)  # 19 pieces of two rows
+    monkeypatch.setattr("emp_llm.selection.cpu_kernel._PIECE", 1000)  # 19 pieces of two rows
     weight, norms = weights("normal", (37, 500), torch.bfloat16, 3), torch.rand(500)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            for budget in (EffectiveBudget(), TotalBudget(1000, 4000), PatternBudget(2, 4)):
-                assert_same(weight, "wanda", norms, budget)
+            for budget in (effective(), total(1000, 4000), pattern(2, 4)):
+                assert_same(weight, norms, budget)
     finally:
         torch.set_num_threads(before)
 
@@ -95,38 +105,39 @@ def test_non_finite_weights_stay_unchanged(dtype: torch.dtype, bad: float, crite
     weight[2, 69] = bad
     before = weight.clone()
     with pytest.raises(NonFiniteError):
-        prune_rows(weight, criterion, torch.rand(70) + 0.1, EffectiveBudget())
+        prune_rows(weight, torch.rand(70) + 0.1 if criterion == "wanda" else None, KeepRule(beta=1.0))
     assert torch.equal(weight.nan_to_num(7, 8, 9), before.nan_to_num(7, 8, 9))
     overflow = weights("huge", (2, 70), torch.float32, 0)
     with pytest.raises(NonFiniteError):
-        prune_rows(overflow, "wanda", torch.full((70,), 1e10), EffectiveBudget())
+        prune_rows(overflow, torch.full((70,), 1e10), KeepRule(beta=1.0))
 
 
-def test_missing_norms_and_norms_of_another_shape() -> None:
+def test_norms_of_another_shape() -> None:
     weight = weights("normal", (4, 70), torch.bfloat16, 0)
-    with pytest.raises(ValueError, match="needs the norms"):
-        prune_rows(weight, "wanda", None, EffectiveBudget())
     for wrong in (torch.rand(69), torch.rand(71), torch.rand(1), torch.rand(70, 1)):
         with pytest.raises(ValueError, match=r"norms have shape .* need \(70,\)"):
-            prune_rows(weight, "wanda", wrong, EffectiveBudget())
+            prune_rows(weight, wrong, KeepRule(beta=1.0))
 
 
 def test_a_compiler_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A missing compiler is normal and gives no message; any other reason gives one warning."""
 
-    def fails(module: str) -> None:
-        raise RuntimeError("no folder for its cache")
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "emp_llm.selection.cpu_kernel":
+                raise RuntimeError("no folder for its cache")
 
-    has_numba.cache_clear()
-    monkeypatch.setitem(sys.modules, "emp_llm.selection.kernels.cpu", None)
-    monkeypatch.delattr("emp_llm.selection.kernels.cpu", raising=False)
+    monkeypatch.delattr("emp_llm.selection.cpu_kernel", raising=False)
+    monkeypatch.setitem(sys.modules, "emp_llm.selection.cpu_kernel", None)
     try:
-        assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+        has_numba.cache_clear()
+        assert not has_kernel(torch.ones(2, 2), KeepRule(beta=1.0))
         assert not caplog.messages
         has_numba.cache_clear()
-        monkeypatch.setattr(available_kernels, "import_module", fails)
+        monkeypatch.delitem(sys.modules, "emp_llm.selection.cpu_kernel")
+        monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
         for _ in range(2):
-            assert not has_kernel(torch.ones(2, 2), "magnitude", EffectiveBudget())
+            assert not has_kernel(torch.ones(2, 2), KeepRule(beta=1.0))
         (message,) = caplog.messages
         assert "numba cannot be loaded (no folder for its cache)" in message
     finally:
@@ -137,29 +148,27 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights("normal", (5, 64), torch.bfloat16, 0)
     compiled, plain = weight.clone(), weight.clone()
     with counted_kernel_calls() as calls:
-        found = prune_rows(compiled, "magnitude", None, EffectiveBudget())
+        found = prune_rows(compiled, None, KeepRule(beta=1.0))
         assert len(calls) == 1
-        monkeypatch.setattr(row_pruning, "has_numba", lambda: False)
-        assert torch.equal(prune_rows(plain, "magnitude", None, EffectiveBudget()).kept, found.kept)
+        monkeypatch.setattr(rows, "has_numba", lambda: False)
+        assert torch.equal(prune_rows(plain, None, KeepRule(beta=1.0)).kept, found.kept)
         assert len(calls) == 1
     assert torch.equal(plain, compiled)
-    with pytest.raises(ValueError, match="not a multiple of 3"):
-        prune_rows(weight, "magnitude", None, PatternBudget(1, 3))
 
 
 @contextmanager
-def counted_kernel_calls(least: int = 1) -> Iterator[list[torch.dtype]]:
+def counted_kernel_calls(least: int = 1) -> Iterator[list[str]]:
     """The dtypes of the weights in each call of the CPU kernel; `effective_mask` may call it from `least` scores on."""
-    calls: list[torch.dtype] = []
-    compiled = row_pruning._prune_by_numba
+    calls: list[str] = []
+    compiled = rows.prune_words
 
-    def counted(weight: Tensor, *more: Any) -> RowFigures:
-        calls.append(weight.dtype)
-        return compiled(weight, *more)
+    def counted(words: Any, dtype: str, *more: Any) -> RowFigures:
+        calls.append(dtype)
+        return compiled(words, dtype, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_pruning, "_prune_by_numba", counted)
-        patch.setattr(effective, "_LEAST_FOR_KERNEL", least)
+        patch.setattr(rows, "prune_words", counted)
+        patch.setattr(algorithm, "_LEAST_FOR_KERNEL", least)
         yield calls
 
 
@@ -181,9 +190,9 @@ def test_effective_mask_by_kernel_and_in_plain_torch(scores: Tensor, data: st.Da
     before = scores.clone()
     with counted_kernel_calls() as calls:
         compiled = effective_mask(scores, dim, beta=beta)
-        assert calls == ([] if scores.dtype == torch.float64 else [scores.dtype])
+        assert calls == ([] if scores.dtype == torch.float64 else [rows._name(scores)])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(row_pruning, "has_numba", lambda: False)
+            patch.setattr(rows, "has_numba", lambda: False)
             plain = effective_mask(scores, dim, beta=beta)
         assert len(calls) <= 1
     assert compiled.dtype == torch.bool
@@ -197,12 +206,12 @@ def test_effective_mask_uses_the_kernel_for_large_tensors_of_order_2() -> None:
         effective_mask(scores, order=1.0)
         effective_mask(scores.double())
         assert calls == []
-    with counted_kernel_calls(effective._LEAST_FOR_KERNEL) as calls:
+    with counted_kernel_calls(algorithm._LEAST_FOR_KERNEL) as calls:
         effective_mask(scores[:1000])
         assert calls == []
         effective_mask(scores)
         effective_mask(scores, dim=0)
-        assert calls == [torch.bfloat16] * 2
+        assert calls == ["BF16"] * 2
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)

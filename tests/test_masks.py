@@ -9,14 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.hill import Moments
-from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, row_thresholds
-from emp_llm.selection.arithmetic.sums import sum_rows, sum_vector
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PartsBudget, PatternBudget, RatioBudget, TotalBudget
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
-from emp_llm.selection.group_selection import GroupSelector
-from emp_llm.selection.row_selection import Selection, select_rows
-from emp_llm.selection.scheme import Scheme
+from emp_llm.selection.reference import (
+    GroupSelector,
+    Selection,
+    largest_mask,
+    order_keys,
+    row_cuts,
+    select_rows,
+    sum_rows,
+    sum_vector,
+)
+from emp_llm.selection.rule import KeepRule, spread_counts, uniform_counts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -78,9 +82,7 @@ def test_thresholds_of_any_rows_and_counts(data: st.DataObject, dtype: torch.dty
     raw = np.frombuffer(data.draw(st.binary(min_size=rows * columns, max_size=rows * columns)), dtype=np.int8)
     scores = torch.from_numpy(raw.reshape(rows, columns) // data.draw(st.sampled_from([1, 16, 64]))).to(dtype)
     counts = data.draw(st.lists(st.integers(0, columns), min_size=rows, max_size=rows))
-    some, none, all_of_them = row_thresholds(
-        order_keys(scores), *(torch.tensor(k) for k in (counts, [0] * rows, [columns] * rows))
-    )
+    some, none, all_of_them = row_cuts(order_keys(scores), *(torch.tensor(k) for k in (counts, [0] * rows, [columns] * rows)))
     for row, values in enumerate(scores.double().abs().tolist()):
         descending = sorted(values, reverse=True)
         for threshold, count in ((some, counts[row]), (none, 0), (all_of_them, columns)):
@@ -127,7 +129,7 @@ def test_ten_million_bf16_weights_against_a_float64_oracle(criterion: str) -> No
     np.put_along_axis(expected, order, np.arange(4096)[None, :] < counts[:, None], axis=1)
     for block in (1, 97, 2443) if criterion == "magnitude" else (512,):
         mask = torch.cat(
-            [select_rows(part, EffectiveBudget()).mask for part in scores[: 300 if block == 1 else None].split(block)]
+            [select_rows(part, KeepRule(beta=1.0)).mask for part in scores[: 300 if block == 1 else None].split(block)]
         )
         rows = mask.shape[0]
         assert int((mask.sum(1).numpy() != counts[:rows]).sum()) == 0
@@ -141,7 +143,7 @@ def test_threads_do_not_change_a_bit() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            part = select_rows(scores, EffectiveBudget())
+            part = select_rows(scores, KeepRule(beta=1.0))
             assert part.n_eff is not None
             assert part.s_eff is not None
             found.add(b"".join(t.numpy().tobytes() for t in (part.mask, part.n_eff, part.s_eff, part.kept_mass)))
@@ -153,9 +155,9 @@ def test_threads_do_not_change_a_bit() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "budget",
-    [EffectiveBudget(), EffectiveBudget(beta=0.7), EffectiveBudget(order=1.0), RatioBudget(0.3), TotalBudget(1234, 6000)],
+    [KeepRule(beta=1.0), KeepRule(beta=0.7), KeepRule(beta=1.0, order=1.0), KeepRule(counts=4200), KeepRule(counts=4766)],
 )
-def test_a_group_in_blocks_equals_one_long_row(dtype: torch.dtype, budget: Budget) -> None:
+def test_a_group_in_blocks_equals_one_long_row(dtype: torch.dtype, budget: KeepRule) -> None:
     scores = hostile_weights(40, 150, dtype, seed=5).abs()
     one_row = select_rows(scores.reshape(1, -1), budget)
     for block in (1, 7, 40):
@@ -163,7 +165,7 @@ def test_a_group_in_blocks_equals_one_long_row(dtype: torch.dtype, budget: Budge
         selections = select(selector, scores.split(block))
         mask = torch.cat([selection.mask for selection in selections])
         assert torch.equal(mask.reshape(1, -1), one_row.mask)
-        assert selector.effective_mass(dtype) == pytest.approx(float(one_row.s_eff), rel=1e-12)
+        assert selector.effective_mass() == pytest.approx(float(one_row.s_eff), rel=1e-12)
         kept_mass = sum(float(selection.kept_mass.sum()) for selection in selections)
         assert kept_mass == pytest.approx(float(one_row.kept_mass), rel=1e-12)
 
@@ -175,9 +177,9 @@ def test_figures_of_a_group_do_not_depend_on_blocks_and_threads(rows: int) -> No
     try:
         for block, threads in ((rows, 1), (rows, 2), (rows // 2, 1), (rows // 100, 1)):
             torch.set_num_threads(threads)
-            selector = GroupSelector(EffectiveBudget())
+            selector = GroupSelector(KeepRule(beta=1.0))
             select(selector, scores.split(block))
-            found.add((float(selector.moments.number()), selector.effective_mass(torch.float64)))
+            found.add((float(selector.moments.number()), selector.effective_mass()))
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
@@ -186,37 +188,35 @@ def test_figures_of_a_group_do_not_depend_on_blocks_and_threads(rows: int) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_may_lose_all(dtype: torch.dtype) -> None:
     """Two weights of a total that loses 18 of 20: floor(4 * 18 / 20) - floor(2 * 18 / 20) = 2 of them are removed."""
-    budget = TotalBudget(18, 20)
+    rule = KeepRule(counts=spread_counts(np.array([2]), 18, 20, 2))
     scores = torch.tensor([[0.5, torch.finfo(dtype).max]], dtype=dtype)
-    for part in (select_rows(scores, budget, 2), select(GroupSelector(budget, 2), (scores,))[0]):
+    for part in (select_rows(scores, rule), select(GroupSelector(rule), (scores,))[0]):
         assert part.mask.tolist() == [[False, False]]
         assert (part.kept.tolist(), part.kept_mass.tolist()) == ([0], [0.0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_of_zeros_is_kept_whole(dtype: torch.dtype) -> None:
-    selector = GroupSelector(EffectiveBudget(0.5))
+    selector = GroupSelector(KeepRule(beta=0.5))
     assert all(bool(part.mask.all()) for part in select(selector, torch.zeros(4, 3, dtype=dtype).split(3)))
-    assert (float(selector.moments.number()), selector.effective_mass(dtype)) == (12.0, 1.0)
+    assert (float(selector.moments.number()), selector.effective_mass()) == (12.0, 1.0)
 
 
 def test_ratio_removes_the_floor_of_every_row() -> None:
     scores = hostile_weights(22, 101, torch.float32).abs()
     for sparsity in (0.0, 0.1, 0.5, 0.999):
-        assert set(select_rows(scores, RatioBudget(sparsity)).kept.tolist()) == {101 - math.floor(sparsity * 101)}
+        counts = uniform_counts(np.full(22, 101), sparsity)
+        assert set(select_rows(scores, KeepRule(counts=counts)).kept.tolist()) == {101 - math.floor(sparsity * 101)}
     # In binary, 0.3 is a little less than 3 / 10; still, 3 of 10 are removed.
-    ten = Moments.of_rows(torch.rand(1, 10))
-    assert [int(RatioBudget(sparsity).counts(ten)) for sparsity in (0.3, 0.7, 0.29)] == [7, 3, 8]
+    assert [int(uniform_counts(np.array([10]), sparsity)[0]) for sparsity in (0.3, 0.7, 0.29)] == [7, 3, 8]
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 5), (1, 2), (40, 63), (7, 64), (40, 90)])
 def test_pattern_keeps_n_of_every_m(n: int, m: int) -> None:
     scores = hostile_weights(33, 4 * m, torch.bfloat16).abs()
-    mask = select_rows(scores, PatternBudget(n, m)).mask
+    mask = select_rows(scores, KeepRule(pattern=(n, m))).mask
     groups, values = mask.reshape(-1, m).numpy(), scores.double().reshape(-1, m).numpy()
     assert all((groups[i] == oracle(values[i], n)).all() for i in range(len(groups)))
-    with pytest.raises(ValueError, match=f"not a multiple of {m}"):
-        select_rows(torch.rand(2, 4 * m + 1), PatternBudget(n, m))
 
 
 def test_a_total_is_exact_and_spread_evenly() -> None:
@@ -225,70 +225,35 @@ def test_a_total_is_exact_and_spread_evenly() -> None:
     for removed in (0, 1, 777, total // 2, total - 1):
         offset, kept = 0, 0
         for rows, columns in sizes:
-            counts = TotalBudget(removed, total).counts(Moments.of_rows(torch.rand(rows, columns)), offset)
+            counts = spread_counts(np.full(rows, columns), removed, total, offset)
             share = columns * removed / total
             assert all(columns - math.ceil(share) - 1 <= count <= columns - math.floor(share) + 1 for count in counts.tolist())
             kept += int(counts.sum())
             offset += rows * columns
         assert total - kept == removed
-
-
-def test_each_part_is_a_total_of_its_own() -> None:
-    """Row by row, for any blocks of rows."""
-    sizes, removed = [(30, 64), (7, 101), (3, 20), (1, 5)], (1000, 0, 16, 4)
-    budget = PartsBudget(removed, tuple(rows * columns for rows, columns in sizes))
-    offset = 0
-    for part, (rows, columns) in enumerate(sizes):
-        own = TotalBudget(removed[part], rows * columns).counts(Moments.of_rows(torch.rand(rows, columns)))
-        for block in (1, 7, rows):
-            counts = [
-                budget.counts(Moments.of_rows(torch.rand(min(block, rows - first), columns)), offset + first * columns)
-                for first in range(0, rows, block)
-            ]
-            assert torch.equal(torch.cat(counts), own)
-        assert rows * columns - int(own.sum()) == removed[part]
-        offset += rows * columns
     with pytest.raises(ValueError, match="cannot remove 5 of 5"):
-        PartsBudget((0, 5), (5, 5))
-    with pytest.raises(ValueError, match=r"match-by matrix .* not all"):
-        Scheme("magnitude", budget, "all")
+        spread_counts(np.array([5]), 5, 5)
 
 
-@given(st.data(), st.integers(1, 6), st.integers(1, 40), st.integers(0, 1 << 40), st.integers(0, 1 << 30))
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 1 << 40), st.data())
 @settings(max_examples=100, deadline=None)
-def test_the_rule_for_kernels_keeps_as_many_as_the_budget(
-    data: st.DataObject, rows: int, columns: int, offset: int, seed: int
+def test_a_spread_total_does_not_depend_on_chunks_and_is_exact_in_large_numbers(
+    rows: int, columns: int, offset: int, data: st.DataObject
 ) -> None:
-    size, sparsity, order = rows * columns, st.floats(0, 0.99), st.sampled_from([0.5, 1.0, 2.0])
-    total = data.draw(st.integers(2, 1 << 41))
-    budgets = st.one_of(
-        st.builds(EffectiveBudget, st.floats(0.1, 3), order),
-        st.just(EffectiveBudget(dtype="bfloat16")),
-        st.builds(RatioBudget, sparsity, order),
-        st.builds(PatternBudget, st.integers(1, 3), st.integers(4, 5), order),
-        st.builds(TotalBudget, st.integers(0, total - 1), st.just(total), order),
-        st.builds(PartsBudget, st.tuples(st.integers(0, offset), st.integers(0, size - 1)), st.just((offset + 1, size)), order),
-    )
-    budget = data.draw(budgets)
-    if isinstance(budget, PatternBudget):
-        columns *= budget.m
-    if isinstance(budget, PartsBudget):
-        offset += 1  # the second part
+    total = data.draw(st.integers(offset + rows * columns, 1 << 41))
+    removed = data.draw(st.integers(0, total - 1))
+    whole = spread_counts(np.full(rows, columns), removed, total, offset).tolist()
+    for row in range(rows):
+        start = offset + row * columns
+        alone = spread_counts(np.array([columns]), removed, total, start).tolist()
+        assert alone == whole[row : row + 1] == [columns - ((start + columns) * removed // total - start * removed // total)]
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.floats(0.1, 3), st.integers(0, 1 << 30))
+@settings(max_examples=100, deadline=None)
+def test_counts_by_beta(rows: int, columns: int, beta: float, seed: int) -> None:
     scores = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).abs()
-    counts = budget.counts(Moments.of_rows(scores, budget.order), offset, scores)
-    assert budget.has_kernel == (budget.order == 2.0 and getattr(budget, "dtype", "float64") == "float64")
-    if not budget.has_kernel:
-        return
-    rule = budget.keep_rule((rows, columns), offset)
-    assert sum(part is not None for part in rule) == 1
-    if rule.beta is not None:
-        kept = [count_of(row, rule.beta) for row in scores.double().tolist()]
-    elif rule.pattern is not None:
-        kept = [columns // rule.pattern[1] * rule.pattern[0]] * rows
-    else:
-        assert rule.counts is not None
-        kept = [rule.counts] * rows if isinstance(rule.counts, int) else list(rule.counts)
-    assert counts.tolist() == kept
+    assert select_rows(scores, KeepRule(beta=beta)).kept.tolist() == [count_of(row, beta) for row in scores.double().tolist()]
 
 
 def count_of(row: list[float], beta: float) -> int:
@@ -300,15 +265,15 @@ def count_of(row: list[float], beta: float) -> int:
 def test_counts_in_bfloat16() -> None:
     """omega, its squares and their sum in bfloat16, as torch computes them for a row: only a handful of counts remain."""
     weights = torch.randn(400, 4096, generator=torch.Generator().manual_seed(6)).mul(0.02).bfloat16().abs()
-    counts = select_rows(weights, EffectiveBudget(dtype="bfloat16")).kept
+    counts = select_rows(weights, KeepRule(beta=1.0, dtype="bfloat16")).kept
     omega = weights / weights.float().sum(1, keepdim=True).bfloat16()
     n_eff = omega.square().float().sum(1).bfloat16().reciprocal()
     assert counts.tolist() == n_eff.double().floor().long().tolist()
-    halved = select_rows(weights, EffectiveBudget(0.5, dtype="bfloat16")).kept
+    halved = select_rows(weights, KeepRule(beta=0.5, dtype="bfloat16")).kept
     assert halved.tolist() == (n_eff.double() / 2).floor().long().tolist()
-    assert select_rows(torch.zeros(1, 9), EffectiveBudget(0.5, dtype="bfloat16")).kept.tolist() == [9]
+    assert select_rows(torch.zeros(1, 9), KeepRule(beta=0.5, dtype="bfloat16")).kept.tolist() == [9]
     assert len(set(counts.tolist())) <= 20
-    exact = select_rows(weights, EffectiveBudget()).kept
+    exact = select_rows(weights, KeepRule(beta=1.0)).kept
     assert len(set(exact.tolist())) > 80
     assert counts.double().mean() < exact.double().mean()
 
@@ -323,14 +288,3 @@ def test_wanda_rounds_the_product_once() -> None:
     for wrong in (torch.ones(1), torch.ones(1, 2)):
         with pytest.raises(ValueError, match=r"norms have shape .* need \(2,\)"):
             wanda(weight, InputStatistics(wrong))
-
-
-def test_contradictory_schemes_are_refused() -> None:
-    with pytest.raises(ValueError, match="N:M is a budget within rows"):
-        Scheme("magnitude", PatternBudget(2, 4), "matrix")
-    with pytest.raises(ValueError, match="needs group row"):
-        Scheme("magnitude", EffectiveBudget(dtype="bfloat16"), "all")
-    with pytest.raises(ValueError, match="1 <= N < M"):
-        PatternBudget(3, 2)
-    with pytest.raises(ValueError, match="below 1"):
-        RatioBudget(1.0)

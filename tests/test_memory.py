@@ -103,15 +103,15 @@ def test_perplexity_does_not_try_the_whole_model_after_it(models: Models, monkey
 
 GROUP = """
 import torch
-from emp_llm.selection.budgets import RatioBudget
-from emp_llm.selection.group_selection import GroupSelector
+from emp_llm.selection.reference import GroupSelector
+from emp_llm.selection.rule import KeepRule
 
 def own_memory():
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 torch.set_num_threads(1)
 noise = torch.randn(1 << 20).bfloat16()
-selector = GroupSelector(RatioBudget(0.5))
+selector = GroupSelector(KeepRule(beta=1.0))
 selector.add(noise.reshape(1024, -1))
 before = own_memory()
 for number in range(100):

@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import msgspec
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.loudness import loudness
@@ -13,7 +15,7 @@ from emp_llm.common.progress_bars import progress_of
 
 T = TypeVar("T")
 R = TypeVar("R")
-P = ParamSpec("P")
+_POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 @dataclass(frozen=True)
@@ -79,26 +81,74 @@ def part(options: Any, kind: type[T]) -> T:
     return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
-def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Turn a function of one options object into a function of its fields, as typed keyword arguments.
+class Some(NamedTuple):
+    """Some fields of a group of options; the others keep their defaults."""
 
-    The options include `LoudnessOptions`.
+    kind: Any
+    names: tuple[str, ...]
+
+
+class Declared(NamedTuple):
+    """An option: its type with its `Opt`; its default, or `inspect.Parameter.empty`; whether Python may give it without a name."""
+
+    hint: Any
+    default: Any
+    positional: bool
+
+
+def takes(*groups: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Turn a function of groups of options into a function of all their fields, as keyword arguments.
+
+    Args:
+        groups: dataclasses or structs whose fields are annotated with an `Opt`, or `Some` fields of one. The function gets a
+            value of each. `LoudnessOptions` come on top.
     """
 
-    def flat(function: Callable[[T], R]) -> Callable[P, R]:
-        @wraps(function)
-        def command(*arguments: P.args, **keywords: P.kwargs) -> R:
-            chosen: Any = options(*arguments, **keywords)
-            name = function.__name__
-            with loudness(name, chosen.verbose, chosen.quiet), progress_of(name):
-                return function(chosen)
+    def flat(function: Callable[..., R]) -> Callable[..., R]:
+        loud = any(issubclass(_kind(group), LoudnessOptions) for group in groups)
+        all_groups = groups if loud else (*groups, LoudnessOptions)
+        declared = {name: each for group in all_groups for name, each in declared_options(group).items()}
 
+        @wraps(function)
+        def command(*arguments: Any, **keywords: Any) -> R:
+            given = command.__signature__.bind(*arguments, **keywords).arguments  # type: ignore[attr-defined]
+            values = [_kind(group)(**{n: given[n] for n in declared_options(group) if n in given}) for group in all_groups]
+            name, loudly = function.__name__, next(value for value in values if isinstance(value, LoudnessOptions))
+            with loudness(name, loudly.verbose, loudly.quiet), progress_of(name):
+                return function(*values[: len(groups)])
+
+        parameters = [
+            inspect.Parameter(name, _POSITIONAL if each.positional else _KEYWORD, default=each.default, annotation=each.hint)
+            for name, each in sorted(declared.items(), key=lambda item: not item[1].positional)
+        ]
         result = inspect.signature(function).return_annotation
-        command.__signature__ = inspect.signature(options).replace(return_annotation=result)  # type: ignore[attr-defined]
-        command.options = options  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+        command.options = declared  # type: ignore[attr-defined]
         return command
 
     return flat
+
+
+def declared_options(group: Any) -> dict[str, Declared]:
+    """The options of a group, by name."""
+    kind, hints = _kind(group), get_type_hints(_kind(group), include_extras=True)
+    known: dict[str, tuple[Any, bool]] = {}
+    if is_dataclass(kind):
+        for each in fields(kind):
+            known[each.name] = inspect.Parameter.empty if each.default is MISSING else each.default, not each.kw_only
+    else:
+        for part in msgspec.structs.fields(kind):
+            factory: Any = part.default_factory
+            known[part.name] = factory() if part.default is msgspec.NODEFAULT else part.default, False
+    return {
+        name: Declared(hints[name], *known[name])
+        for name in (group.names if isinstance(group, Some) else known)
+        if any(isinstance(each, Opt) for each in get_args(hints[name])[1:])
+    }
+
+
+def _kind(group: Any) -> Any:
+    return group.kind if isinstance(group, Some) else group
 
 
 @cache

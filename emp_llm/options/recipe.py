@@ -1,76 +1,98 @@
-"""The recipe: all options that define the masks of a run."""
+"""The recipe: everything that defines which weights go, and which values stay. One frozen value.
 
-from dataclasses import dataclass, replace
+It is the same on the command line (a field is an option), in Python, in reports and manifests (a field is a key), in the points
+of a sweep and in the jobs of a study.
+"""
+
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
-from emp_llm.options.criterion import GIVEN, CriterionOptions, ScoreOptions
-from emp_llm.options.refit import RefitOptions
-from emp_llm.selection.criteria import CRITERIA, magnitude
-from emp_llm.selection.scheme import CountBy, Group
+from emp_llm.options.base import Opt
+from emp_llm.options.criterion import find_criterion, own_name
+from emp_llm.selection.criteria import MAGNITUDE, RIA, WANDA, Criterion
+from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
 
+if TYPE_CHECKING:
+    from emp_llm.update.update import Update
+
+ScoreMap = Literal["abs", "shift", "exp"]
+CountBy = Literal["own", "magnitude"]
+ScoreNorms = Literal["wanda", "relative"]
 MatchBy = Literal["total", "matrix"]
 Shares = Literal["uniform", "owl"]
-TowerChoice = Literal["language", "vision", "all"]
+Tower = Literal["language", "vision", "all"]
+Weighting = Literal["equal", "relative"]
+FitTarget = Literal["block", "layer"]
+
+# Built-in methods: the criterion that scores the weights. With "emp-" in front, N_eff sets the counts.
+METHODS = {
+    "wanda": WANDA,
+    "magnitude": MAGNITUDE,
+    "relative": WANDA,  # with norms relative to the outputs
+    "ria": RIA,
+    "sparsegpt": MAGNITUDE,  # updates of the weights find their own masks; magnitude sets EMP's counts, and serves
+    "admm": MAGNITUDE,  # experts with too few tokens
+}
+SEARCHES = ("sparsegpt", "admm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions(Options):
-    """The layers to prune."""
-
-    targets: Annotated[str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")] = "mlp"
-    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")] = None
-    tower: Annotated[TowerChoice, Opt("Part of a multimodal model to prune: language, vision, or all.")] = "language"
-    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = None
-    min_expert_tokens: Annotated[int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)] = 32
-    allow_partial: Annotated[bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")] = False
-
-    def check_targets(self) -> None:
-        """Raise UserError for an unknown tower, or one that --blocks excludes."""
-        self.check_choice("tower", TowerChoice)
-        if self.blocks is not None and self.tower != "language":
-            raise UserError("--blocks and --tower both choose the blocks; give only one.")
+def always(value: Any) -> Any:
+    """A default that is written to JSON too."""
+    return msgspec.field(default_factory=lambda: value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShareOptions(Options):
-    """The shares of the blocks, for methods with a fixed sparsity and activations.
+class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Heads and neurons removed in place of weights.
 
     Attributes:
-        shares: None: uniform.
-        owl_lambda: the largest distance of a block's sparsity from that of all; None: 0.08.
-        owl_m: multiple of a block's mean score above which a score is an outlier; None: 5.
+        structure: "heads", "neurons" or "both".
+        group: those that compete: of a "layer", or of "all" layers.
+        head_unit: "group": query heads together with the keys and values that they share; "query": single query heads.
+        keep_shapes: they are set to zero where they are.
+        width_multiple: the number of neurons that stay is rounded up to a multiple of this.
     """
 
-    shares: Annotated[
-        Shares | None, Opt("Sparsity of the blocks: uniform, or owl: lower where more scores are outliers; default: uniform.")
-    ] = None
-    owl_lambda: Annotated[float | None, Opt("Largest distance of a block's sparsity from --sparsity; default: 0.08.")] = None
-    owl_m: Annotated[float | None, Opt("Scores above this multiple of their block's mean are outliers; default: 5.")] = None
-
-    def check_shares(self) -> None:
-        """Raise UserError for an unknown value, or options without effect."""
-        self.check_choice("shares", Shares)
-        for name in ("owl_lambda", "owl_m"):
-            if getattr(self, name) is not None and self.shares != "owl":
-                raise UserError(f"--{name.replace('_', '-')} is an option of --shares owl; add that, or leave it out.")
+    structure: str
+    group: str = "layer"
+    head_unit: str | None = None
+    keep_shapes: bool = False
+    width_multiple: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetOptions):
-    """All options that define the weights of a run: its masks, and whether the kept weights are refitted.
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything that defines the weights of a pruned model. Equal recipes, norms and weights give equal bits.
+
+    None stands for the method's default. It is replaced when the recipe is made, so that a field holds the value in force, or
+    None if the method does not use it.
 
     Attributes:
-        method: a criterion: "wanda", "magnitude", "relative", "ria", "sparsegpt", "admm", the name of a registered one, or
-            "scores". With the prefix "emp-", the effective number sets the number of kept weights; without it, the sparsity is
-            fixed. None: "emp-" and the criterion given by `criterion` or `scores`, else "emp-wanda".
-        beta, order, neff_dtype: of the effective number; for emp methods only. None: 1, 2, float64.
+        method: "wanda", "magnitude", "relative", "ria", "sparsegpt", "admm", the name of a criterion of your own, or "scores".
+            With the prefix "emp-", the effective number sets the number of kept weights; without it, the sparsity is fixed.
+            None: "emp-" and the criterion given by `criterion` or `scores`, else "emp-wanda".
+        beta, order, neff_dtype: of the effective number; for emp methods. None: 1, 2, float64.
         sparsity, pattern, match: for the other methods, at most one. None: sparsity 0.5. With an emp method, `sparsity` is that
-            of all targets, and takes the place of `beta`.
-        match_by: "total": remove as many weights in total as the earlier run; "matrix": as many in every matrix. None: total.
+            of all targets; the beta that reaches it is found, and is then the recipe's.
+        match_by: "total": remove as many weights in total as the matched run; "matrix": as many in every matrix. None: total.
+        removed: how many weights the matched run removed, in total or by matrix; read from its report.
         group: the weights that compete with each other: those of a row, of a matrix, or of all targets.
+        criterion: a criterion of your own: MODULE:FUNCTION, FILE.py:FUNCTION, or a module or file in which the method names
+            a function; in Python also the function itself.
+        scores: a safetensors file, or a folder of such files, with a score for each weight, under the weight's name and with
+            its shape; in Python also a mapping from names to tensors.
+        score_map: how signed scores become non-negative; None: they must not be negative.
+        score: the norms that a criterion is given; None: wanda, the plain norms.
+        count_by: for emp methods: the scores whose effective number sets the counts; None: own, but magnitude for emp-relative.
+        shares, owl_lambda, owl_m: the sparsities of the blocks, for methods with a fixed sparsity and activations.
+            None: uniform; 0.08; 5.
+        refit, refit_weighting, refit_target, refit_damping: the kept weights move to the least-squares optimum.
+        targets, ignore, tower, blocks: the layers.
+        min_expert_tokens: experts that saw fewer tokens are scored by magnitude.
+        allow_partial: most of the model may be out of reach.
+        structure: heads and neurons in place of weights.
     """
 
     method: Annotated[
@@ -88,14 +110,73 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
         Opt("Fraction to remove: of each group, default 0.5; with emp methods of all targets, by the beta that does."),
     ] = None
     pattern: Annotated[str | None, Opt("N:M, keep N of every M inputs (other methods).")] = None
-    match: Annotated[Path | None, Opt("Output of an earlier run; remove as many weights as that run (other methods).")] = None
+    match: Annotated[str | None, Opt("Output of an earlier run; remove as many weights as that run (other methods).")] = None
     match_by: Annotated[MatchBy | None, Opt("Match the total of that run, or every matrix; default: total.")] = None
-    group: Annotated[Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")] = "row"
+    removed: int | dict[str, int] | None = None
+    group: Annotated[Group, Opt("Weights that compete with each other: of a row, a matrix, or all targets.")] = always("row")
+    criterion: Annotated[Any, Opt("A criterion of your own, MODULE:FUNCTION or FILE.py:FUNCTION.")] = None
+    criterion_source: str | None = None  # SHA-256 of its file, in records
+    scores: Annotated[Any, Opt("Scores of your own: a safetensors file with a score for each weight.")] = None
+    scores_digest: str | None = None  # a hash of the scores, in records
+    score_map: Annotated[
+        ScoreMap | None, Opt("Make your scores non-negative: abs, shift (s - min s), or exp.", flag="--map")
+    ] = None
+    score: Annotated[
+        ScoreNorms | None, Opt("Norms in the scores: wanda, or relative to each token's output; default: wanda.")
+    ] = None
+    count_by: Annotated[
+        CountBy | None, Opt("N_eff of the method's own scores, or of the weight magnitudes (emp methods); default: own.")
+    ] = None
+    shares: Annotated[
+        Shares | None, Opt("Sparsity of the blocks: uniform, or owl: lower where more scores are outliers; default: uniform.")
+    ] = None
+    owl_lambda: Annotated[float | None, Opt("Largest distance of a block's sparsity from --sparsity; default: 0.08.")] = None
+    owl_m: Annotated[float | None, Opt("Scores above this multiple of their block's mean are outliers; default: 5.")] = None
+    refit: Annotated[bool, Opt("Move the kept weights so that each layer's outputs stay close to the dense model's.")] = False
+    refit_weighting: Annotated[
+        Weighting | None, Opt("Weight of each token: equal, or relative to its output; default: equal.")
+    ] = None
+    refit_target: Annotated[
+        FitTarget | None,
+        Opt("What the last layer of a block restores: the outputs of the block, or of the layer; default: block."),
+    ] = None
+    refit_damping: Annotated[
+        float | None,
+        Opt("Pull towards the dense weights, as a share of the mean second moment; default: inputs / tokens, at least 0.01."),
+    ] = None
+    targets: Annotated[str | list[str], Opt("Layers: mlp, attention, all-linear, name suffixes a,b, or a regex.")] = always(
+        "mlp"
+    )
+    ignore: Annotated[str | list[str] | None, Opt("Layers to leave out: name suffixes a,b, or a regex.")] = None
+    tower: Annotated[Tower, Opt("Part of a multimodal model to prune: language, vision, or all.")] = "language"
+    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: detected.")] = None
+    min_expert_tokens: Annotated[int, Opt("Score experts by magnitude if they see fewer tokens.", minimum=0)] = always(32)
+    allow_partial: Annotated[bool, Opt("Continue if more than half of the weights in blocks cannot be pruned.")] = False
+    structure: StructureRecipe | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        fill = msgspec.structs.force_setattr
+        if isinstance(self.match, Path):
+            fill(self, "match", str(self.match))
         if self.method is None:
-            object.__setattr__(self, "method", f"emp-{self.own_name or 'wanda'}")
+            fill(self, "method", f"emp-{own_name(self.criterion, self.scores) or 'wanda'}")
+        if not isinstance(self.method, str):
+            return  # `check` says what is wrong
+        if self.adaptive:
+            used: dict[str, Any] = {"order": 2.0}
+            if self.sparsity is None:
+                used |= {"beta": 1.0, "neff_dtype": "float64"}
+            if self.name == "relative":
+                used["count_by"] = "magnitude"
+        else:
+            used = {} if (self.pattern, self.match, self.removed) != (None, None, None) else {"sparsity": 0.5}
+            used |= {"match_by": "total"} if self.match is not None else {}
+            used |= {"owl_lambda": 0.08, "owl_m": 5.0} if self.shares == "owl" else {}
+        if self.refit:
+            used |= {"refit_weighting": "equal", "refit_target": "block"}
+        for name, value in used.items():
+            if getattr(self, name) is None:
+                fill(self, name, value)
 
     @property
     def adaptive(self) -> bool:
@@ -103,96 +184,123 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
         return self.method.startswith("emp-")
 
     @property
-    def criterion_name(self) -> str:
+    def name(self) -> str:
+        """The method without "emp-"."""
         return self.method.removeprefix("emp-")
 
     @property
+    def scored_by(self) -> Criterion:
+        """The criterion that scores the weights. Raises UserError if there is none of this name."""
+        return METHODS[self.name] if self.name in METHODS else find_criterion(self.name, self.criterion, self.scores)
+
+    @property
     def needs_activations(self) -> bool:
-        return CRITERIA[self.criterion_name].needs_norms
-
-    @property
-    def fits(self) -> bool:
-        """Whether weights are fitted to the calibration text: by a refit, or by a method that changes the kept weights."""
-        return self.refit or CRITERIA[self.criterion_name].fits
-
-    @property
-    def searches(self) -> bool:
-        """Whether masks and weights are searched for together, by ADMM."""
-        known = CRITERIA[self.criterion_name]
-        return known.fits and not known.by_matrix
-
-    @property
-    def fit_flag(self) -> str:
-        """The option that asks for a fit."""
-        return f"--method {self.method}" if CRITERIA[self.criterion_name].fits else "--refit"
-
-    @property
-    def without_fit(self) -> str:
-        """What to do for a run without a fit, as the beginning of a sentence."""
-        return "Use --method wanda" if CRITERIA[self.criterion_name].fits else "Leave out --refit"
+        """Whether the scores need the norms of a calibration."""
+        return self.scored_by.needs_norms
 
     @property
     def relative(self) -> bool:
         """Whether the norms are those relative to the outputs."""
-        return CRITERIA[self.criterion_name].relative or self.score == "relative"
+        return self.name == "relative" or self.score == "relative"
 
     @property
-    def counts_by(self) -> CountBy:
-        """The scores whose effective number sets the counts of an emp method."""
-        if not self.adaptive or CRITERIA[self.criterion_name].score is magnitude:
-            return "own"
-        return self.count_by or ("magnitude" if CRITERIA[self.criterion_name].relative else "own")
+    def counts_by_magnitude(self) -> bool:
+        """Whether the effective numbers of the magnitudes set the counts, and other scores the masks."""
+        return self.adaptive and self.count_by == "magnitude" and self.scored_by is not MAGNITUDE
 
-    def with_method(self, method: str) -> "Recipe":
-        """The recipe with another method. Options of the scores stay only if the method uses them."""
-        known = CRITERIA.get(method.removeprefix("emp-"))
-        unused: dict[str, Any] = {} if method.startswith("emp-") else {"count_by": None}
-        if method.startswith("emp-") or (known is not None and not known.needs_norms):
+    @property
+    def rule(self) -> KeepRule | None:
+        """The rule that sets the counts of every group by itself; None if `pruning.counts` must see all weights first."""
+        if self.pattern is not None:
+            return KeepRule(pattern=parse_pattern(self.pattern))
+        if self.beta is None or self.counts_by_magnitude:
+            return None
+        return KeepRule(beta=self.beta, order=self.order or 2.0, dtype=self.neff_dtype or "float64")
+
+    @property
+    def update(self) -> "Update | None":
+        """How kept weights move; None if they stay."""
+        if not self.updates:
+            return None
+        from emp_llm.update.update import Update
+
+        return Update(
+            search=self.name if self.name in SEARCHES else None,  # type: ignore[arg-type]
+            refit=self.refit,
+            damping=self.refit_damping,
+            weighting=self.refit_weighting or "equal",
+            target=self.refit_target or "block",
+            pattern=None if self.pattern is None else parse_pattern(self.pattern),
+            min_expert_tokens=self.min_expert_tokens,
+        )
+
+    @property
+    def updates(self) -> bool:
+        """Whether kept weights move: by a refit, by SparseGPT or by ADMM."""
+        return self.refit or self.name in SEARCHES
+
+    @property
+    def update_flag(self) -> str:
+        """The option that moves weights."""
+        return f"--method {self.method}" if self.name in SEARCHES else "--refit"
+
+    @property
+    def without_update(self) -> str:
+        """What to do for a run in which weights stay, as the beginning of a sentence."""
+        return "Use --method wanda" if self.name in SEARCHES else "Leave out --refit"
+
+    def but(self, **changes: Any) -> "Recipe":
+        """The recipe with other values in some fields."""
+        return msgspec.structs.replace(self, **changes)
+
+    def with_method(self, method: str, **changes: Any) -> "Recipe":
+        """The recipe with another method. Options of the scores stay only if the method uses them; counts begin at defaults."""
+        unused: dict[str, Any] = dict.fromkeys(("beta", "order", "neff_dtype", "sparsity", "pattern", "match", "match_by"))
+        adaptive, name = method.startswith("emp-"), method.removeprefix("emp-")
+        known = METHODS.get(name)
+        if not adaptive or self.name == "relative":
+            unused["count_by"] = None
+        if adaptive or (known is not None and not known.needs_norms):
             unused |= {"shares": None, "owl_lambda": None, "owl_m": None}
-        if known is not None and not known.own:
+        if known is not None:
             unused |= {"criterion": None, "scores": None, "score_map": None}
-        if known is not None and (not known.needs_norms or known.relative):
-            unused["score"] = None
-        return replace(self, method=method, **unused)
+            if not known.needs_norms or name == "relative":
+                unused["score"] = None
+        return self.but(**unused | {"method": method} | changes)
 
-    def check_recipe(self) -> None:
+    def recorded(self) -> "Recipe":
+        """The recipe as records hold it: a criterion and scores of the user's own by name and hash."""
+        if self.scores is not None and self.scores_digest is None:
+            from emp_llm.pruning.scores import GivenScores
+
+            name = Path(self.scores).name if isinstance(self.scores, str | Path) else "in memory"
+            return self.but(scores=name, scores_digest=GivenScores(self.scores, []).digest)
+        if self.criterion is not None and self.criterion_source is None:
+            from emp_llm.options.criterion import criterion_origin
+
+            label, digest = criterion_origin(self.scored_by)
+            return self.but(criterion=label, criterion_source=digest or "")
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """The recipe as plain JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+    def check(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
-        self.check_targets()
-        self.check_criterion()
-        self.check_score()
-        self.check_shares()
-        check_method(self.method)
-        self._check_own()
-        self._check_method()
-        self._check_fit()
-        given = [name for name in ("sparsity", "pattern", "match") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
-        if self.shares == "owl":
-            self._check_owl(given)
-        self.check_choice("group", Group)
-        if self.min_expert_tokens < 0:
-            raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
-        if self.match_by is not None and self.match is None:
-            raise UserError(f"--match-by {self.match_by} needs an earlier run; name it with --match.")
-        self.check_choice("match_by", MatchBy)
-
-    def _check_fit(self) -> None:
-        """Raise UserError for options that do not go with a refit, or with a method that chooses its masks with the weights."""
-        self.check_refit()
-        known = CRITERIA[self.criterion_name]
-        if known.by_matrix and self.adaptive:
-            raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-admm.")
-        if known.fits and (self.group == "all" or (known.by_matrix and self.group != "row")):
-            raise UserError(
-                f"--group {self.group} does not go with method {self.method}, which decides each matrix. Leave it out."
-            )
+        self._check_values()
+        check_targets(self.tower, self.blocks)
+        check_method(self)
+        self._check_scores()
+        self._check_counts()
+        self._check_update()
 
     def check_propagated(self) -> None:
         """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
         if not self.needs_activations:
             raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
-        if self.adaptive and self.sparsity is not None and self.counts_by == "own":
+        if self.adaptive and self.sparsity is not None and not self.counts_by_magnitude:
             raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
         if self.shares == "owl":
             raise UserError(
@@ -203,65 +311,187 @@ class Recipe(RefitOptions, ShareOptions, ScoreOptions, CriterionOptions, TargetO
                 "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."
             )
 
-    def _check_owl(self, given: list[str]) -> None:
-        """Raise UserError for a recipe whose blocks cannot have shares by their outliers."""
-        if not self.needs_activations:
-            raise UserError(f"--shares owl is for methods that need activations; {self.method} needs none. Use --method wanda.")
-        for name in set(given) - {"sparsity"}:
-            raise UserError(f"--shares owl goes with --sparsity, not with --{name}; leave one out.")
-        if self.group == "all":
-            raise UserError("--shares owl fixes the sparsity of every block; use --group row or matrix, not all.")
+    def _check_values(self) -> None:
+        """Types, choices and ranges of single fields."""
+        for name in ("beta", "order", "sparsity", "owl_lambda", "owl_m", "refit_damping"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise UserError(f"--{name.replace('_', '-')} must be a number, got {value!r}.")
+        for name, kind in (("method", str), ("pattern", str)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                example = {"method": "a name such as emp-wanda", "pattern": "N:M, such as 2:4"}[name]
+                raise UserError(f"--{name} must be {example}, got {value!r}.")
+        choices: dict[str, Any] = {
+            "group": Group,
+            "tower": Tower,
+            "match_by": MatchBy | None,
+            "score_map": ScoreMap | None,
+            "score": ScoreNorms | None,
+            "count_by": CountBy | None,
+            "shares": Shares | None,
+            "refit_weighting": Weighting | None,
+            "refit_target": FitTarget | None,
+        }
+        for name, kind in choices.items():
+            check_choice(getattr(self, name), kind, "map" if name == "score_map" else name)
+        if self.min_expert_tokens < 0:
+            raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
+        if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
+            raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
+        try:
+            _check_numbers(self)
+        except ValueError as error:
+            raise UserError(f"--{error}.") from error
 
-    def _check_own(self) -> None:
-        """Raise UserError if the method and the user's own scores do not belong together."""
-        name, own = self.criterion_name, self.own_name
-        if name == GIVEN and self.scores is None:
-            raise UserError(f"--method {self.method} needs your scores; give a file with --scores.")
-        if own is not None and name != own:
-            flag = "--scores" if self.scores is not None else "--criterion"
-            raise UserError(f"--method {self.method} does not use {flag}; leave one out, or give --method {own} or emp-{own}.")
-        if self.score_map is not None and not CRITERIA[name].own:
-            raise UserError(f"--map is for scores of your own; the scores of {name} are never negative. Leave it out.")
-
-        known = CRITERIA[name]
+    def _check_scores(self) -> None:
+        """Options of the scores that do not go with the method."""
+        if self.criterion is not None and self.scores is not None:
+            raise UserError("--criterion and --scores both define the scores; give only one.")
+        if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
+            raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
+        own, known = own_name(self.criterion, self.scores), self.scored_by
+        if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
+            flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
+            raise UserError(
+                f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
+            )
+        if self.score_map is not None and not known.own:
+            raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
         if self.score is not None and not known.needs_norms:
             raise UserError(
                 f"--score chooses the norms of the inputs, and method {self.method} needs no activations. Leave it out, or use "
                 "--method wanda or emp-wanda."
             )
-        if self.score == "wanda" and known.relative:
+        if self.score == "wanda" and self.name == "relative":
             raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
 
-    def _check_method(self) -> None:
-        """Raise UserError for an option of emp methods with another method, and the reverse."""
-        if self.adaptive and self.sparsity is not None:
-            for name in ("beta", "neff_dtype"):
-                if getattr(self, name) is not None:
-                    raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{name.replace('_', '-')}.")
-        if self.adaptive and self.shares == "owl":
-            other = self.criterion_name if self.needs_activations else "wanda"
+    def _check_counts(self) -> None:
+        """Options of the counts that do not go with the method, or with each other."""
+        method, name = self.method, self.name
+        if self.adaptive:
+            if self.sparsity is not None:
+                for other in ("beta", "neff_dtype"):
+                    if getattr(self, other) is not None:
+                        raise UserError(f"--sparsity finds the beta of {method}; leave out --{other.replace('_', '-')}.")
+            wrong, rule = ("pattern", "match"), "the effective number sets its sparsity, and --beta scales it"
+            if self.shares == "owl":
+                other = name if self.needs_activations else "wanda"
+                raise UserError(
+                    f"--shares owl does not go with method {method}: the effective number sets its sparsity. Use --method "
+                    f"{other}."
+                )
+        else:
+            wrong = ("beta", "order", "neff_dtype", "count_by")  # type: ignore[assignment]
+            rule = "its sparsity is fixed, and --sparsity sets it"
+        for field in wrong:
+            if getattr(self, field) is not None:
+                other = name if self.adaptive else "emp-admm" if name == "sparsegpt" else f"emp-{name}"
+                instead = "Use --sparsity, or" if field == "beta" else "Use"
+                flag = field.replace("_", "-")
+                raise UserError(f"--{flag} does not go with method {method}: {rule}. {instead} --method {other}.")
+        given = [field for field in ("sparsity", "pattern", "match") if getattr(self, field) is not None]
+        if len(given) > 1:
+            raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
+        if self.match_by is not None and self.match is None:
+            raise UserError(f"--match-by {self.match_by} needs an earlier run; name it with --match.")
+        for field in ("owl_lambda", "owl_m"):
+            if getattr(self, field) is not None and self.shares != "owl":
+                raise UserError(f"--{field.replace('_', '-')} is an option of --shares owl; add that, or leave it out.")
+        if self.shares == "owl":
+            self._check_owl(given)
+
+    def _check_owl(self, given: list[str]) -> None:
+        """A recipe whose blocks cannot have shares by their outliers."""
+        if not self.needs_activations:
+            raise UserError(f"--shares owl is for methods that need activations; {self.method} needs none. Use --method wanda.")
+        for name in given:
+            if name != "sparsity":
+                raise UserError(f"--shares owl goes with --sparsity, not with --{name}; leave one out.")
+        if self.group == "all":
+            raise UserError("--shares owl fixes the sparsity of every block; use --group row or matrix, not all.")
+
+    def _check_update(self) -> None:
+        """Options that do not go with an update of the kept weights."""
+        for name in ("refit_weighting", "refit_target", "refit_damping"):
+            if not self.refit and getattr(self, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} has no effect without --refit. Add --refit, or leave it out.")
+        if self.method == "emp-sparsegpt":
+            raise UserError(f"--method {self.method}: SparseGPT has no scores to count. Use --method sparsegpt, or emp-admm.")
+        if self.name in SEARCHES and (self.group == "all" or (self.name == "sparsegpt" and self.group != "row")):
             raise UserError(
-                f"--shares owl does not go with method {self.method}: the effective number sets its sparsity. Use --method "
-                f"{other}."
+                f"--group {self.group} does not go with method {self.method}, which decides each matrix. Leave it out."
             )
-        for name in ("pattern", "match") if self.adaptive else ("beta", "order", "neff_dtype", "count_by"):
-            if getattr(self, name) is not None:
-                by_matrix = CRITERIA[self.criterion_name].by_matrix
-                other = self.criterion_name if self.adaptive else "emp-admm" if by_matrix else f"emp-{self.criterion_name}"
-                flag = name.replace("_", "-")
-                if self.adaptive:
-                    rule = "the effective number sets its sparsity, and --beta scales it"
-                else:
-                    rule = "its sparsity is fixed, and --sparsity sets it"
-                instead = "Use --sparsity, or" if name == "beta" else "Use"
-                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. {instead} --method {other}.")
 
 
-def check_method(method: str, flag: str = "--method") -> None:
-    """Raise UserError unless a method is a registered criterion, with or without the prefix "emp-"."""
-    if method.removeprefix("emp-") not in CRITERIA:
-        known = {name: criterion for name, criterion in CRITERIA.items() if name != GIVEN}
-        names = ", ".join(name if criterion.by_matrix else f"emp-{name}, {name}" for name, criterion in known.items())
+def check_choice(value: Any, kind: Any, name: str) -> None:
+    """Raise UserError unless a value is one of a Literal's, or None where that is allowed."""
+    optional = type(None) in get_args(kind)
+    choices = get_args(get_args(kind)[0]) if optional else get_args(kind)
+    if value not in choices and not (value is None and optional):
+        raise UserError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(choices)}.")
+
+
+def check_targets(tower: str, blocks: str | None) -> None:
+    """Raise UserError for an unknown tower, or one that --blocks excludes."""
+    check_choice(tower, Tower, "tower")
+    if blocks is not None and tower != "language":
+        raise UserError("--blocks and --tower both choose the blocks; give only one.")
+
+
+def check_method(recipe: Recipe, flag: str = "--method") -> None:
+    """Raise UserError unless a recipe's method names a criterion, with or without the prefix "emp-"."""
+    name = recipe.name
+    if name == "scores" and recipe.scores is None:
+        raise UserError(f"{flag} {recipe.method} needs your scores; give a file with --scores.")
+    if name not in METHODS and recipe.criterion is None and recipe.scores is None:
+        names = ", ".join(each if each == "sparsegpt" else f"emp-{each}, {each}" for each in METHODS)
         raise UserError(
-            f"{flag} {method!r} is not one of {names}. A criterion of your own is named by --criterion MODULE:FUNCTION."
+            f"{flag} {recipe.method!r} is not one of {names}. A criterion of your own is named by --criterion MODULE:FUNCTION."
         )
+
+
+def parse_pattern(text: str) -> tuple[int, int]:
+    """ "2:4" as (2, 4); ValueError if the text is not of this form."""
+    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if numbers is None:
+        raise ValueError(f"pattern must be N:M, such as 2:4, got {text!r}")
+    n, m = int(numbers[1]), int(numbers[2])
+    if not 1 <= n < m:
+        raise ValueError(f"pattern N:M keeps N of every M weights, 1 <= N < M, got {n}:{m}")
+    return n, m
+
+
+def _check_numbers(recipe: Recipe) -> None:
+    """Raise ValueError for a number out of range, or one that the group does not allow."""
+    if recipe.beta is not None:
+        check_beta(recipe.beta)
+    if recipe.order is not None:
+        check_order(recipe.order)
+    if recipe.sparsity is not None and not 0 <= recipe.sparsity < 1:
+        raise ValueError(f"sparsity must be at least 0 and below 1, got {recipe.sparsity:g}")
+    if recipe.pattern is not None:
+        parse_pattern(recipe.pattern)
+        if recipe.group != "row":
+            raise ValueError(f"pattern N:M is a budget within rows: it needs group row, not {recipe.group}")
+    if recipe.match_by == "matrix" and recipe.group == "all":
+        raise ValueError("match-by matrix fixes the sparsity of every matrix: it needs group row or matrix, not all")
+    if recipe.neff_dtype not in (None, "float64", "bfloat16"):
+        raise ValueError(f"neff-dtype must be float64 or bfloat16, got {recipe.neff_dtype}")
+    if recipe.neff_dtype == "bfloat16":
+        if recipe.order != 2.0:
+            raise ValueError(
+                f"neff-dtype bfloat16 is the paper's arithmetic for order 2: it needs order 2, not {recipe.order:g}"
+            )
+        if recipe.group != "row":
+            raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row, not {recipe.group}")
+        if recipe.count_by == "magnitude":
+            raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for the scores: it needs count-by own")
+    if recipe.owl_lambda is not None and recipe.sparsity is not None:
+        if not 0 <= recipe.owl_lambda <= recipe.sparsity or recipe.sparsity + recipe.owl_lambda >= 1:
+            raise ValueError(
+                f"owl-lambda must leave every block a sparsity between 0 and 1: {recipe.sparsity:g} - {recipe.owl_lambda:g} and "
+                f"{recipe.sparsity:g} + {recipe.owl_lambda:g} do not"
+            )
+    if recipe.owl_m is not None and not 0 < recipe.owl_m < float("inf"):
+        raise ValueError(f"owl-m must be a number above 0 (the paper uses 5), got {recipe.owl_m:g}")

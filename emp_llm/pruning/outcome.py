@@ -1,19 +1,29 @@
-"""The outcome of a run for its targets: counts and sums of every row, collected block by block."""
+"""The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk, and their summary for reports."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
-from emp_llm.selection.budgets import PatternBudget
-from emp_llm.selection.kernels.interface import RowFigures
-from emp_llm.selection.scheme import Scheme
+from emp_llm.architecture.targets import Coverage, Target
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.words import mask_bytes, packed_bytes, word_bytes, words_in
+from emp_llm.common.provenance import command_line, versions
+from emp_llm.common.wording import shortened_list
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, SizesRecord, TargetsRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource
+from emp_llm.selection.rule import RowFigures, mass_bound
 from emp_llm.storage.buffers import Block
-from emp_llm.storage.output.journal import STATISTICS
+
+if TYPE_CHECKING:
+    from emp_llm.pruning.masks import Pruner
 
 ALL_KEPT = "all kept"
+KEEPS_LITTLE = 0.2
 
 
 @dataclass(frozen=True)
@@ -36,56 +46,194 @@ class Outcome:
     s_eff: Block | None
     zeros: int
 
-    @property
-    def kept_fraction(self) -> Block:
-        """Share of kept weights, float64, shape (rows,)."""
-        return self.kept / np.float64(self.target.matrix.columns)
+
+class Outcomes(NamedTuple):
+    """The outcomes for all targets, in their order; `whole`: N_eff and s_eff of all targets, if they are one group."""
+
+    of_targets: list[Outcome]
+    whole: tuple[float, float] | None
 
 
 class RowStatistics:
-    """The statistics of one target's rows, filled in block by block.
-
-    Args:
-        rows: their number.
-        done: the statistics of the first rows, saved by an earlier run.
+    """The figures of one target's rows, filled in chunk by chunk.
 
     Attributes:
-        columns: float64, shape (rows,), by the names of STATISTICS.
+        columns: float64, shape (rows,), by the names of `RowFigures`.
     """
 
-    def __init__(self, rows: int, done: Mapping[str, Block] | None = None) -> None:
-        # Allocated at once: small arrays allocated between large blocks would keep the heap from shrinking.
-        self.columns = {name: np.zeros(rows) for name in STATISTICS}
-        for name, values in (done or {}).items():
-            self.columns[name][: len(values)] = values
+    def __init__(self, rows: int) -> None:
+        # Allocated at once: small arrays allocated between large chunks would keep the heap from shrinking.
+        self.columns: dict[str, Block] = {name: np.zeros(rows) for name in RowFigures._fields}
 
     def put(self, first: int, figures: RowFigures) -> None:
-        """Store the figures of a block of rows; figures that are None stay zero."""
-        for name, values in self.columns.items():
-            figure = getattr(figures, name)
-            if figure is not None:
-                values[first : first + len(figure)] = figure
+        """Store the figures of a chunk of rows; figures that are None stay zero."""
+        for name, values in figures._asdict().items():
+            if values is not None:
+                self.columns[name][first : first + len(values)] = values
 
     def outcome(self, target: Target, n_eff: Block | None, s_eff: Block | None) -> Outcome:
-        """The target's outcome, when all blocks are stored."""
+        """The target's outcome, when all chunks are stored."""
         columns = self.columns
-        zeros = int(columns["zeros"].sum())
-        kept = columns["kept"].astype(np.int64)
+        zeros, kept = int(columns["zeros"].sum()), columns["kept"].astype(np.int64)
         return Outcome(target, kept, columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
 
 
-def masks_digest(outcomes: list[Outcome], scheme: Scheme, fallback: Mapping[str, int]) -> str:
+def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]) -> str:
     """A hash of the masks of some targets; for the same weights and norms, equal masks have equal hashes.
 
     It covers the ranking of the scores and the number of kept weights in every row, which determine the masks. ALL_KEPT if
     no weight is removed.
     """
-    if all(bool((outcome.kept == outcome.target.matrix.columns).all()) for outcome in outcomes):
+    if all(bool((outcome.kept == outcome.target.matrix.columns).all()) for outcome in outcomes.of_targets):
         return ALL_KEPT
-    pattern = asdict(scheme.budget) if isinstance(scheme.budget, PatternBudget) else None
-    score = "wanda" if scheme.criterion.relative else scheme.criterion_name  # two names of one score
-    score += " relative" if scheme.relative else ""
-    digest = hashlib.sha256(f"{score} {scheme.group} {pattern} {sorted(fallback)}\n".encode())
-    for outcome in outcomes:
+    score = f"{recipe.scored_by.name}{' relative' if recipe.relative else ''}"
+    digest = hashlib.sha256(f"{score} {recipe.group} {recipe.pattern} {sorted(fallback)}\n".encode())
+    for outcome in outcomes.of_targets:
         digest.update(f"{outcome.target.name}\n".encode() + outcome.kept.tobytes())
     return digest.hexdigest()
+
+
+def report_of(
+    source: ModelSource,
+    recipe: Recipe,
+    pruner: "Pruner",
+    outcomes: Outcomes,
+    coverage: Coverage,
+    calibration: CalibrationRecord | None,
+) -> RunReport:
+    """The report of a run, without stages and evaluation, which are added later.
+
+    Args:
+        source: the dense model.
+        recipe: of the run; the beta of a requested sparsity is filled in.
+        pruner, outcomes: of the finished pruning.
+        coverage: the share of the model that the targets cover.
+        calibration: origin of the norms; None if none were needed.
+    """
+    matrices = matrix_records(outcomes, pruner)
+    return RunReport(
+        source=source,
+        command=command_line(),
+        recipe=recipe_in_force(recipe, pruner),
+        calibration=calibration,
+        versions=versions(),
+        stages={},
+        targets=targets_record(outcomes, coverage, pruner),
+        sizes=sizes_record(outcomes, pruner.checkpoint, recipe.updates),
+        matrices=matrices,
+        warnings=warnings_of(matrices, pruner),
+    )
+
+
+def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> Recipe:
+    """The recipe as records hold it, with the beta of a requested sparsity."""
+    rule = pruner.counts.rule
+    beta = pruner.counts.beta if rule is None else rule.beta
+    return recipe.recorded().but(beta=beta) if recipe.adaptive else recipe.recorded()
+
+
+def targets_record(outcomes: Outcomes, coverage: Coverage, pruner: "Pruner") -> TargetsRecord:
+    """Counts over all targets, and the share of the model that they cover."""
+    weights = sum(outcome.target.matrix.numel for outcome in outcomes.of_targets)
+    kept = sum(int(outcome.kept.sum()) for outcome in outcomes.of_targets)
+    record = TargetsRecord(
+        matrices=coverage.targets,
+        matrices_outside=coverage.targets_outside,
+        matrices_in_blocks=coverage.matrices,
+        weights=weights,
+        kept=kept,
+        zeros=sum(outcome.zeros for outcome in outcomes.of_targets),
+        sparsity_of_targets=1 - kept / weights,
+        sparsity_of_all_parameters=(weights - kept) / coverage.parameters,
+        parameters=coverage.parameters,
+        share_of_all_parameters=weights / coverage.parameters,
+        share_of_blocks=coverage.share_of_blocks,
+        unreachable=list(coverage.unreachable),
+        unreachable_share_of_all_parameters=coverage.unreachable_parameters / coverage.parameters,
+        unreachable_share_of_blocks=coverage.unreachable_share,
+        dense_towers=coverage.dense_shares,
+        scored_by_magnitude=dict(pruner.scores.by_magnitude),
+    )
+    if outcomes.whole is not None:
+        record.n_eff, record.s_eff = outcomes.whole
+        record.s_eff_bound = float(mass_bound(record.n_eff, weights)) if _bounded(pruner) else None
+    return record
+
+
+def matrix_records(outcomes: Outcomes, pruner: "Pruner") -> dict[str, MatrixRecord]:
+    """The record of each target, by layer name."""
+    return {outcome.target.name: _matrix_record(outcome, _bounded(pruner)) for outcome in outcomes.of_targets}
+
+
+def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str]:
+    """Warnings: matrices that keep little, and experts scored by magnitude."""
+    warnings = [
+        f"{name}: keeps only {100 * entry.kept_fraction_mean:.1f} % of its weights."
+        for name, entry in matrices.items()
+        if entry.kept_fraction_mean < KEEPS_LITTLE
+    ]
+    if pruner.scores.by_magnitude:
+        names = [f"{name} ({tokens})" for name, tokens in pruner.scores.by_magnitude.items()]
+        warnings.insert(
+            0,
+            f"{len(names)} of {len(matrices)} matrices belong to experts that saw fewer than {pruner.scores.recipe.min_expert_tokens} "
+            f"tokens (--min-expert-tokens). They were scored by magnitude: {shortened_list(names)}. Give more --samples.",
+        )
+    return warnings
+
+
+def sizes_record(outcomes: Outcomes, checkpoint: Checkpoint, moved: bool) -> SizesRecord:
+    """Bytes of a pruned checkpoint's tensors: dense; packed raw without the targets' zeros; as a mask of the targets.
+
+    Args:
+        moved: kept weights moved, so that a mask alone does not restore the checkpoint; its size is 0.
+    """
+    zeros: Counter[str] = Counter()
+    for outcome in outcomes.of_targets:
+        zeros[outcome.target.matrix.stored.name] += outcome.zeros
+    dense = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
+    sizes = SizesRecord(dense=dense, packed=dense, mask=0)
+    for name, removed in zeros.items():
+        tensor = checkpoint.tensors[name]
+        words = words_in(tensor)
+        sizes.packed -= tensor.end - tensor.start - packed_bytes(words, word_bytes(tensor), removed)
+        sizes.mask += 0 if moved else mask_bytes(words)
+    return sizes
+
+
+def _bounded(pruner: "Pruner") -> bool:
+    """Whether the lower bound on s_eff holds: N_eff is of order 2, and that of the scores."""
+    return pruner.scores.recipe.order in (None, 2.0) and not pruner.counts.n_eff
+
+
+def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:
+    matrix, layer = outcome.target.matrix, outcome.target.layer
+    fraction = outcome.kept / np.float64(matrix.columns)
+    total = float(outcome.mass.sum())
+    record = MatrixRecord(
+        tensor=matrix.stored.name,
+        role=layer.role,
+        block=layer.block,
+        rows=matrix.rows,
+        columns=matrix.columns,
+        kept=int(outcome.kept.sum()),
+        kept_fraction_mean=float(fraction.mean()),
+        kept_fraction=quartiles(fraction),
+        kept_mass=float(outcome.kept_mass.sum()) / total if total else 1.0,
+    )
+    if outcome.n_eff is not None and outcome.s_eff is not None:
+        size = matrix.columns if outcome.n_eff.size == matrix.rows else matrix.numel
+        record.group_size = size
+        record.n_eff, record.n_eff_mean = quartiles(outcome.n_eff), float(outcome.n_eff.mean())
+        record.s_eff, record.s_eff_mean = quartiles(outcome.s_eff), float(outcome.s_eff.mean())
+        if bounded:
+            bound = mass_bound(outcome.n_eff, size)
+            record.s_eff_bound, record.s_eff_bound_mean = quartiles(bound), float(bound.mean())
+            record.least_margin_over_bound = float((outcome.s_eff - bound).min())
+    return record
+
+
+def quartiles(values: Block) -> Quartiles:
+    """Minimum, lower quartile, median, upper quartile and maximum."""
+    least, q1, median, q3, most = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    return Quartiles(min=least, q1=q1, median=median, q3=q3, max=most)

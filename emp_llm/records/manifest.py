@@ -1,13 +1,13 @@
 """emp_manifest.json: every file that a run wrote with its hash, and everything that the masks depend on."""
 
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
-from emp_llm.records.source import RecipeRecord
 
 
 class FileEntry(Part, kw_only=True):
@@ -31,22 +31,6 @@ class ManifestSource(Part, kw_only=True):
     bytes: dict[str, int] = {}
 
 
-class SchemeRecord(Part, kw_only=True):
-    """The rule that defines the masks: criterion, group, map of signed scores, and the budget with its kind and fields.
-
-    Attributes:
-        relative: the norms are those relative to the outputs.
-        count_by: "magnitude" if the effective number of the magnitudes sets the counts.
-    """
-
-    criterion: str
-    group: str
-    budget: dict[str, Any]
-    score_map: str | None = None
-    relative: bool = False
-    count_by: str = "own"
-
-
 class NormsRecord(Part, kw_only=True):
     """The SHA-256 of the norms that the masks depend on."""
 
@@ -61,8 +45,7 @@ class Manifest(FileRecord, kw_only=True, omit_defaults=False):
 
     emp_llm: str = msgspec.field(default="unknown", name="emp-llm")
     source: ManifestSource
-    recipe: RecipeRecord
-    scheme: SchemeRecord
+    recipe: Recipe
     activations: NormsRecord | None = None
     files: dict[str, FileEntry]
 

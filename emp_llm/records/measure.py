@@ -4,9 +4,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord
-from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, with_revision
+from emp_llm.records.source import CalibrationRecord, ModelSource, with_revision
 
 
 class CurvePoint(Part, kw_only=True):
@@ -28,7 +29,7 @@ class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     """One criterion and one order, and the result of EMP with beta 1 for them.
 
     Attributes:
-        score, count_by: as for `RecipeRecord`.
+        score, count_by: as for `Recipe`.
         curve: the sparsity at other betas; empty in older files.
     """
 
@@ -51,7 +52,7 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
 
     source: ModelSource
     command: str = ""
-    recipe: RecipeRecord = msgspec.field(default_factory=RecipeRecord)
+    recipe: Recipe = msgspec.field(default_factory=Recipe)
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]

@@ -2,10 +2,11 @@
 
 from typing import ClassVar
 
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import KeptFeatures, Measures, PerplexityRecord, SuiteTask, TaskRecord
 from emp_llm.records.run_report import RunReport, Share
-from emp_llm.records.source import QuantizationRecord, RecipeRecord, TextRecord
+from emp_llm.records.source import QuantizationRecord, TextRecord
 
 
 class ModelIdentity(Part, kw_only=True):
@@ -39,10 +40,11 @@ class MadeBy(Part, kw_only=True, omit_defaults=False):
     versions: dict[str, str] = {}
 
 
-class PrunedBy(RecipeRecord, kw_only=True):
+class PrunedBy(Part, kw_only=True):
     """From the report of a pruned checkpoint: the name of the dense model, the recipe, and the sparsity of the targets."""
 
     of: str = ""
+    recipe: Recipe
     sparsity_of_targets: Share = 0.0
 
 
@@ -83,8 +85,4 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
 
 def pruned_by(report: RunReport) -> PrunedBy:
     """The part of a pruning report that a results file keeps."""
-    return PrunedBy(
-        of=report.source.model,
-        sparsity_of_targets=report.targets.sparsity_of_targets,
-        **{name: getattr(report.recipe, name) for name in RecipeRecord.__struct_fields__},
-    )
+    return PrunedBy(of=report.source.model, recipe=report.recipe, sparsity_of_targets=report.targets.sparsity_of_targets)

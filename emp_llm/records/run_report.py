@@ -4,9 +4,10 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import EvaluationRecord
-from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, StageRecord, with_revision
+from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord, with_revision
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
@@ -198,6 +199,7 @@ class RunReport(FileRecord, kw_only=True):
 
     Attributes:
         source, command, recipe, calibration, versions: everything that the run depends on.
+        dtype, device_map: of the forward passes.
         stages: time and memory of each stage.
         targets, sizes, matrices, warnings: the effect of the run.
         fits: of refitted matrices, and of those by SparseGPT or ADMM, by layer name.
@@ -212,7 +214,7 @@ class RunReport(FileRecord, kw_only=True):
 
     source: ModelSource
     command: str
-    recipe: RecipeRecord
+    recipe: Recipe
     calibration: CalibrationRecord | None
     versions: dict[str, str]
     stages: dict[str, StageRecord]
@@ -225,6 +227,8 @@ class RunReport(FileRecord, kw_only=True):
     evaluation: EvaluationRecord | None = None
     point: PointRecord | None = None
     masks: str | None = None
+    dtype: str | None = None
+    device_map: str | None = None
     push: Any = None
 
     @classmethod

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import msgspec
-
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import Part
 
 
@@ -57,92 +56,6 @@ class QuantizationRecord(Part, kw_only=True):
     bitsandbytes: str = ""
 
 
-class CriterionRecord(Part, kw_only=True):
-    """A score of the user's own.
-
-    Attributes:
-        function: of a registered criterion, MODULE:FUNCTION; source: SHA-256 of its file.
-        scores: name of a file of scores; digest: a hash of the scores.
-        score_map: how signed scores become non-negative.
-    """
-
-    function: str | None = None
-    source: str | None = None
-    scores: str | None = None
-    digest: str | None = None
-    score_map: str | None = None
-
-
-class RefitRecord(Part, kw_only=True):
-    """The refit of the kept weights.
-
-    Attributes:
-        weighting: of the tokens, "equal" or "relative" to each target's output.
-        target: what the last layer of a block restores, the outputs of the "block" or of the "layer".
-        damping: pull towards the dense weights, as a share of the mean second moment; missing: inputs / tokens of the layer,
-            at least 0.01.
-    """
-
-    weighting: str = "equal"
-    target: str = msgspec.field(default_factory=lambda: "block")
-    damping: float | None = None
-
-
-class StructureRecipe(Part, kw_only=True):
-    """The options of structured pruning, defaults filled in. Fields are those of `options.structure`."""
-
-    structure: str
-    group: str = "layer"
-    head_unit: str | None = None
-    keep_shapes: bool = False
-    width_multiple: int | None = None
-
-
-class RecipeRecord(Part, kw_only=True):
-    """The options that decide the masks, defaults filled in. Fields that a method does not use are missing.
-
-    Attributes:
-        method, group, targets, ignore, min_expert_tokens: as for `options.recipe.Recipe`.
-        beta, order, neff_dtype: of emp methods only.
-        sparsity, pattern, match, match_by: of the other methods only.
-        criterion: of a score of the user's own.
-        refit: of the kept weights, if asked for.
-        score: "relative" if the norms are those relative to the outputs; missing for plain norms.
-        count_by: "magnitude" if the effective number of the magnitudes sets the counts; missing for that of the scores.
-        shares: "owl" if the sparsities of the blocks depend on their outliers, with owl_lambda and owl_m.
-        blocks: name of the list of decoder blocks, if the user gave it.
-        tower: the part of a multimodal model, if it is not the language tower.
-        dtype, device_map: of the forward passes.
-        structure: of heads and neurons in place of weights.
-    """
-
-    method: str = ""
-    # Default factories, so that both fields are always written.
-    group: str = msgspec.field(default_factory=lambda: "row")
-    targets: str | list[str] = msgspec.field(default_factory=lambda: "mlp")
-    ignore: str | list[str] | None = None
-    min_expert_tokens: int | None = None
-    beta: float | None = None
-    order: float | None = None
-    neff_dtype: str | None = None
-    sparsity: float | None = None
-    pattern: str | None = None
-    match: str | None = None
-    match_by: str | None = None
-    criterion: CriterionRecord | None = None
-    refit: RefitRecord | None = None
-    score: str | None = None
-    count_by: str | None = None
-    shares: str | None = None
-    owl_lambda: float | None = None
-    owl_m: float | None = None
-    blocks: str | None = None
-    tower: str | None = None
-    dtype: str | None = None
-    device_map: str | None = None
-    structure: StructureRecipe | None = None
-
-
 class CalibrationRecord(Part, kw_only=True):
     """The origin of activations.
 
@@ -171,7 +84,7 @@ class CalibrationRecord(Part, kw_only=True):
     execution: str | None = None
     propagate: str | None = None
     hidden_states: str | None = None
-    pruned_by: RecipeRecord | None = None
+    pruned_by: Recipe | None = None
     versions: dict[str, str] = {}
     fingerprint: dict[str, Any] | None = None
 

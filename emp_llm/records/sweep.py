@@ -4,11 +4,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy
 from emp_llm.records.run_report import PointRecord, Share
-from emp_llm.records.source import ModelSource, RecipeRecord, StageRecord
+from emp_llm.records.source import ModelSource, StageRecord
 
 
 class SweepMadeBy(MadeBy, kw_only=True, omit_defaults=False):
@@ -19,7 +20,7 @@ class SweepMadeBy(MadeBy, kw_only=True, omit_defaults=False):
         activations: everything that the norms depend on; None if no point needs norms.
     """
 
-    recipe: RecipeRecord = msgspec.field(default_factory=RecipeRecord)
+    recipe: Recipe = msgspec.field(default_factory=Recipe)
     activations: dict[str, Any] | None = None
 
 

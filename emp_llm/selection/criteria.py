@@ -1,6 +1,6 @@
-"""Criteria: the importance of each weight. A new criterion is one function, registered by `register_criterion`.
+"""Criteria: the importance of each weight. A criterion is a value, a function with a name.
 
-A criterion takes the weights of a layer, shape (outputs, inputs), and the statistics of its inputs. It returns scores of the
+The function takes the weights of a layer, shape (outputs, inputs), and the statistics of its inputs. It returns scores of the
 same shape. The dtype of the scores decides ties: the dtype of the weights for magnitude, float32 or wider for wanda.
 """
 
@@ -8,13 +8,12 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Score = Callable[..., "Tensor"]
-F = TypeVar("F", bound=Score)
 _PIECE = 1 << 20  # weights in float64 at a time
 
 
@@ -37,23 +36,18 @@ class Criterion:
     """A criterion.
 
     Attributes:
+        name: in methods.
         score: takes the weights, and the statistics of the inputs if `needs_norms`; returns the scores.
         needs_norms: whether it needs a calibration.
-        own: registered by the user.
-        whole: it is given whole matrices, so that it may compare rows; the others get blocks of rows.
-        fits: it changes the kept weights, and chooses the masks with them. Its scores decide how many are kept, and serve
-            experts with too few tokens.
-        by_matrix: it shares the kept weights of a matrix among its rows, whatever the scores.
-        relative: the norms are always those relative to the outputs; other criteria get them if asked for.
+        whole: it is given whole matrices, because it may compare rows; the others get chunks of rows.
+        own: it is the user's.
     """
 
+    name: str
     score: Score
     needs_norms: bool
-    own: bool = False
-    fits: bool = False
-    by_matrix: bool = False
     whole: bool = False
-    relative: bool = False
+    own: bool = False
 
 
 def magnitude(weight: "Tensor") -> "Tensor":
@@ -99,11 +93,11 @@ def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
     """
     import torch
 
-    from emp_llm.selection.arithmetic.sums import sum_rows
+    from emp_llm.selection.reference import sum_rows
 
     norms = check_norms(None if inputs is None else inputs.norms, weight.shape[-1])
     factors, size = norms.to(weight.device).double().sqrt(), weight.abs()
-    sums = [sum_rows(each, lambda s: s)[0] for each in (size, size.T)]
+    sums = [sum_rows(each)[0] for each in (size, size.T)]
     of_rows, of_columns = (total.where(total > 0, 1.0) for total in sums)
     scores = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
     step = max(1, _PIECE // weight.shape[1])
@@ -112,11 +106,6 @@ def ria(weight: "Tensor", inputs: InputStatistics | None) -> "Tensor":
         shares = piece / of_rows[first : first + step, None] + piece / of_columns
         scores[first : first + step] = shares * factors
     return scores
-
-
-def scores_given(*_: object) -> "Tensor":
-    """The criterion "scores", whose scores are given by the user and not computed."""
-    raise ValueError("the scores of this criterion are given, not computed")
 
 
 def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
@@ -128,20 +117,18 @@ def check_norms(norms: "Tensor | None", inputs: int) -> "Tensor":
     return norms
 
 
-CRITERIA = {
-    "wanda": Criterion(wanda, needs_norms=True),
-    "magnitude": Criterion(magnitude, needs_norms=False),
-    "sparsegpt": Criterion(magnitude, needs_norms=False, fits=True, by_matrix=True),
-    "admm": Criterion(magnitude, needs_norms=False, fits=True),
-    "relative": Criterion(wanda, needs_norms=True, relative=True),
-    "ria": Criterion(ria, needs_norms=True, whole=True),
-    "scores": Criterion(scores_given, needs_norms=False, own=True, whole=True),
-}
-_BUILT_IN = tuple(CRITERIA)
+def _given(*_: object) -> "Tensor":
+    raise ValueError("the scores of this criterion are given, not computed")
 
 
-def register_criterion(function: F, name: str | None = None) -> F:
-    """Register a criterion under a name, so that the methods "NAME" and "emp-NAME" exist. Also a decorator.
+MAGNITUDE = Criterion("magnitude", magnitude, needs_norms=False)
+WANDA = Criterion("wanda", wanda, needs_norms=True)
+RIA = Criterion("ria", ria, needs_norms=True, whole=True)
+GIVEN = Criterion("scores", _given, needs_norms=False, whole=True, own=True)  # the scores come from the user
+
+
+def own_criterion(function: Score, name: str | None = None) -> Criterion:
+    """A criterion of the user's own.
 
     Args:
         function: `score(weight)`, or `score(weight, inputs)` if it needs a calibration. `weight` has the shape (outputs,
@@ -149,30 +136,19 @@ def register_criterion(function: F, name: str | None = None) -> F:
             largest are kept. Scores below zero need a score map (`Recipe.score_map`).
         name: letters, digits and underscores; None: the name of the function.
 
-    Returns:
-        The function.
-
     Raises:
-        ValueError: the name is no identifier or that of a built-in criterion, or the function takes other arguments.
+        ValueError: the name is no identifier, or the function takes other arguments.
     """
     name = name or str(getattr(function, "__name__", type(function).__name__))
-    if name in _BUILT_IN:
-        raise ValueError(f"{name} is the name of a built-in criterion; choose another name")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
         raise ValueError(f"a criterion's name consists of letters, digits and underscores, got {name!r}")
-    CRITERIA[name] = Criterion(function, needs_norms=_arguments(function, name) == 2, own=True, whole=True)
-    return function
-
-
-def _arguments(function: Score, name: str) -> int:
-    """The number of arguments that a criterion takes, 1 or 2; ValueError for others."""
     parameters = inspect.signature(function).parameters.values()
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = [each for each in positional if each.default is each.empty]
     keywords = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
     if not 1 <= len(needed) <= 2 or keywords:
         raise ValueError(f"the criterion {name} must take the arguments (weight) or (weight, inputs)")
-    return len(needed)
+    return Criterion(name, function, needs_norms=len(needed) == 2, whole=True, own=True)
 
 
 def shift(scores: "Tensor", dim: int | tuple[int, ...] = -1) -> "Tensor":

@@ -17,13 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.counts import floor, keep_counts, kept_share
-from emp_llm.selection.arithmetic.hill import Moments
-from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, row_thresholds
-from emp_llm.selection.arithmetic.sums import sum_rows
-from emp_llm.selection.bounds import mass_bound
-from emp_llm.selection.budgets import EffectiveBudget
-from emp_llm.selection.row_pruning import has_kernel, mask_by_kernel
+from emp_llm.selection.reference import Moments, largest_mask, mass_of_largest, order_keys, row_cuts, sum_rows
+from emp_llm.selection.rows import has_kernel, mask_by_kernel
+from emp_llm.selection.rule import KeepRule, check_beta, floor_count, mass_bound
 
 Dim = int | tuple[int, ...] | None
 _LEAST_FOR_KERNEL = 1 << 20  # scores; with fewer, a kernel saves less time than its compiler takes to load
@@ -50,12 +46,13 @@ def effective_mask(scores: Tensor, dim: Dim = -1, *, beta: float = 1.0, order: f
         IndexError: `dim` is out of range.
     """
     rows, shape, permutation = _as_rows(scores, dim)
-    budget = EffectiveBudget(beta, order)
-    if rows.numel() >= _LEAST_FOR_KERNEL and has_kernel(rows, "magnitude", budget):
-        mask = mask_by_kernel(rows, budget)  # the same mask, compiled
+    check_beta(beta)
+    rule = KeepRule(beta=beta, order=order)
+    if rows.numel() >= _LEAST_FOR_KERNEL and has_kernel(rows, rule):
+        mask = mask_by_kernel(rows, rule)  # the same mask, compiled
     else:
         moments = Moments.of_rows(rows, order)  # N_eff = (sum |s|)^2 / sum s^2
-        counts = keep_counts(moments, beta)  # clip(floor(beta * N_eff), 1, N)
+        counts = moments.counts(beta)  # clip(floor(beta * N_eff), 1, N)
         mask = largest_mask(rows, counts)
     return mask.reshape(shape).permute(permutation)
 
@@ -82,8 +79,8 @@ def effective_mass(scores: Tensor, dim: Dim = -1, *, order: float = 2.0) -> Tens
     """
     rows, shape, _ = _as_rows(scores, dim)
     moments, keys = Moments.of_rows(rows, order), order_keys(rows)
-    (threshold,) = row_thresholds(keys, keep_counts(moments))
-    mass = kept_share(keys, rows.dtype, threshold, moments)
+    (cut,) = row_cuts(keys, moments.counts())
+    mass = mass_of_largest(keys, rows.dtype, cut, moments)
     return mass.reshape(shape[: scores.dim() - len(_dims(scores, dim))])
 
 
@@ -119,7 +116,7 @@ def loss_change_bound(weights: Tensor, hessian_trace: float, n_eff: float | None
     """
     theta = _floating(weights.detach()).reshape(1, -1)
     if n_eff is None:
-        n_eff = float(floor(Moments.of_rows(theta).number())[0])
+        n_eff = float(floor_count(float(Moments.of_rows(theta).number()[0])))
     n = theta.shape[1]
     rho = n_eff / n
     l1 = float(sum_rows(theta, lambda s: s.abs())[0][0])

@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.selection.arithmetic.definitions import LANES, RELATIVE_TOLERANCE, NonFiniteError
-from emp_llm.selection.arithmetic.number_counts import counts_at
-from emp_llm.selection.kernels.interface import KeepRule, RowFigures
+from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures, counts_at
 
 _Array = NDArray[Any]
 
 
-def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule) -> RowFigures:
-    """As `cpu.prune_words`, with the same arguments, result and errors."""
+def prune_words(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule) -> RowFigures:
+    """`cpu_kernel.prune_words` by numpy, with the same arguments, result and errors."""
     columns = words.shape[1]
     scores, keys = _scores(words, dtype, norms)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -27,14 +25,15 @@ def prune_words_by_numpy(words: _Array, dtype: str, norms: _Array | None, rule: 
     if not np.isfinite(total).all():
         raise NonFiniteError("scores hold NaN or infinity")
     n_eff = _effective_numbers(total, power, columns)
-    nu = counts_at(n_eff, total, 1.0, columns)
+    nu = counts_at(n_eff, total, 1.0, columns).astype(np.int64)
     ordered = np.sort(keys, axis=1, kind="stable" if keys.itemsize == 2 else None)  # stable means radix sort for 16 bits
     if rule.pattern is not None:
         n, m = rule.pattern
         groups = keys.reshape(-1, m)
         mask = _keep(groups, np.sort(groups, axis=1), np.full(len(groups), n)).reshape(keys.shape)
     else:
-        counts = counts_at(n_eff, total, rule.beta, columns) if rule.beta is not None else _fixed_counts(rule, len(words))
+        kept = counts_at(n_eff, total, rule.beta, columns) if rule.beta is not None else np.asarray(rule.counts)
+        counts = np.broadcast_to(kept.astype(np.int64), (len(words),))
         mask = _keep(keys, ordered, counts)
     s_eff = _mass_of_largest(scores, keys, ordered, nu, total)
     (kept_mass,) = _sum_rows(np.where(mask, scores, scores.dtype.type(0)), lambda s: s)
@@ -63,7 +62,7 @@ def _magnitude_bits(words: _Array) -> Any:
 
 
 def _sum_rows(scores: _Array, *terms: Callable[[_Array], _Array]) -> list[_Array]:
-    """As `arithmetic.sums.sum_rows`."""
+    """`reference.sum_rows` for arrays."""
     rows, columns = scores.shape
     lanes = [np.zeros((rows, LANES)) for _ in terms]
     for start in range(0, columns, LANES):
@@ -81,16 +80,12 @@ def _fold(lanes: _Array) -> _Array:
 
 
 def _effective_numbers(total: _Array, power: _Array, columns: int) -> _Array:
-    """N_eff of each row, as `arithmetic.hill.Moments.number`."""
+    """N_eff of each row."""
     with np.errstate(divide="ignore", invalid="ignore"):
         number = np.where(total == 0, float(columns), total * total / power)
     nearest = np.rint(number)
     number = np.where(np.abs(number - nearest) <= RELATIVE_TOLERANCE * nearest, nearest, number)
     return np.clip(number, 1.0, float(columns))
-
-
-def _fixed_counts(rule: KeepRule, rows: int) -> _Array:
-    return np.broadcast_to(np.asarray(rule.counts, np.int64), (rows,))
 
 
 def _cut(keys: _Array, ordered: _Array, counts: _Array) -> tuple[_Array, _Array]:
@@ -112,7 +107,7 @@ def _keep(keys: _Array, ordered: _Array, counts: _Array) -> _Array:
 
 
 def _mass_of_largest(scores: _Array, keys: _Array, ordered: _Array, nu: _Array, total: _Array) -> _Array:
-    """s_eff: the share of each row's mass that its `nu` largest scores hold, as `arithmetic.counts.kept_share`."""
+    """s_eff: the share of each row's mass that its `nu` largest scores hold."""
     key, ties = _cut(keys, ordered, nu)
     cut = _values_of_keys(key, scores.dtype)
     (above,) = _sum_rows(np.where(keys > key, scores, scores.dtype.type(0)), lambda s: s)

@@ -1,0 +1,83 @@
+"""The weights to prune: the layers of a model that a recipe chooses, and the share of the model that they cover."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from emp_llm.architecture.architecture import Architecture
+from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.targets import Coverage, Target, check_calibrated
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.errors import UserError
+from emp_llm.common.wording import quotable
+from emp_llm.options.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A model's targets.
+
+    Attributes:
+        architecture: of the model.
+        targets: in the model's order.
+        coverage: the share of the model that they cover.
+        with_images: calibration data holds images, which reach the vision tower.
+    """
+
+    architecture: Architecture
+    targets: list[Target]
+    coverage: Coverage
+    with_images: bool
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The model's files, or its weights in memory."""
+        return self.architecture.checkpoint
+
+    def layers_to_calibrate(self) -> list[Layer]:
+        """All linear layers, so that the activations can be reused for other targets, and all targets."""
+        everything = self.architecture.select("all-linear") + self.targets
+        if self.with_images and self.architecture.reads_images:
+            everything += self.architecture.select("all-linear", tower="vision")
+        return list(dict.fromkeys(target.layer for target in everything))
+
+
+def choose_targets(architecture: Architecture, recipe: Recipe, with_images: bool = False) -> Chosen:
+    """The layers of a model that a recipe chooses. Nothing is written, and the model is not run.
+
+    Raises:
+        UserError: no layer matches, or most of the model cannot be pruned.
+    """
+    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+    coverage = architecture.coverage(targets, recipe.tower)
+    coverage.check(recipe.targets, recipe.allow_partial)
+    no_inputs = next((target for target in targets if target.layer.kind == "embedding"), None)
+    if recipe.needs_activations and no_inputs is not None:
+        raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")
+    return Chosen(architecture, targets, coverage, with_images)
+
+
+def targets_of_folder(
+    folder: Path, name: str, recipe: Recipe, trust_remote_code: bool = False, with_images: bool = False
+) -> Chosen:
+    """The targets of a model in a folder, which a prune can read and a calibration can reach.
+
+    Args:
+        name: the user's name for the model.
+        trust_remote_code: run code from the model's folder.
+
+    Raises:
+        UserError: the folder is no checkpoint; the model is quantised, unless it is FP8, whose weights can be removed as they are
+            stored; or as for `choose_targets`.
+    """
+    checkpoint = Checkpoint(folder)
+    settings = checkpoint.config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if settings is not None and method != "fp8":
+        how = f" ({quotable(method)})" if isinstance(method, str) else ""
+        raise UserError(f"{name}: it is already quantised{how}. Prune the original model and quantise the result.")
+    names_suffice = not recipe.needs_activations  # no forward pass needs the model's class
+    architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, trust_remote_code, names_suffice)
+    chosen = choose_targets(architecture, recipe, with_images)
+    if recipe.needs_activations:
+        check_calibrated([target.layer for target in chosen.targets], with_images)
+    return chosen

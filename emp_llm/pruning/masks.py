@@ -1,0 +1,298 @@
+"""Masks: which weights stay. One loop decides them, for files, for models in memory, for updates and for measures.
+
+The path of a weight: its bytes are read from the shard (`Matrix.read`), the criterion scores it, the counts say how many of its
+group stay, and it is set to zero or left. The writer puts the bytes at the same offset of the new shard.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.matrix import as_tensor
+from emp_llm.checkpoint.words import Words
+from emp_llm.common.progress_bars import progress_bar
+from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
+from emp_llm.pruning.scores import Scores, naming_rows
+from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics
+from emp_llm.selection.rows import prune_words, words_supported
+from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, RowFigures
+from emp_llm.storage.background_work import prefetch
+from emp_llm.storage.buffers import BufferPool
+from emp_llm.storage.direct_io import FileReader
+from emp_llm.storage.file_pool import FilePool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from emp_llm.selection.reference import GroupSelector
+    from emp_llm.update.moved import MovedWeights
+
+CHUNK_WEIGHTS = 1 << 21
+_SMALL = 1 << 24  # numpy prunes this many weights in the time that loading the compiled kernel takes
+ReadCallback = Callable[[FileReader, int, Words], None]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many weights stay in each group.
+
+    Attributes:
+        group: what competes for places: the weights of a row, of a matrix, or of all targets.
+        rule: sets the count of each group; None: `kept` does.
+        kept: name of a target -> int64, shape (rows,) or (1,); of all targets as one group, the name is "".
+        n_eff: the effective numbers that set `kept`, in its shape; empty if no effective numbers did.
+        beta: the multiple of the effective numbers that is kept.
+        numbers: (N_eff, sum |s|, size) of the groups that set `kept`.
+    """
+
+    group: Group
+    rule: KeepRule | None
+    kept: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    n_eff: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    beta: float | None = None
+    numbers: Sequence[GroupNumbers] = ()
+
+    def rule_of(self, target: Target, first: int = 0, last: int | None = None) -> KeepRule:
+        """The rule of a target's rows first to last - 1, or of its only group."""
+        if self.rule is not None:
+            return self.rule
+        counts = self.kept["" if self.group == "all" else target.name]
+        return KeepRule(counts=counts[first:last] if self.group == "row" else counts)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a target's rows after pruning.
+
+    Attributes:
+        first: number of its first row.
+        words: the bits of the rows, shape (rows, columns).
+        figures: counts and sums of the rows, as arrays.
+    """
+
+    first: int
+    words: Words
+    figures: RowFigures
+
+
+class Pruner:
+    """Decides the masks of a model's targets.
+
+    Args:
+        scores: of the targets.
+        counts: how many weights of each group stay.
+        device: that decides: "cpu", or "cuda" for the reference on a GPU, with the same bits.
+        chunk_weights: weights in memory at a time; the masks do not depend on it.
+    """
+
+    def __init__(self, scores: Scores, counts: Counts, device: str = "cpu", chunk_weights: int = CHUNK_WEIGHTS) -> None:
+        self.scores = scores
+        self.counts = counts
+        self.targets = scores.targets
+        self.checkpoint = scores.checkpoint
+        self.buffers = BufferPool()
+        self._device = device
+        self._chunk_weights = chunk_weights
+        self._compiled = sum(target.matrix.numel for target in scores.targets) > _SMALL
+
+    def read(self, target: Target, files: FilePool, on_read: ReadCallback | None = None) -> Iterator[tuple[int, Words]]:
+        """(first row, bits) of each chunk of a target's rows, with the next ones read ahead.
+
+        Args:
+            on_read: called with the file, the first row and the bits of each chunk, in the reading thread.
+        """
+        matrix, reader = target.matrix, files.reader(target.matrix.stored.shard)
+
+        def job(first: int, last: int) -> tuple[int, Words]:
+            words = matrix.read(reader, first, last, self.buffers)
+            if on_read is not None:
+                on_read(reader, first, words)
+            return first, words
+
+        return prefetch(partial(job, first, last) for first, last in matrix.row_blocks(self._chunk_weights))
+
+    def scored(self, targets: Sequence[Target], files: FilePool) -> "Iterator[Tensor]":
+        """The scores of each chunk of some targets, in order."""
+        for target in targets:
+            for first, words in self.read(target, files):
+                with naming_rows(target, first, words):
+                    yield self._score(target, first, words)
+                self.buffers.give(words)
+
+    def search(self, targets: Sequence[Target], files: FilePool) -> "GroupSelector | None":
+        """The cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut.
+
+        None if each row is a group.
+        """
+        if self.counts.group == "row":
+            return None
+        from emp_llm.selection.reference import GroupSelector
+
+        selector = GroupSelector(self.counts.rule_of(targets[0]))
+        for scores in self.scored(targets, files):
+            selector.add(scores)
+        while selector.searching():
+            for scores in self.scored(targets, files):
+                selector.search(scores)
+        return selector
+
+    def pruned(
+        self, target: Target, files: FilePool, selector: "GroupSelector | None" = None, on_read: ReadCallback | None = None
+    ) -> Iterator[Chunk]:
+        """The chunks of a target after pruning. Their memory is reused when the next one is taken.
+
+        Args:
+            selector: of the target's group, if a group is larger than a row.
+            on_read: as for `read`.
+
+        Raises:
+            UserError: the target holds NaN or infinity.
+        """
+        for first, words in self.read(target, files, on_read):
+            with naming_rows(target, first, words):
+                figures = self._prune(target, first, words, selector)
+            yield Chunk(first, words, figures)
+            self.buffers.give(words)
+
+    def decide(self, on_chunk: Callable[[Target, Chunk], None], moved: "MovedWeights | None" = None) -> Outcomes:
+        """Prune all targets in memory; nothing is written.
+
+        Args:
+            on_chunk: called with a target and each of its pruned chunks, in order. The memory of a chunk is reused afterwards.
+            moved: rows whose kept weights moved, in place of the pruned ones.
+
+        Raises:
+            UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+        """
+        outcomes = []
+        total = sum(target.matrix.numel for target in self.targets)
+        with self.checkpoint.open_files(again=True) as files, progress_bar(total, "decide", "W") as bar:
+            selector = self.search(self.targets, files) if self.counts.group == "all" else None
+            for target in self.targets:
+                if self.counts.group == "matrix":
+                    selector = self.search([target], files)
+                rows = RowStatistics(target.matrix.rows)
+                for chunk in self.pruned(target, files, selector):
+                    figures = chunk.figures
+                    if moved is not None:
+                        figures = moved.replace(target, chunk.first, chunk.words, figures)
+                    rows.put(chunk.first, figures)
+                    on_chunk(target, chunk)
+                    bar.update(chunk.words.size)
+                outcomes.append(self.outcome(target, rows, selector))
+        self.checkpoint.check_unchanged()
+        return Outcomes(outcomes, self.whole(selector))
+
+    def masks(self) -> "Callable[[Target], Tensor]":
+        """A function from a target to its mask: bool, shape (rows, columns), true for kept weights.
+
+        A weight whose bits are zero counts as removed. In a group of all targets, each is asked for once, in their order.
+        """
+        everything: list[GroupSelector | None] = []
+
+        def mask_of(target: Target) -> "Tensor":
+            import torch
+
+            mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
+            with self.checkpoint.open_files(again=True) as files:
+                if self.counts.group == "all":
+                    everything.extend([] if everything else [self.search(self.targets, files)])
+                    selector = everything[0]
+                else:
+                    selector = self.search([target], files)
+                for chunk in self.pruned(target, files, selector):
+                    mask[chunk.first : chunk.first + len(chunk.words)] = torch.from_numpy(chunk.words != 0)
+            return mask
+
+        return mask_of
+
+    def mask_by(self, target: Target, norms: InputStatistics) -> "Tensor":
+        """The mask of a target, given the norms of its inputs, before the norms of other targets are known."""
+        return Pruner(self.scores.with_norms({target.name: norms}), self.counts, self._device).masks()(target)
+
+    def outcome(self, target: Target, rows: RowStatistics, selector: "GroupSelector | None") -> Outcome:
+        """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row."""
+        columns, group = rows.columns, self.counts.group
+        n_eff: Any = columns["n_eff"]
+        s_eff: Any = columns["s_eff"]
+        if group == "matrix":
+            if selector is not None:
+                columns["n_eff"][0] = float(selector.moments.number())
+                columns["s_eff"][0] = selector.effective_mass()
+            n_eff, s_eff = columns["n_eff"][:1].copy(), columns["s_eff"][:1].copy()
+        elif group == "all":
+            n_eff = s_eff = None
+        if n_eff is not None and target.name in self.counts.n_eff:
+            n_eff = self.counts.n_eff[target.name]
+        return rows.outcome(target, n_eff, s_eff)
+
+    def whole(self, selector: "GroupSelector | None") -> tuple[float, float] | None:
+        """N_eff and s_eff of all targets as one group; None for other groups."""
+        if self.counts.group != "all" or selector is None:
+            return None
+        n_eff = self.counts.n_eff[""][0] if "" in self.counts.n_eff else selector.moments.number()[0]
+        return float(n_eff), selector.effective_mass()
+
+    def _score(self, target: Target, first: int, words: Words) -> "Tensor":
+        """The scores of a chunk, on the device that decides."""
+        return self.scores.of(target, first, as_tensor(words, target.matrix.stored.dtype).to(self._device))
+
+    def _prune(self, target: Target, first: int, words: Words, selector: "GroupSelector | None") -> RowFigures:
+        """Prune a chunk in place; returns arrays."""
+        matrix, dtype = target.matrix, target.matrix.stored.dtype
+        if matrix.scales is None or selector is not None or self.scores.criterion_of(target).whole:
+            return self._prune_values(target, first, words, dtype, selector)
+        # FP8: the values are pruned as float32, then the bits. No bits but 0 have the value +0.0.
+        values = matrix.scales.dequantised(first, as_tensor(words, dtype)).numpy().view(np.uint32)
+        figures = self._prune_values(target, first, values, "F32", None)
+        words[values == 0] = 0
+        return figures
+
+    def _prune_values(
+        self, target: Target, first: int, words: Words, dtype: str, selector: "GroupSelector | None"
+    ) -> RowFigures:
+        rule = self.counts.rule_of(target, first, first + len(words)) if selector is None else None
+        plain = self._device == "cpu" and words.size and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
+        if rule is not None and plain and words_supported(dtype, rule):
+            return prune_words(words, dtype, self.scores.factors_of(target), rule, self._compiled)
+        from emp_llm.selection.reference import apply_selection, select_rows
+
+        host = as_tensor(words, dtype)
+        weights = host.to(self._device)
+        scores = self.scores.of(target, first, weights)
+        if selector is not None:
+            figures = apply_selection(weights, selector.select(scores))
+        else:
+            assert rule is not None
+            figures = apply_selection(weights, select_rows(scores, rule))
+        if weights is not host:
+            host.copy_(weights)
+        return RowFigures(*(None if values is None else values.cpu().numpy() for values in figures))
+
+
+def measure(pruners: Sequence[Pruner]) -> list[Outcomes]:
+    """The outcomes of several recipes for the same targets, each row being a group. Every matrix is read once for all of them.
+
+    Raises:
+        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+    """
+    reader, outcomes = pruners[0], [[] for _ in pruners]  # type: ignore[var-annotated]
+    total = sum(target.matrix.numel for target in reader.targets)
+    with reader.checkpoint.open_files() as files, progress_bar(total, "measure", "W") as bar:
+        for target in reader.targets:
+            statistics = [RowStatistics(target.matrix.rows) for _ in pruners]
+            for first, words in reader.read(target, files):
+                for rows, pruner in zip(statistics, pruners, strict=True):
+                    with naming_rows(target, first, words):
+                        rows.put(first, pruner._prune(target, first, words.copy(), None))
+                bar.update(words.size)
+                reader.buffers.give(words)
+            for rows, pruner, found in zip(statistics, pruners, outcomes, strict=True):
+                found.append(pruner.outcome(target, rows, None))
+    reader.checkpoint.check_unchanged()
+    return [Outcomes(found, None) for found in outcomes]

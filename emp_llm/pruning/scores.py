@@ -1,0 +1,336 @@
+"""The scores of a model's targets: by a criterion, from the weights and the norms of their inputs; or given by the user."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from blake3 import blake3
+
+from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix, as_tensor, dequantised_rows, torch_dtype
+from emp_llm.checkpoint.safetensors_header import StoredTensor, read_header
+from emp_llm.checkpoint.words import Words
+from emp_llm.common.errors import UserError
+from emp_llm.options.recipe import Recipe
+from emp_llm.selection.criteria import GIVEN, MAGNITUDE, Criterion, InputStatistics
+from emp_llm.selection.rule import NonFiniteError
+from emp_llm.storage.buffers import Block, tensor_bytes
+from emp_llm.storage.hashing import file_hash
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from emp_llm.calibration.activations import Activations
+
+_CHUNK = 1 << 22  # scores read at a time
+
+
+class Scores:
+    """The scores of each target.
+
+    Args:
+        checkpoint: of the targets; it is only read.
+        targets: in order.
+        recipe: its criterion scores all targets, except those in `by_magnitude`.
+        norms: of the inputs of each target, as `input_norms` gives them; empty if none are needed or known yet.
+
+    Attributes:
+        by_magnitude: name -> number of tokens, of the targets scored by magnitude: those of experts that saw fewer tokens than
+            the recipe asks for, because norms over few tokens are unreliable.
+
+    Raises:
+        UserError: given scores are missing for a target, or have another shape.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        recipe: Recipe,
+        norms: Mapping[str, InputStatistics] | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.targets = targets
+        self.recipe = recipe
+        self.criterion = recipe.scored_by
+        self.norms = norms or {}
+        self.by_magnitude = {
+            target.name: tokens
+            for target in targets
+            if target.layer.routed
+            and (known := self.norms.get(target.name)) is not None
+            and (tokens := known.tokens) is not None
+            and tokens < recipe.min_expert_tokens
+        }
+        if self.by_magnitude and recipe.group == "all":
+            name, tokens = next(iter(self.by_magnitude.items()))
+            raise UserError(
+                f"--group all: {name} saw {tokens} calibration tokens, too few for norms, and magnitudes cannot compete with "
+                "other scores. Use more --samples, or leave the layer out with --ignore."
+            )
+        self._given = GivenScores(recipe.scores, targets) if self.criterion is GIVEN else None
+        self._last: tuple[str, Tensor] | None = None  # the scores of a whole matrix
+        self._extremes: dict[str, tuple[float, float]] = {}
+
+    def with_norms(self, norms: Mapping[str, InputStatistics]) -> "Scores":
+        """The scores by these norms."""
+        return Scores(self.checkpoint, self.targets, self.recipe, norms)
+
+    def criterion_of(self, target: Target) -> Criterion:
+        """The criterion that scores a target."""
+        return MAGNITUDE if target.name in self.by_magnitude else self.criterion
+
+    def factors_of(self, target: Target) -> Block | None:
+        """The norms by which magnitudes are multiplied, float32, shape (columns,); None for magnitude alone."""
+        if not self.criterion_of(target).needs_norms:
+            return None
+        found: Block = np.ascontiguousarray(self.norms[target.name].norms.detach().cpu().float().numpy())
+        return found
+
+    def of(self, target: Target, first: int, weights: "Tensor") -> "Tensor":
+        """The scores of a chunk of a target's rows: floating, the shape and device of the weights.
+
+        Args:
+            first: number of the chunk's first row.
+            weights: as stored, or the float32 values of FP8, shape (rows, columns).
+
+        Raises:
+            UserError: a score of the user's own is NaN, infinite, or negative without a map.
+        """
+        criterion = self.criterion_of(target)
+        if criterion.whole:
+            return self._own_rows(target, first, first + weights.shape[0]).to(weights.device)
+        values = dequantised_rows(target.matrix, first, weights) if weights.element_size() == 1 else weights
+        return self._scored(criterion, target, values).contiguous()
+
+    def dtype(self, target: Target) -> "torch.dtype":
+        """The dtype of a target's scores."""
+        import torch
+
+        criterion = self.criterion_of(target)
+        if criterion.whole:
+            return self._own_rows(target, 0, 1).dtype
+        dtype = torch_dtype(target.matrix.stored.dtype) if target.matrix.scales is None else torch.float32
+        return torch.promote_types(dtype, torch.float32) if criterion.needs_norms else dtype
+
+    def _scored(self, criterion: Criterion, target: Target, weight: "Tensor") -> "Tensor":
+        return criterion.score(weight, self.norms.get(target.name)) if criterion.needs_norms else criterion.score(weight)
+
+    def _own_rows(self, target: Target, first: int, last: int) -> "Tensor":
+        """The mapped scores of rows first to last - 1, on the CPU.
+
+        Without a map and with "abs" they keep their dtype; "shift" (s - min s) and "exp" (exp(s - max s), both over the group)
+        are float64, so that distinct scores stay distinct.
+        """
+        import torch
+
+        scores = self._finite_rows(target, first, last)
+        kind = self.recipe.score_map
+        if kind is None and self.criterion.own and bool((scores < 0).any()):
+            raise UserError(
+                f"{self._source_name}: {target.name} has scores below zero. Say what they mean with --map: abs (their size "
+                "counts), shift or exp (the smallest are removed)."
+            )
+        if kind is None or kind == "abs":
+            return scores if kind is None else scores.abs()
+        scores = scores.double()
+        if self.recipe.group == "row":
+            least, most = scores.amin(1, keepdim=True), scores.amax(1, keepdim=True)
+        else:
+            least, most = (torch.tensor(value, dtype=torch.float64) for value in self._extremes_of(target))
+        return scores - least if kind == "shift" else (scores - most).exp()
+
+    def _extremes_of(self, target: Target) -> tuple[float, float]:
+        """The minimum and the maximum over the target, or over all targets."""
+        key = target.name if self.recipe.group == "matrix" else ""
+        if key not in self._extremes:
+            least, most = float("inf"), -float("inf")
+            for member in [target] if key else self.targets:
+                for first, last in member.matrix.row_blocks(_CHUNK):
+                    scores = self._finite_rows(member, first, last)
+                    least, most = min(least, float(scores.min())), max(most, float(scores.max()))
+            self._extremes[key] = least, most
+        return self._extremes[key]
+
+    def _finite_rows(self, target: Target, first: int, last: int) -> "Tensor":
+        """The scores of rows first to last - 1 before they are mapped. Of a criterion, those of the last matrix are kept."""
+        import torch
+
+        if self._given is not None:
+            scores = self._given.rows(target, first, last)
+        else:
+            if self._last is None or self._last[0] != target.name:
+                self._last = None  # free its memory before the next matrix is read
+                self._last = target.name, self._scores_of_matrix(target)
+            scores = self._last[1][first:last]
+        if not bool(torch.isfinite(scores).all()):
+            raise UserError(f"{self._source_name}: the scores of {target.name} hold NaN or infinity.")
+        return scores
+
+    def _scores_of_matrix(self, target: Target) -> "Tensor":
+        import torch
+
+        matrix = target.matrix
+        with self.checkpoint.open_files(again=True) as files, torch.no_grad():
+            words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
+            weight = dequantised_rows(matrix, 0, as_tensor(words, matrix.stored.dtype))
+            try:
+                scores = self._scored(self.criterion, target, weight)
+            except Exception as error:
+                shape = list(weight.shape)
+                error.add_note(f"raised by the {self._source_name} for {target.name}, whose weight has the shape {shape}")
+                raise
+        if not isinstance(scores, torch.Tensor) or scores.shape != weight.shape:
+            what = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+            raise UserError(
+                f"{self._source_name}: it returned {what} for {target.name}, whose weight has the shape {list(weight.shape)}; it "
+                "must return one score per weight."
+            )
+        return _floating(scores.detach().cpu(), self._source_name, target)
+
+    @property
+    def _source_name(self) -> str:
+        return f"criterion {self.criterion.name}" if self._given is None else self._given.name
+
+
+class GivenScores:
+    """Scores from safetensors files, or from tensors in memory.
+
+    Args:
+        given: a file, a folder of files, or tensors by name. A name is that of the weight in the checkpoint, that of the
+            parameter, or that of the layer; the shape is the weight's.
+        targets: of the run.
+
+    Raises:
+        UserError: a file is unreadable, or the scores of a target are missing or have another shape or dtype.
+    """
+
+    def __init__(self, given: str | Path | Mapping[str, Any] | None, targets: list[Target]) -> None:
+        if given is None:
+            raise UserError("the scores that decided the masks are not at hand; give their file with --scores.")
+        self._files: list[Path] = []
+        self._tensors: Mapping[str, Any]
+        if isinstance(given, str | Path):
+            self.name, path = f"--scores {given}", Path(given)
+            self._files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+            if not self._files:
+                raise UserError(f"--scores {given}: the folder holds no safetensors files.")
+            self._tensors = {tensor.name: tensor for file in self._files for tensor in read_header(file)}
+        else:
+            self.name, self._tensors = "the scores", given
+        for target in targets:
+            self._check(target)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the scores: of the files, or of names and tensors."""
+        from torch import Tensor
+
+        digest = blake3()
+        for file in self._files:
+            digest.update(_hash_of(file, file.stat().st_mtime_ns, file.stat().st_size).encode())
+        for name in sorted(self._tensors):
+            tensor = self._tensors[name]
+            if isinstance(tensor, Tensor):
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                digest.update(tensor_bytes(tensor.detach().cpu().contiguous()))
+        return digest.hexdigest()
+
+    def rows(self, target: Target, first: int, last: int) -> "Tensor":
+        """The scores of rows first to last - 1 of a target, on the CPU; UserError if they are complex numbers."""
+        tensor, matrix = self._tensors[self._name(target)], target.matrix
+        if isinstance(tensor, StoredTensor):
+            from emp_llm.storage.direct_io import FileReader
+
+            with FileReader(tensor.shard) as file:
+                words = Matrix(tensor, matrix.transposed, matrix.expert).read(file, first, last)
+            scores = as_tensor(words, tensor.dtype)
+        else:
+            whole = tensor.detach() if matrix.expert is None else tensor.detach()[matrix.expert]
+            scores = (whole.T if matrix.transposed else whole)[first:last].cpu()
+        return _floating(scores, self.name, target).contiguous()
+
+    def _name(self, target: Target) -> str:
+        names = (target.matrix.stored.name, target.layer.parameter, target.name)
+        found = next((name for name in names if name in self._tensors), None)
+        if found is None:
+            raise UserError(f"{self.name}: no scores for {names[0]}. Leave the layer out with --ignore, or add its scores.")
+        return found
+
+    def _check(self, target: Target) -> None:
+        from torch import Tensor
+
+        name = self._name(target)
+        tensor = self._tensors[name]
+        if not isinstance(tensor, Tensor | StoredTensor):
+            raise UserError(f"{self.name}: {name} is a {type(tensor).__name__}, not a tensor.")
+        if tuple(tensor.shape) != tuple(target.matrix.stored.shape):
+            raise UserError(
+                f"{self.name}: {name} has the shape {list(tensor.shape)}; the weight has {list(target.matrix.stored.shape)}."
+            )
+        if isinstance(tensor, StoredTensor) and tensor.dtype not in PRUNABLE_DTYPES:
+            raise UserError(f"{self.name}: {name} is stored as {tensor.dtype}; give {', '.join(PRUNABLE_DTYPES)}.")
+
+
+def input_norms(
+    activations: "Activations", targets: list[Target], relative: bool, name: str = "the activations"
+) -> dict[str, InputStatistics]:
+    """The norms of each target's inputs, and the number of tokens that they cover.
+
+    Args:
+        activations: from a calibration or a file; errors call them `name`.
+        relative: the norms relative to the outputs.
+
+    Raises:
+        UserError: the norms of a target are missing, or their number is wrong.
+    """
+    if relative and not activations.relative:
+        raise UserError(
+            f"{name}: it has no norms relative to the outputs, which relative scores need. Run emp-llm calibrate again, or use a "
+            "wanda method without --score relative."
+        )
+    norms = {}
+    for target in targets:
+        norm, inputs = activations.norm(target.name, relative), target.matrix.columns
+        if norm is None or norm.numel() != inputs:
+            wrong = "no norms" if norm is None else f"{norm.numel()} norms for {inputs} inputs"
+            raise UserError(
+                f"{name}: {target.name} has {wrong}. Either the norms are of another model or of other layers (run "
+                "emp-llm calibrate for this model), or the forward pass does not call this layer (leave it out with --ignore)."
+            )
+        norms[target.name] = InputStatistics(norm, activations.tokens_of(target.name))
+    return norms
+
+
+@contextmanager
+def naming_rows(target: Target, first: int, words: Words) -> Iterator[None]:
+    """Turn a NonFiniteError into a UserError that names the tensor and the rows."""
+    try:
+        yield
+    except NonFiniteError as error:
+        stored, rows = target.matrix.stored, f"rows {first} to {first + words.shape[0] - 1}"
+        if bool(as_tensor(words, stored.dtype).double().isfinite().all()):
+            raise UserError(f"{target.name}: the scores overflow in {rows}; its activations are too large.") from error
+        where = "" if str(stored.shard) == stored.name else f"{stored.shard}: "  # a model in memory has no file
+        remedy = "The checkpoint is damaged; download it again." if where else "Load the model again."
+        raise UserError(f"{where}{stored.name} holds NaN or infinity ({rows}). {remedy}") from error
+
+
+@cache
+def _hash_of(file: Path, modified: int, size: int) -> str:
+    """The hash of a file in this state, computed once."""
+    return file_hash(file)
+
+
+def _floating(scores: "Tensor", name: str, target: Target) -> "Tensor":
+    """Scores in a floating dtype of 16, 32 or 64 bits."""
+    if scores.is_complex():
+        raise UserError(f"{name}: the scores of {target.name} are complex numbers.")
+    if not scores.is_floating_point():
+        return scores.double()
+    return scores if scores.element_size() >= 2 else scores.float()

@@ -1,0 +1,118 @@
+"""Rows pruned in place, each a group of its own: by the compiled kernel, by numpy, or by the reference. All give the same bits."""
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from emp_llm.selection.rule import KeepRule, RowFigures
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+_DTYPES = ("BF16", "F16", "F32")
+
+
+def words_supported(dtype: str, rule: KeepRule) -> bool:
+    """Whether `prune_words` implements a rule for weights of a dtype, named as in safetensors ("BF16")."""
+    return dtype in _DTYPES and rule.compiled
+
+
+def prune_words(words: Any, dtype: str, norms: Any, rule: KeepRule, compiled: bool = True) -> RowFigures:
+    """Set to zero, in place, the weights of each row that a rule does not keep. torch is not needed.
+
+    Args:
+        words: the bits of the weights, uint16 or uint32, shape (rows, columns), contiguous, not empty.
+        dtype: of the weights: "BF16", "F16" or "F32".
+        norms: float32, shape (columns,), for scores |W| * norms; None: scores |W|.
+        rule: how many weights of each row to keep; `words_supported` for the dtype.
+        compiled: use the compiled kernel if it loads. Loading it takes as long as numpy takes for 16 million weights.
+
+    Returns:
+        Figures of the rows, as arrays.
+
+    Raises:
+        NonFiniteError: scores hold NaN or infinity; nothing is pruned.
+    """
+    if compiled and has_numba():
+        from emp_llm.selection import cpu_kernel
+
+        return cpu_kernel.prune_words(words, dtype, norms, rule)
+    from emp_llm.selection import numpy_rows
+
+    return numpy_rows.prune_words(words, dtype, norms, rule)
+
+
+def prune_rows(weight: "Tensor", norms: "Tensor | None", rule: KeepRule) -> RowFigures:
+    """Set to zero, in place, the weights of each row that a rule does not keep.
+
+    Args:
+        weight: shape (rows, columns), floating, on any device.
+        norms: float32, shape (columns,), on any device, for the criterion wanda; None: magnitude.
+        rule: how many weights of each row to keep.
+
+    Returns:
+        Figures of the rows, as tensors on the device of the weights.
+
+    Raises:
+        NonFiniteError: scores hold NaN or infinity; the weights are unchanged.
+        ValueError: norms have another shape.
+    """
+    import torch
+
+    from emp_llm.selection.criteria import InputStatistics, check_norms, magnitude, wanda
+    from emp_llm.selection.reference import apply_selection, select_rows
+
+    if has_kernel(weight, rule):
+        factors = None if norms is None else check_norms(norms, weight.shape[1]).detach().float().cpu().contiguous().numpy()
+        unsigned = {2: torch.uint16, 4: torch.uint32}[weight.element_size()]
+        words, name = weight.detach().view(unsigned).numpy(), _name(weight)
+        return RowFigures(*map(torch.from_numpy, prune_words(words, name, factors, rule)))
+    scores = magnitude(weight) if norms is None else wanda(weight, InputStatistics(norms))
+    return apply_selection(weight, select_rows(scores.contiguous(), rule))
+
+
+def mask_by_kernel(scores: "Tensor", rule: KeepRule) -> "Tensor":
+    """The mask of the largest |scores| of each row, by the compiled kernel.
+
+    Args:
+        scores: shape (rows, columns); `has_kernel` is true for them.
+        rule: how many scores of each row to keep.
+
+    Returns:
+        bool, shape (rows, columns), true where kept.
+
+    Raises:
+        NonFiniteError: scores hold NaN or infinity.
+    """
+    from emp_llm.selection.reference import largest_mask, order_keys
+
+    pruned = scores.clone()
+    figures = prune_rows(pruned, None, rule)
+    mask = order_keys(pruned).bool()
+    zeros_kept = (figures.kept > scores.shape[1] - figures.zeros).nonzero()[:, 0]  # rows whose mask is not the non-zero scores
+    if len(zeros_kept):
+        mask[zeros_kept] = largest_mask(scores[zeros_kept], figures.kept[zeros_kept])
+    return mask
+
+
+def has_kernel(weight: "Tensor", rule: KeepRule) -> bool:
+    """Whether the compiled kernel supports these weights and this rule."""
+    fitting = weight.device.type == "cpu" and weight.is_contiguous() and weight.numel() > 0
+    return fitting and words_supported(_name(weight), rule) and has_numba()
+
+
+@cache
+def has_numba() -> bool:
+    """Whether the compiled kernel loads. numba may be missing, built for another numpy, or without a folder for its cache."""
+    try:
+        from emp_llm.selection import cpu_kernel  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("warning: numba cannot be loaded (%s); pruning continues without it, more slowly.", error)
+        return False
+    return True
+
+
+def _name(weight: "Tensor") -> str:
+    return {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}.get(str(weight.dtype), "")
