@@ -20,7 +20,8 @@ from emp_llm import (
     loss_change_bound,
     shift,
 )
-from emp_llm.selection.arithmetic.hill import Moments, NonFiniteError
+from emp_llm.selection.reference import Moments, MomentsOfGroup
+from emp_llm.selection.rule import NonFiniteError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -229,6 +230,8 @@ def test_merged_moments_are_those_of_the_whole(order: float) -> None:
     scores = torch.randn(7, 300, dtype=torch.float64, generator=generator)
     scores *= 10.0 ** torch.arange(-6, 8, 2, dtype=torch.float64)[:, None]
     scores[3] = 0
-    parts = [Moments.of_rows(block, order) for block in scores.split(2)]
-    merged = float(Moments.merge(parts).number())
+    parts = MomentsOfGroup(order)
+    for block in scores.split(2):
+        parts.add(block)
+    merged = float(parts.merged().number())
     assert merged == pytest.approx(float(effective_number(scores, dim=None, order=order)), rel=1e-12)
