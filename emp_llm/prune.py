@@ -1,31 +1,28 @@
 """`emp-llm prune`: checkpoint (+ activations) -> pruned checkpoint, and a report."""
 
 import logging
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
+from emp_llm.common.file_names import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Opt, Options, takes
 from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDevice, PushOptions
-from emp_llm.options.recipe import Recipe, check_choice
+from emp_llm.options.recipe import SEARCHES, Recipe, check_choice
 from emp_llm.options.structure import StructureOptions
 
 if TYPE_CHECKING:
-    from emp_llm.pruning.chosen import Chosen
     from emp_llm.pruning.dry_run import DryRun
-    from emp_llm.pruning.scores import Scores
     from emp_llm.records.run_report import RunReport
 
 logger = logging.getLogger(__name__)
-_WARNINGS = 6  # that are logged; the report has all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +70,34 @@ def prune(
         from emp_llm.structure.prune_structure import prune_structure
 
         return prune_structure(model, recipe, structure, text, loading, quantized, evaluation, push, output)
-    _check(recipe, structure, text, loading, quantized, evaluation, push, output)
+    _check(recipe, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
-    from emp_llm.checkpoint.shards import write_manifest, write_shards
-    from emp_llm.common.stages import stage
-    from emp_llm.common.timing import Stopwatch
+    from emp_llm.common.stages import Stopwatch, stage
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
+    from emp_llm.models.quantization import quantization_of
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import counts_of, matched, read_report
+    from emp_llm.pruning.dry_run import dry_run
     from emp_llm.pruning.masks import Pruner, check_device
-    from emp_llm.pruning.outcome import recipe_in_force, report_of
+    from emp_llm.pruning.outcome import log_warnings, report_of
     from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.records.source import ModelSource, stage_records
-    from emp_llm.storage.output.output_folder import OutputFolder
+    from emp_llm.storage.output_folder import OutputFolder
 
     check_device(output.mask_device)
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
-    destination, suite = _destination(push, output.overwrite), _suite(evaluation)
+    destination, suite = None, None
+    if push.push_to_hub is not None:
+        from emp_llm.hub.push import Destination, check_login, push_finished
+
+        destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
+        destination.check_name()
+    if evaluation.evaluate is not None:
+        from emp_llm.evaluation.suites import find_suite
+
+        suite = find_suite(evaluation.evaluate)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     if (source.folder / REPORT_NAME).is_file():
         logger.warning(
@@ -105,86 +112,210 @@ def prune(
     update, scores = recipe.update, Scores(checkpoint, targets, recipe)
     if norms is not None:
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(text.activations)))
-    if update is not None:
-        _check_updatable(recipe, chosen)
     path = output.output or Path(f"{source.short_name}-{recipe.method}")
     if output.dry_run:
-        from emp_llm.pruning.dry_run import dry_run
-
         return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub)
 
-    # What is needed later is checked now: the login, the text, the suite.
+    # What is needed later is checked now: the login, the text, the suite, the output.
     if destination is not None and ranks().main:
-        from emp_llm.hub.push import check_login
-
         check_login(destination)
+    quantization, calibrates = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit), norms is None
+    data = None
+    if update is not None or (recipe.needs_activations and calibrates):
+        from emp_llm.calibration.data import calibration_data
+        from emp_llm.calibration.kept_norms import keep_norms, kept_norms
+        from emp_llm.calibration.passes import calibrated, delete_progress, fit_origin, model_origin
+
+        data = calibration_data(text, chosen.architecture, model.trust_remote_code, output.propagate)
+    if update is not None:
+        from emp_llm.pruning.updates import check_updatable, counts_to_search
+        from emp_llm.update.moved import MovedWeights
+        from emp_llm.update.update import update_warnings
+        from emp_llm.update.walk import update_model
+
+        check_updatable(recipe, chosen, data)
+    origin_of_norms = None if norms is None else {"norms": norms.digest}
+    if data is not None:
+        from emp_llm.calibration.passes import calibration_signature
+
+        how = calibration_signature(data, text, output.propagate, quantization)
+        origin_of_norms = (origin_of_norms or {}) | how | {"dtype": loading.dtype, "device_map": loading.device_map}
+    signature = run_signature(checkpoint, recipe, origin_of_norms)
+    prepared = None
+    if suite is not None:
+        from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+        from emp_llm.models.loading import load_tokenizer
+
+        prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
-    quantization, data = _quantization(quantized), None
-    if update is not None or (recipe.needs_activations and norms is None):
-        data = _data(text, chosen, recipe, output.propagate, model.trust_remote_code)
-    signature = _signature(chosen, recipe, norms, data, text, output.propagate, quantization, loading)
-    prepared = _prepared(suite, source, model.trust_remote_code)
-    if prepared is not None and _resumes_evaluation(path, signature):
+    if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
-        moved_bytes = sum(target.matrix.numel * target.matrix.itemsize for target in targets) if update is not None else 0
-        out = OutputFolder(path, [source.folder], checkpoint.output_bytes + moved_bytes, output.overwrite)
-        ranks().share(None)  # a barrier: all ranks check the output before the first rank creates it
+        needed = checkpoint.output_bytes + (0 if update is None else moved_bytes(targets))
+        out = OutputFolder(path, [source.folder], needed, output.overwrite)
+        ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
                 out.begin(signature)
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
-            about = None if norms is None else norms.about
-            masker = Pruner(scores, counts_of(scores), output.mask_device) if output.propagate == "pruned" else None
-            if recipe.needs_activations and norms is None:
+            propagated = Pruner(scores, counts_of(scores), output.mask_device) if output.propagate == "pruned" else None
+            if recipe.needs_activations and calibrates:
+                assert data is not None
                 with stage("calibrate"):
-                    norms = _calibrated(models, source, chosen, data, text, recipe, quantization, masker, out, stopwatch)
-                about = norms.about
+                    norms = kept_norms(out, stopwatch)  # of an interrupted run of the same command
+                    if norms is None:
+                        pruned_by = None if propagated is None else recipe.recorded()
+                        origin = model_origin(source.name, source.revision, checkpoint, quantization, pruned_by)
+                        dense = models.get(source.folder, quantization)
+                        with stopwatch("calibrate"):
+                            norms = calibrated(
+                                dense,
+                                data,
+                                chosen.layers_to_calibrate(),
+                                text,
+                                origin,
+                                masker=propagated,
+                                blocks=recipe.blocks,
+                                resume=out.calibration,
+                            )
+                        del dense
+                        if quantization is not None:
+                            models.free()
+                        keep_norms(out, norms, stopwatch)
+                    delete_progress(out.calibration)
                 scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+            about = None if norms is None else norms.about
 
-            # How many weights of each group stay, and which.
-            counts = masker.counts if masker is not None else counts_of(scores)
+            # How many weights of each group stay, which ones, and their values.
+            counts = counts_of(scores) if propagated is None else propagated.counts
             pruner, moved = Pruner(scores, counts, output.mask_device), None
             if update is not None:
+                assert data is not None
                 with stage("refit"):
-                    moved, origin = _moved(models, source, pruner, update, data, text, recipe, out, stopwatch)
-                about = about or origin
+                    moved = MovedWeights(out.work.fitted, lambda block: out.work.note(fitted=block))
+                    done = ranks().share(out.work.get("refitted") if ranks().main else None)
+                    if done is None:
+                        dense, mask_of = models.get(source.folder), pruner.masks()
+                        with stopwatch("refit"):
+                            update_model(
+                                dense,
+                                targets,
+                                data.tokens,
+                                update,
+                                moved,
+                                mask_of=mask_of,
+                                counts_of=counts_to_search(pruner, update, mask_of),
+                                batch_size=text.batch_size,
+                                hidden_states=text.hidden_states,
+                                blocks=recipe.blocks,
+                            )
+                        del dense
+                        if ranks().main:
+                            out.work.note(refitted=dict(stopwatch.record))
+                    else:
+                        stopwatch.record |= done
+                about = about or fit_origin(data, text, model_origin(source.name, source.revision, None))
             if prepared is None:
                 models.free()  # the dense model is no longer needed
 
             # The first rank writes.
-            report = None
+            report = None  # type: ignore[assignment]
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
-                    outcomes, identity, hashes = write_shards(pruner, out, moved)
-                if text.activations is not None and norms is not None:
+                    outcomes, identity, hashes = write_checkpoint(pruner, out, moved)
+                if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
-                origin_of = ModelSource(model=source.name, revision=source.revision, identity=identity)
-                report = report_of(origin_of, recipe, pruner, outcomes, chosen.coverage, about)
+                made_of = ModelSource(model=source.name, revision=source.revision, identity=identity)
+                report = report_of(made_of, recipe, pruner, outcomes, chosen.coverage, about)
                 report.dtype, report.device_map = loading.dtype, loading.device_map
-                report.stages = stage_records(stopwatch.record)
-                if moved is not None:
+                if moved is not None and update is not None:
                     report.fits = moved.records()
                     report.warnings = [*update_warnings(report.fits, targets, update), *report.warnings]
+                report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
-                write_manifest(out.files, checkpoint, identity, recipe_in_force(recipe, pruner), digest, hashes)
+                write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.put_in_place()
             report = ranks().share(report)
-        _log_warnings(report.warnings)
+        log_warnings(report.warnings)
 
     if prepared is not None:
-        from emp_llm.evaluation.evaluate import evaluate_checkpoint
-
         report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
     if destination is not None and ranks().main:
-        from emp_llm.hub.push import push_finished
-
         with stage("push"):
             report.push = push_finished(path, destination)
-    times = ", ".join(f"{name} {entry.seconds:.1f} s" for name, entry in report.stages.items())
-    logger.info("written to %s (%s)", path, times)
+    logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
     return report
+
+
+def _check(
+    recipe: Recipe,
+    text: NormOptions,
+    loading: LoadingOptions,
+    quantized: QuantizationOptions,
+    evaluation: EvaluationStageOptions,
+    push: PushOptions,
+    output: OutputOptions,
+) -> None:
+    """Raise UserError for invalid or conflicting options."""
+    if recipe.name == "taylor":
+        raise UserError(f"--method {recipe.method} scores heads and neurons, not weights. Add --structure, or use emp-wanda.")
+    recipe.check()
+    loading.check_loading()
+    text.check_calibration()
+    evaluation.check_evaluation()
+    push.check_push()
+    check_choice(output.propagate, Propagate, "propagate")
+    check_choice(output.mask_device, MaskDevice, "mask_device")
+    by_bitsandbytes = quantized.load_in_8bit or quantized.load_in_4bit
+    leave_out = "leave out --load-in-8bit and --load-in-4bit."
+    if output.propagate == "pruned":
+        if text.execution == "model":
+            raise UserError("--propagate pruned works block by block; leave out --execution model.")
+        if text.activations is not None:
+            raise UserError("--propagate pruned collects its norms itself; leave out --activations.")
+        if by_bitsandbytes:
+            raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
+        recipe.check_propagated()
+    if recipe.updates:
+        searches = recipe.name in SEARCHES
+        if by_bitsandbytes:
+            raise UserError(f"{recipe.update_flag} cannot change quantised weights; {leave_out}")
+        if text.calibration is None and text.activations is not None:
+            raise UserError(
+                f"{recipe.update_flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
+                f"--activations{'' if searches else ', or --refit'}; or name the text with --calibration."
+            )
+        if text.calibration is None and not searches and not recipe.needs_activations:
+            raise UserError(
+                f"--refit fits weights to a calibration text, and method {recipe.method} needs none. Leave out --refit, or name "
+                "the text with --calibration."
+            )
+
+
+def show(result: "RunReport | DryRun") -> None:
+    """Print the result of a run, or the plan of a dry run."""
+    from emp_llm.records.run_report import RunReport
+    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
+
+    if not isinstance(result, RunReport):
+        print(dry_run_table(result))
+        return
+    print(pruning_table(result))
+    for line in fit_lines(result):
+        print(line)
+    if result.evaluation is not None:
+        print(evaluation_table(result))
+    if result.push is not None:
+        from emp_llm.hub.push import pushed_words
+
+        print(pushed_words(result.push))
+
+
+callable_module(__name__)
+
+if __name__ == "__main__":
+    run(prune, show)

@@ -15,7 +15,6 @@ from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
 from emp_llm.packing.masks import Masks, rows_in
 from emp_llm.pruning.output.manifest import write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
-from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.buffers import Block
 
 
@@ -27,14 +26,12 @@ class ModelReport:
         record: the report of the run, as `prune` writes it.
         masks: the masks by parameter name.
         activations: the norms that decided them; None for methods without.
-        scheme: the rule that decided them.
         model: the model.
     """
 
     record: RunReport
     masks: Masks
     activations: Activations | None
-    scheme: Scheme
     model: nn.Module
 
     @property
@@ -64,7 +61,7 @@ class ModelReport:
         checkpoint = Checkpoint(folder)
         recipe = self.record.recipe
         architecture = Architecture.of_checkpoint(checkpoint, recipe.blocks, names_suffice=True)
-        targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language")
+        targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
         self._check_zeros(checkpoint, targets)
         stored = {target.name: target.matrix.stored.name for target in targets}
         matrices = {
@@ -77,7 +74,7 @@ class ModelReport:
             self.activations.save(folder / ACTIVATIONS_NAME)
         record.save(folder / REPORT_NAME)
         digest = None if self.activations is None else self.activations.digest
-        write_manifest(folder, checkpoint, None, record.recipe, self.scheme, digest, {})
+        write_manifest(folder, checkpoint, None, record.recipe, digest, {})
 
     def _check_zeros(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
         """Raise UserError unless every removed weight is zero in a checkpoint."""

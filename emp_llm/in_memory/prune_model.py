@@ -2,50 +2,39 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.targets import Target, check_calibrated
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.batch_pass import in_evaluation_mode, norms_of_batches
-from emp_llm.calibration.calibration import Calibration
-from emp_llm.calibration.images.image_calibration import ImageCalibration
-from emp_llm.calibration.tokens import tokens_signature
+from emp_llm.calibration.data import CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
+from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
-from emp_llm.common.timing import Stopwatch
-from emp_llm.execution.loading import load_model, max_context
+from emp_llm.common.stages import Stopwatch
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
-from emp_llm.in_memory.fit_in_memory import check_fit, fit_model, put_weights
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
+from emp_llm.models.loading import load_model, max_context
+from emp_llm.models.offload import resident_parameter
+from emp_llm.models.text_inputs import NOT_BY_BLOCKS, reads_twice
 from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.options.model import LoadingOptions
-from emp_llm.options.recipe import Recipe
-from emp_llm.packing.masks import Masks, rows_in
-from emp_llm.pruning.curve import settle_budget
-from emp_llm.pruning.outcome import Outcome
-from emp_llm.pruning.plan import Plan
-from emp_llm.pruning.pruner import Pruner
-from emp_llm.pruning.recipe import check_ranges, recipe_record
-from emp_llm.pruning.row_pruners import PrunedBlock
-from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
-from emp_llm.refit.fitted_rows import FittedRows
-from emp_llm.runs.stages.calibrating import check_images
-from emp_llm.runs.stages.refitting import fit_records, fit_warnings
-from emp_llm.runs.stages.report_assembly import assemble_report
-from emp_llm.runs.stages.stage import stage_records
-from emp_llm.selection.criteria import CRITERIA
-
-if TYPE_CHECKING:
-    from emp_llm.storage.buffers import Block
+from emp_llm.options.recipe import SEARCHES, Recipe
+from emp_llm.pruning.chosen import Chosen, choose_targets
+from emp_llm.pruning.counts import counts_of, matched
+from emp_llm.pruning.masks import Chunk, Pruner
+from emp_llm.pruning.outcome import Outcomes, report_of
+from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.updates import counts_to_search
+from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
+from emp_llm.runtime.masks import Masks, rows_in
+from emp_llm.update.moved import MovedWeights
+from emp_llm.update.update import check_update, update_warnings
+from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
 Data = str | Path | Tensor | Iterable[Any]
@@ -60,25 +49,6 @@ class CalibrationArguments(TypedDict, total=False):
     batch_size: int
     seed: int
     propagate: Propagate
-
-
-@dataclass(frozen=True)
-class _Calibration:
-    """The source of the input norms, as `prune_model` takes it."""
-
-    data: Any
-    tokenizer: Any
-    activations: Activations | Path | str | None = None
-    samples: int | None = None
-    seqlen: int | None = None
-    batch_size: int = 4
-    seed: int = 0
-    propagate: Propagate = "dense"
-
-    @property
-    def options(self) -> CalibrationOptions:
-        names = ("samples", "seqlen", "batch_size", "seed")
-        return CalibrationOptions(**{name: getattr(self, name) for name in names})
 
 
 def prune_model(
@@ -101,9 +71,9 @@ def prune_model(
             DataLoader).
         tokenizer: the model's, or its folder; for texts. Rows with images need the processor.
         activations: norms to use in place of `data`, or their file.
-        samples, seqlen, seed: of the calibration, as for `prune`.
+        samples, seqlen, seed: number and length of the calibration sequences, and the seed of a shuffled text.
         batch_size: sequences per forward pass; a DataLoader has its own.
-        propagate: calibrate each block on the outputs of dense or of pruned blocks.
+        propagate: calibrate each block on the outputs of "dense" or of "pruned" blocks.
 
     Returns:
         The report, with the pruned model as `report.model`. `report.save(folder)` completes a folder that
@@ -113,9 +83,12 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    report, weights = _decide(model, recipe, _Calibration(data, tokenizer, **how))
+    report, moved = _decide(model, recipe or Recipe(), data, tokenizer, **how)
     report.masks.apply(report.model)
-    put_weights(report.model, weights.targets, weights.fitted)
+    for target, weight in moved:
+        parameter = resident_parameter(report.model, target.layer.parameter)
+        if parameter is not None:
+            rows_in(parameter, target.layer).copy_(weight)  # type: ignore[arg-type, attr-defined]
     return report
 
 
@@ -131,134 +104,167 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    if recipe is not None and recipe.refit and not CRITERIA[recipe.criterion_name].fits:  # the masks do not depend on it
-        recipe = replace(recipe, refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
-    return _decide(model, recipe, _Calibration(data, tokenizer, **how))[0].masks
-
-
-class _Weights(NamedTuple):
-    """The fitted weights by target, and the targets."""
-
-    targets: list[Target]
-    fitted: dict[str, Tensor]
-
-
-def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibration) -> tuple[ModelReport, _Weights]:
-    """Decide the masks and the fitted weights of a model, which stays unchanged."""
     recipe = recipe or Recipe()
-    recipe.check_recipe()
-    check_ranges(recipe)
-    how.options.check_calibration()
-    if how.propagate == "pruned" and recipe.needs_activations:
+    if recipe.refit and recipe.name not in SEARCHES:  # the masks do not depend on it
+        recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
+    return _decide(model, recipe, data, tokenizer, **how)[0].masks
+
+
+def _decide(
+    given_model: nn.Module | str | Path,
+    recipe: Recipe,
+    data: Data | None,
+    tokenizer: Any,
+    activations: Activations | Path | str | None = None,
+    samples: int | None = None,
+    seqlen: int | None = None,
+    batch_size: int = 4,
+    seed: int = 0,
+    propagate: Propagate = "dense",
+) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
+    """Decide the masks of a model, and the weights that move, by target; the model stays unchanged."""
+    recipe.check()
+    check_propagate(propagate)
+    text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
+    text.check_calibration()
+    if propagate == "pruned" and recipe.needs_activations:
         recipe.check_propagated()
+    model: Any = given_model
     if isinstance(model, str | Path):
         folder = find_model(str(model)).folder
-        model, how = load_model(folder), replace(how, tokenizer=how.tokenizer or folder)
+        model, tokenizer = load_model(folder), tokenizer or folder
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
+
+    # Which weights, by which scores.
     weights, stopwatch = ModelWeights(model), Stopwatch()
-    images = recipe.needs_activations and how.activations is None and holds_images(how.data, how.tokenizer)
-    plan = Plan(architecture_of(model, weights, recipe.blocks), recipe, with_images=images)
-    pruner, norms = plan.pruner_of(recipe), None
-    if recipe.fits:
-        check_fit(model, recipe, pruner, how.data, how.tokenizer)
-    if how.propagate == "pruned" and recipe.needs_activations:
-        settle_budget(pruner)
+    images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
+    chosen = choose_targets(architecture_of(model, weights, recipe.blocks), recipe, images)
+    targets, recipe = chosen.targets, matched(recipe, chosen.targets)
+    update, scores = recipe.update, Scores(weights, targets, recipe)
+    if update is not None:
+        _check_updatable(model, recipe, targets, data, images)
+
+    # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
+    norms, propagated = None, None
     if recipe.needs_activations:
+        if propagate == "pruned":
+            propagated = Pruner(scores, counts_of(scores))
         with stopwatch("calibrate"):
-            norms = _norms(model, plan, pruner, recipe, how)
-        pruner.scores.use(norms)
-    elif not recipe.fits and (how.data is not None or how.activations is not None):
+            if activations is not None:
+                norms = Activations.load(Path(activations)) if isinstance(activations, str | Path) else activations
+            else:
+                norms = _calibrated(model, chosen, recipe, data, tokenizer, text, propagated)
+        scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+    elif update is None and (data is not None or activations is not None):
         logger.warning("warning: the calibration data has no effect: method %s needs none.", recipe.method)
-    settle_budget(pruner)
-    store = None
-    if recipe.fits and isinstance(model, PreTrainedModel):
-        with stopwatch("refit"):
-            store = fit_model(model, pruner, recipe, how.data, how.tokenizer, how.options)
+
+    # How many weights of each group stay, which ones, and their values.
+    counts = counts_of(scores) if propagated is None else propagated.counts
+    pruner, moved = Pruner(scores, counts), None
+    if update is not None:
+        sequences = data_in_memory(data, tokenizer, text, max_context(model.config))
+        if not isinstance(sequences, CalibrationText):
+            raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
+        moved, mask_of = MovedWeights(), pruner.masks()
+        with stopwatch("refit"), in_evaluation_mode(model):
+            update_model(
+                model,
+                targets,
+                sequences.tokens,
+                update,
+                moved,
+                mask_of=mask_of,
+                counts_of=counts_to_search(pruner, update, mask_of),
+                batch_size=batch_size,
+                blocks=recipe.blocks,
+            )
     with stopwatch("prune"):
-        masks, outcomes = _masks(model, pruner, None if store is None else store.rows(pruner.scheme.criterion.fits))
+        masks, outcomes = _masks(model, pruner, moved)
+
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
-    source = ModelSource(model=name_of(model), revision=revision)
     about = None if norms is None else norms.about
-    record = assemble_report(source, plan, recipe, LoadingOptions(), pruner, outcomes, about)
-    record.recipe.dtype = record.recipe.device_map = None
-    record.stages = stage_records(stopwatch)
-    if store is not None:
-        record.fits = fit_records(store.figures())
-        record.warnings = [*fit_warnings(store.figures(), pruner, recipe), *record.warnings]
-    report = ModelReport(record, masks, norms, pruner.scheme, model)
-    return report, _Weights(pruner.targets, {} if store is None else store.weights())
+    record = report_of(ModelSource(model=name_of(model), revision=revision), recipe, pruner, outcomes, chosen.coverage, about)
+    record.stages = stage_records(stopwatch.record)
+    found: dict[str, Tensor] = {}
+    if moved is not None and update is not None:
+        record.fits, found = moved.records(), moved.weights()
+        record.warnings = [*update_warnings(record.fits, targets, update), *record.warnings]
+    return ModelReport(record, masks, norms, model), [(each, found[each.name]) for each in targets if each.name in found]
 
 
-def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _Calibration) -> Activations:
-    """The norms that the user gave, or those of a calibration."""
-    if how.activations is not None:
-        given = how.activations
-        return Activations.load(Path(given)) if isinstance(given, str | Path) else given
-    if how.data is None:
+def _check_updatable(model: nn.Module, recipe: Recipe, targets: list[Target], data: Any, images: bool) -> None:
+    """Raise UserError if the weights of a model cannot be fitted to calibration data."""
+    flag = "Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"{flag} runs a model of transformers block by block; {type(model).__name__} is none.")
+    if reads_twice(model):
+        raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
+    if data is None:
+        raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
+    if images:
+        raise UserError(f"{flag} runs block by block, on text alone; give data without images.")
+    check_update(targets, recipe.update_flag, recipe.without_update)
+
+
+def _calibrated(
+    model: nn.Module,
+    chosen: Chosen,
+    recipe: Recipe,
+    data: Any,
+    tokenizer: Any,
+    text: CalibrationOptions,
+    masker: Pruner | None,
+) -> Activations:
+    """The norms of a calibration on the user's data."""
+    if data is None:
         raise UserError(
             f"method {recipe.method} needs calibration data: give data=, such as texts, token ids, a DataLoader or the name of "
             "a recipe; or use a magnitude method."
         )
-    filters = next((target.name for target in pruner.targets if is_convolution(model, target.layer)), None)
+    filters = next((target.name for target in chosen.targets if is_convolution(model, target.layer)), None)
     if filters is not None:
         raise UserError(
             f"{filters} is a convolution, which has no norms of input features. Use a magnitude method, or targets without it."
         )
-    context = max_context(model.config) if isinstance(model, PreTrainedModel) else None
-    if holds_images(how.data, how.tokenizer):
-        return _norms_of_images(model, plan, how, context)
-    text = calibration_text(how.data, how.tokenizer, how.options, context)
-    layers = [layer for layer in plan.layers_to_calibrate() if not is_convolution(model, layer)]
-    if text is not None:
-        check_calibrated(layers)
+    ours = isinstance(model, PreTrainedModel)
+    if chosen.with_images:
+        if not ours:
+            raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
+        check_images(chosen.architecture, text, "dense" if masker is None else "pruned")
+    sequences = data_in_memory(data, tokenizer, text, max_context(model.config) if ours else None)
+    layers = [layer for layer in chosen.layers_to_calibrate() if not is_convolution(model, layer)]
+    if sequences is not None:
+        check_calibrated(layers, chosen.with_images)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
-    about = CalibrationRecord(model=name, pruned_by=recipe_record(recipe) if how.propagate == "pruned" else None)
-    if text is None or not isinstance(model, PreTrainedModel):
-        if how.propagate == "pruned":
+    about = CalibrationRecord(model=name, pruned_by=None if masker is None else recipe.recorded())
+    if sequences is None or not ours:
+        if masker is not None:
             raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = how.data if text is None else list(torch.split(text.tokens, how.options.batch_size))
+        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))
         norms, tokens = norms_of_batches(model, layers, batches)
-        return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
-    calibration = Calibration(text, how.options, how.propagate, blocks=recipe.blocks)
+        norms.about = msgspec.structs.replace(about, text=TextRecord(file="in memory"), tokens=tokens)
+        return norms
+    assert isinstance(sequences, CalibrationText | CalibrationRows)
     with in_evaluation_mode(model):
-        norms = calibration.run(model, plan.checkpoint, layers, about, pruner if how.propagate == "pruned" else None)
-    if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
-        norms.about.text.sha256 = tokens_signature(text.tokens)
-    return norms
+        return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)
 
 
-def _norms_of_images(model: nn.Module, plan: Plan, how: _Calibration, context: int | None) -> Activations:
-    """The norms of a calibration on rows with images."""
-    if not isinstance(model, PreTrainedModel):
-        raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
-    check_images(plan.architecture, how.options, how.propagate)
-    layers = plan.layers_to_calibrate()
-    check_calibrated(layers, with_images=True)
-    rows = calibration_rows(how.data, how.tokenizer, how.options, context)
-    name = name_of(model)
-    about = CalibrationRecord(model=Path(name).name if Path(name).is_dir() else name)
-    norms = ImageCalibration(rows, how.options).run(model, plan.checkpoint, layers, about)
-    if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
-        norms.about.text.sha256 = rows.signature
-    return norms
-
-
-def _masks(model: nn.Module, pruner: Pruner, fitted: FittedRows | None) -> tuple[Masks, list[Outcome]]:
-    """The masks that a pruner or a fit decides, by parameter, and the outcome of each target."""
-    parameters: dict[str, Block] = {}
+def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, Outcomes]:
+    """The masks by parameter, and the outcome of each target."""
     masks, shapes = Masks(), {name: parameter.shape for name, parameter in model.named_parameters()}
+    unfinished: dict[str, Any] = {}  # the mask of one parameter, unpacked
 
-    def put(target: Target, block: PrunedBlock) -> None:
+    def put(target: Target, chunk: Chunk) -> None:
         name = target.layer.parameter
-        if name not in parameters:
-            for done in list(parameters):  # the targets of a parameter are consecutive
-                masks.put(done, parameters.pop(done))
-            parameters[name] = np.ones(shapes[name], dtype=np.bool_)
-        rows_in(parameters[name], target.layer)[block.first : block.first + block.words.shape[0]] = block.words != 0
+        if name not in unfinished:
+            for done in list(unfinished):  # the targets of a parameter are consecutive
+                masks.put(done, unfinished.pop(done))
+            unfinished[name] = np.ones(shapes[name], dtype=np.bool_)
+        rows_in(unfinished[name], target.layer)[chunk.first : chunk.first + len(chunk.words)] = chunk.words != 0
 
-    outcomes = pruner.decide(put, fitted=fitted)
-    for name, mask in parameters.items():
+    outcomes = pruner.decide(put, moved)
+    for name, mask in unfinished.items():
         masks.put(name, mask)
     return masks, outcomes

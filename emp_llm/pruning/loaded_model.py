@@ -4,7 +4,8 @@ Rows are pruned from the checkpoint's bytes, as for writing, and copied into the
 same bytes. So no weights are kept twice, and several recipes can be tried without reloading the model.
 """
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,75 +13,57 @@ from transformers import PreTrainedModel
 
 from emp_llm.architecture.model_layers import weight_of
 from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import as_tensor
 from emp_llm.execution.offload import is_offloaded
-from emp_llm.pruning.outcome import Outcome
-from emp_llm.pruning.pruner import Pruner
-from emp_llm.pruning.row_pruners import PrunedBlock
-from emp_llm.storage.file_pool import FilePool
+from emp_llm.pruning.masks import CHUNK_WEIGHTS, Chunk, Pruner
+from emp_llm.pruning.outcome import Outcomes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class MaskedModel:
-    """`with MaskedModel(model, pruner) as masked: outcomes = masked.prune(pruner); ...`. The context restores the model.
+def holds_stored_weights(model: PreTrainedModel, checkpoint: Checkpoint, targets: list[Target]) -> bool:
+    """Whether every target in a model equals the checkpoint's, rounded to the model's dtype, bit for bit.
+
+    False if weights are offloaded, quantised or otherwise converted.
+    """
+    if is_offloaded(model):
+        return False
+    for target in targets:
+        weight = weight_of(model, target.layer)
+        if weight.shape != (target.matrix.rows, target.matrix.columns) or not weight.is_floating_point():
+            return False
+    for target, first, stored in _stored_rows(checkpoint, targets):
+        own = weight_of(model, target.layer)[first : first + len(stored)]
+        same = stored.to(own.device, own.dtype)
+        if not torch.equal(own.view(_BITS[own.element_size()]), same.view(_BITS[own.element_size()])):
+            return False
+    return True
+
+
+@contextmanager
+def pruned(model: PreTrainedModel, pruner: Pruner) -> Iterator[Outcomes]:
+    """Replace a model's rows by those that a pruner decides; afterwards, restore the checkpoint's.
 
     Args:
-        model: loaded, on any devices and in any dtype; its weights are changed in place.
-        pruner: of the model's checkpoint; the pruners of later calls have the same targets.
+        model: loaded, on any devices and in any dtype, with the checkpoint's weights (`holds_stored_weights`).
     """
 
-    def __init__(self, model: PreTrainedModel, pruner: Pruner) -> None:
-        self.model = model
-        self._dense = pruner
-        self._changed = False
+    def put(target: Target, chunk: Chunk) -> None:
+        rows = as_tensor(chunk.words, target.matrix.stored.dtype)
+        weight_of(model, target.layer)[chunk.first : chunk.first + len(rows)].copy_(rows)
 
-    def fits(self) -> bool:
-        """Whether every target in the model equals the checkpoint's, rounded to the model's dtype, bit for bit.
-
-        False if weights are offloaded, quantised or otherwise converted.
-        """
-        if is_offloaded(self.model):
-            return False
-        with FilePool(again=True) as files:
-            for target in self._dense.targets:
-                weight = weight_of(self.model, target.layer)
-                if weight.shape != (target.matrix.rows, target.matrix.columns) or not weight.is_floating_point():
-                    return False
-                for first, words in self._dense.blocks(target, files):
-                    own = weight[first : first + words.shape[0]]
-                    stored = as_tensor(words, target.matrix.stored.dtype)
-                    if not torch.equal(_bits(own), _bits(stored.to(own.device, own.dtype))):
-                        return False
-        return True
-
-    def prune(self, pruner: Pruner) -> list[Outcome]:
-        """Replace the model's rows by those that a pruner decides. Rows decided on a GPU stay on it."""
-        self._changed = True
-        return pruner.decide(self._put_block, back=False)
-
-    def restore(self) -> None:
-        """Restore the checkpoint's rows."""
-        with FilePool(again=True) as files:
-            for target in self._dense.targets:
-                for first, words in self._dense.blocks(target, files):
-                    self._put(target, first, as_tensor(words, target.matrix.stored.dtype))
-        self._changed = False
-
-    def __enter__(self) -> "MaskedModel":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._changed:
-            self.restore()
-
-    def _put_block(self, target: Target, block: PrunedBlock) -> None:
-        weights = block.weights if block.weights is not None else as_tensor(block.words, target.matrix.stored.dtype)
-        self._put(target, block.first, weights)
-
-    def _put(self, target: Target, first: int, rows: Tensor) -> None:
-        weight_of(self.model, target.layer)[first : first + rows.shape[0]].copy_(rows)
+    try:
+        yield pruner.decide(put)
+    finally:
+        for target, first, rows in _stored_rows(pruner.checkpoint, pruner.targets):
+            weight_of(model, target.layer)[first : first + len(rows)].copy_(rows)
 
 
-def _bits(values: Tensor) -> Tensor:
-    return values.view(_BITS[values.element_size()])
+def _stored_rows(checkpoint: Checkpoint, targets: list[Target]) -> Iterator[tuple[Target, int, Tensor]]:
+    """(target, first row, rows) of each chunk of the checkpoint's weights."""
+    with checkpoint.open_files(again=True) as files:
+        for target in targets:
+            reader = files.reader(target.matrix.stored.shard)
+            for first, last in target.matrix.row_blocks(CHUNK_WEIGHTS):
+                yield target, first, as_tensor(target.matrix.read(reader, first, last), target.matrix.stored.dtype)

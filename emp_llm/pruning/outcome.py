@@ -1,6 +1,7 @@
 """The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk, and their summary for reports."""
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.words import mask_bytes, packed_bytes, word_bytes, words_in
+from emp_llm.common.file_names import REPORT_NAME
 from emp_llm.common.provenance import command_line, versions
 from emp_llm.common.wording import shortened_list
 from emp_llm.options.recipe import Recipe
@@ -22,7 +24,9 @@ from emp_llm.storage.buffers import Block
 if TYPE_CHECKING:
     from emp_llm.pruning.masks import Pruner
 
+logger = logging.getLogger(__name__)
 ALL_KEPT = "all kept"
+_LOGGED = 6  # warnings; the report has all
 KEEPS_LITTLE = 0.2
 
 
@@ -123,6 +127,14 @@ def report_of(
         matrices=matrices,
         warnings=warnings_of(matrices, pruner),
     )
+
+
+def log_warnings(warnings: list[str]) -> None:
+    """Log the first few warnings of a report. A large model may have one for every matrix."""
+    for sentence in warnings[:_LOGGED]:
+        logger.warning("warning: %s", sentence)
+    if len(warnings) > _LOGGED:
+        logger.warning("warning: %s more like these are in %s.", len(warnings) - _LOGGED, REPORT_NAME)
 
 
 def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> Recipe:
