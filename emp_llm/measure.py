@@ -1,17 +1,46 @@
 """`emp-llm measure`: effective numbers and masses of a model's matrices, by criterion and order; no weights are written."""
 
-from typing import TYPE_CHECKING
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import callable_module, run
-from emp_llm.options.base import takes
-from emp_llm.options.commands import MeasureOptions
+from emp_llm.common.errors import UserError
+from emp_llm.options.base import Opt, Options, Some, takes
+from emp_llm.options.calibration import NormOptions
+from emp_llm.options.lists import parse_numbers, parse_words
+from emp_llm.options.model import LoadingOptions, ModelOptions
+from emp_llm.options.recipe import METHODS, SEARCHES, Recipe, ScoreNorms, check_choice
+from emp_llm.selection.rule import check_beta
 
 if TYPE_CHECKING:
     from emp_llm.records.measure import Measure
 
+logger = logging.getLogger(__name__)
+CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
+_CRITERIA = "magnitude,wanda"
+_SHARED = (
+    *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial"),
+    *("criterion", "scores", "score_map", "score", "count_by"),
+)
 
-@takes(MeasureOptions)
-def measure(options: MeasureOptions) -> "Measure":
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(Options):
+    """What `measure` measures, and where it writes it."""
+
+    output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
+    overwrite: Annotated[bool, Opt("Replace an existing output.")] = False
+    criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None
+    orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2"
+    betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS
+
+
+@takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, MeasureOptions)
+def measure(
+    model: ModelOptions, shared: Recipe, text: NormOptions, loading: LoadingOptions, what: MeasureOptions
+) -> "Measure":
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
@@ -19,12 +48,126 @@ def measure(options: MeasureOptions) -> "Measure":
 
     Returns the content of the output.
     """
-    from emp_llm.runs.measure_run import MeasureRun
-    from emp_llm.runs.stages.stage import run_stages
+    recipes, betas = _recipes(what, shared), _betas(what.betas)
+    loading.check_loading()
+    text.check_calibration()
+    from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.checkpoint.identity import identity_of
+    from emp_llm.common.provenance import command_line, versions
+    from emp_llm.common.ranks import ranks
+    from emp_llm.common.stages import stage
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.pruning.chosen import targets_of_folder
+    from emp_llm.pruning.counts import Numbers, counts_of, curve_points, kept_of_outcomes
+    from emp_llm.pruning.masks import Pruner, measure_targets
+    from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
+    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.records.measure import Measure, MeasureEntry
+    from emp_llm.records.source import ModelSource
+    from emp_llm.storage.output_file import OutputFile, check_output_file
 
-    with MeasureRun(options) as job:
-        run_stages([job.calibrate, job.measure])
-    return job.record
+    if ranks().count > 1:
+        raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")
+    leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
+    norms = given_norms(text, leading)
+    source = find_model(model.model, model.revision, model.trust_remote_code)
+    path = what.output or Path(f"{source.short_name}-measure.json")
+    check_output_file(path, what.overwrite)
+    images = leading.needs_activations and may_reach_images(text)
+    chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
+    checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, leading.needs_activations and norms is None
+    unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]  # scores of one's own are checked now
+    data = None
+    if calibrates:
+        from emp_llm.calibration.data import calibration_data
+
+        data = calibration_data(text, chosen.architecture, model.trust_remote_code)
+    with OutputFile(path) as out:
+        if data is not None:
+            from emp_llm.calibration.passes import calibrated, model_origin
+            from emp_llm.models.loading import load_model
+
+            with stage("calibrate"):
+                dense = load_model(source.folder, loading.device_map, loading.dtype, model.trust_remote_code)
+                about = model_origin(source.name, source.revision, checkpoint)
+                layers = chosen.layers_to_calibrate()
+                norms = calibrated(dense, data, layers, text, about, blocks=leading.blocks, resume=out.progress)
+                del dense
+        with stage("measure"):
+            identity = identity_of(checkpoint)
+            if norms is not None:
+                warn_if_foreign(norms, identity, checkpoint.folder)
+            numbers: Numbers = {}  # of the magnitudes, shared by recipes whose counts they set
+            pruners = []
+            for scores in unscored:
+                if norms is not None and scores.recipe.needs_activations:
+                    name = str(text.activations or "the activations")
+                    scores = scores.with_norms(input_norms(norms, targets, scores.recipe.relative, name))
+                pruners.append(Pruner(scores, counts_of(scores, numbers)))
+            entries, weights = [], sum(target.matrix.numel for target in targets)
+            for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
+                recipe, matrices = pruner.scores.recipe, matrix_records(outcomes, pruner)
+                kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, betas)
+                entries.append(
+                    MeasureEntry(
+                        criterion=recipe.name,
+                        order=recipe.order or 0.0,
+                        score="relative" if recipe.relative else None,
+                        count_by="magnitude" if recipe.counts_by_magnitude else None,
+                        targets=targets_record(outcomes, chosen.coverage, pruner),
+                        sizes=sizes_record(outcomes, checkpoint, moved=False),
+                        matrices=matrices,
+                        curve=curve_points(betas, kept, weights, chosen.coverage.parameters),
+                        warnings=warnings_of(matrices, pruner),
+                    )
+                )
+        record = Measure(
+            source=ModelSource(model=source.name, revision=source.revision, identity=identity),
+            command=command_line(),
+            recipe=recipes[-1].recorded(),
+            calibration=None if norms is None else norms.about,
+            versions=versions(),
+            measures=entries,
+        )
+        record.save(path)
+        out.complete()
+    logger.info("written to %s", path)
+    return record
+
+
+def _recipes(what: MeasureOptions, shared: Recipe) -> list[Recipe]:
+    """A recipe at beta 1 for each criterion and order."""
+    check_choice(shared.score, ScoreNorms | None, "score")
+    recipes = []
+    criteria = parse_words(_CRITERIA if what.criteria is None else what.criteria, "--criteria")
+    own = shared.name if shared.criterion is not None or shared.scores is not None else None
+    if what.criteria is None and own is not None:
+        criteria.append(own)
+    for criterion in dict.fromkeys(criteria):
+        if criterion in SEARCHES:
+            raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
+        if criterion not in METHODS and own is None:
+            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(METHODS)}.")
+        orders = dict.fromkeys(parse_numbers(what.orders, "--orders"))
+        recipes += [shared.with_method(f"emp-{criterion}", order=order) for order in orders]
+    if shared.score is not None and not any(recipe.score == shared.score for recipe in recipes):
+        raise UserError(
+            f"--score {shared.score} is for criteria that need activations, and --criteria has none that it changes."
+        )
+    for recipe in recipes:
+        recipe.check()
+    return recipes
+
+
+def _betas(text: str) -> list[float]:
+    """The betas of --betas, in ascending order."""
+    betas = sorted(set(parse_numbers(text, "--betas")))
+    try:
+        for beta in betas:
+            check_beta(beta)
+    except ValueError as error:
+        raise UserError(f"--betas {text!r}: {error}.") from error
+    return betas
 
 
 def show(record: "Measure") -> None:

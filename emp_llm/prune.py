@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME
+from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Opt, Options, takes
 from emp_llm.options.calibration import NormOptions, Propagate
@@ -19,6 +19,9 @@ from emp_llm.options.recipe import SEARCHES, Recipe, check_choice
 from emp_llm.options.structure import StructureOptions
 
 if TYPE_CHECKING:
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.checkpoint.output import OutputFolder
+    from emp_llm.common.stages import Stopwatch
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.records.run_report import RunReport
 
@@ -84,7 +87,7 @@ def prune(
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.records.source import ModelSource, stage_records
-    from emp_llm.storage.output_folder import OutputFolder
+    from emp_llm.checkpoint.output import OutputFolder
 
     check_device(output.mask_device)
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
@@ -123,7 +126,6 @@ def prune(
     data = None
     if update is not None or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.data import calibration_data
-        from emp_llm.calibration.kept_norms import keep_norms, kept_norms
         from emp_llm.calibration.passes import calibrated, delete_progress, fit_origin, model_origin
 
         data = calibration_data(text, chosen.architecture, model.trust_remote_code, output.propagate)
@@ -163,7 +165,7 @@ def prune(
             if recipe.needs_activations and calibrates:
                 assert data is not None
                 with stage("calibrate"):
-                    norms = kept_norms(out, stopwatch)  # of an interrupted run of the same command
+                    norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)  # of an interrupted run
                     if norms is None:
                         pruned_by = None if propagated is None else recipe.recorded()
                         origin = model_origin(source.name, source.revision, checkpoint, quantization, pruned_by)
@@ -182,7 +184,9 @@ def prune(
                         del dense
                         if quantization is not None:
                             models.free()
-                        keep_norms(out, norms, stopwatch)
+                        if ranks().main:
+                            norms.save(out.files / ACTIVATIONS_NAME)
+                            out.note(calibrated={"norms": norms.digest, "stages": dict(stopwatch.record)})
                     delete_progress(out.calibration)
                 scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
             about = None if norms is None else norms.about
@@ -193,8 +197,8 @@ def prune(
             if update is not None:
                 assert data is not None
                 with stage("refit"):
-                    moved = MovedWeights(out.work.fitted, lambda block: out.work.note(fitted=block))
-                    done = ranks().share(out.work.get("refitted") if ranks().main else None)
+                    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
+                    done = ranks().share(out.get("refitted") if ranks().main else None)
                     if done is None:
                         dense, mask_of = models.get(source.folder), pruner.masks()
                         with stopwatch("refit"):
@@ -212,7 +216,7 @@ def prune(
                             )
                         del dense
                         if ranks().main:
-                            out.work.note(refitted=dict(stopwatch.record))
+                            out.note(refitted=dict(stopwatch.record))
                     else:
                         stopwatch.record |= done
                 about = about or fit_origin(data, text, model_origin(source.name, source.revision, None))
@@ -223,7 +227,7 @@ def prune(
             report = None  # type: ignore[assignment]
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
-                    outcomes, identity, hashes = write_checkpoint(pruner, out, moved)
+                    outcomes, identity, hashes = write_checkpoint(pruner, out.files, out, moved)
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
                 made_of = ModelSource(model=source.name, revision=source.revision, identity=identity)
@@ -238,7 +242,7 @@ def prune(
                 write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
-                out.put_in_place()
+                out.complete()
             report = ranks().share(report)
         log_warnings(report.warnings)
 
@@ -249,6 +253,20 @@ def prune(
             report.push = push_finished(path, destination)
     logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
     return report
+
+
+def kept_norms(out: "OutputFolder", stopwatch: "Stopwatch") -> "Activations | None":
+    """The norms that an interrupted run of the same command collected; None if it did not finish its calibration."""
+    from emp_llm.calibration.activations import Activations
+
+    noted = out.get("calibrated")
+    if noted is None:
+        return None
+    norms = Activations.load(out.files / ACTIVATIONS_NAME)
+    if norms.digest != noted["norms"]:
+        raise UserError(f"{out.files / ACTIVATIONS_NAME}: it has changed since it was written. Delete {out.work}.")
+    stopwatch.record |= noted["stages"]
+    return norms
 
 
 def _check(

@@ -1,18 +1,98 @@
-"""`emp-llm sweep`: one calibration, many recipes, and the measurements of each."""
+"""`emp-llm sweep`: one calibration, many recipes, and the measurements of each.
 
-from typing import TYPE_CHECKING
+DIR/sweep.json                      the definition of the sweep ("made_by"), and the measurements of all finished points
+DIR/activations.safetensors         the norms of the calibration
+DIR/dense.json                      the measurements of the dense model
+DIR/points/NAME/emp_report.json     a finished point, with its checkpoint under --keep
+DIR/.lock, .calibration, .checkpoint, points/.NAME.*    unfinished work
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from emp_llm.cli import callable_module, run
-from emp_llm.options.base import takes
-from emp_llm.options.commands import SweepOptions
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.file_names import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
+from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.options.base import Opt, Options, Some, takes
+from emp_llm.options.calibration import NormOptions
+from emp_llm.options.evaluation import SuiteOptions
+from emp_llm.options.lists import parse_numbers, parse_words
+from emp_llm.options.model import LoadingOptions, ModelOptions
+from emp_llm.options.output import MaskDevice
+from emp_llm.options.recipe import MatchBy, Recipe, check_choice, check_method, parse_pattern
 
 if TYPE_CHECKING:
-    from emp_llm.records.sweep import Sweep
-    from emp_llm.runs.sweeping.sweep_run import SweepDryRun
+    from emp_llm.architecture.targets import Coverage
+    from emp_llm.records.evaluation import Measures
+    from emp_llm.records.run_report import PointRecord, RunReport
+    from emp_llm.records.sweep import Sweep, SweepMadeBy
+
+logger = logging.getLogger(__name__)
+BETAS = "0.5,0.75,1,1.25,1.5,2"
+METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
+# In the order of their deletion.
+_OWN = ("points", "activations.safetensors", "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
+_SHARED = (
+    *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial", "group"),
+    *("criterion", "scores", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
+)
 
 
-@takes(SweepOptions)
-def sweep(options: SweepOptions) -> "Sweep | SweepDryRun":
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Options):
+    """The points of a sweep, and its folder."""
+
+    output: Annotated[Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")] = None
+    overwrite: Annotated[bool, Opt("Discard a sweep with other options at the output.")] = False
+    methods: Annotated[str | None, Opt(f"Methods, separated by commas; default: {METHODS} and those of your criterion.")] = None
+    betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
+    orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
+    sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
+    emp_sparsities: Annotated[str | None, Opt("Sparsities of the emp methods, in place of betas; their beta is found.")] = None
+    patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
+    matched_baselines: Annotated[
+        bool, Opt("Add two uniform baselines to each emp point: the same total, and the same count in every matrix.")
+    ] = False
+    mask_device: Annotated[MaskDevice, Opt("Device that computes the masks: cpu or cuda. They are the same on both.")] = "cpu"
+    keep: Annotated[bool, Opt("Also write the checkpoint of every point.")] = False
+    dry_run: Annotated[bool, Opt("Print the plan of the sweep, and write nothing.")] = False
+
+
+@dataclass(frozen=True)
+class SweepDryRun:
+    """The plan of a sweep.
+
+    Attributes:
+        points: the unfinished points.
+        coverage: the targets' share of the model.
+        disk_bytes: size of the checkpoints under --keep.
+    """
+
+    points: "list[PointRecord]"
+    coverage: "Coverage"
+    disk_bytes: int
+    dry_run: bool = True
+
+
+@takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, SuiteOptions, SweepOptions)
+def sweep(
+    model: ModelOptions,
+    shared: Recipe,
+    text: NormOptions,
+    loading: LoadingOptions,
+    suite_options: SuiteOptions,
+    how: SweepOptions,
+) -> "Sweep | SweepDryRun":
     """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense model.
 
     The model is loaded and calibrated once. For each point the weights are masked in memory, the model is measured, and the
@@ -21,29 +101,495 @@ def sweep(options: SweepOptions) -> "Sweep | SweepDryRun":
 
     Returns the content of sweep.json; for a dry run, the plan.
     """
-    from emp_llm.runs.stages.stage import run_stages
-    from emp_llm.runs.sweeping.sweep_run import SweepRun
+    loading.check_loading()
+    text.check_calibration()
+    check_choice(how.mask_device, MaskDevice, "mask_device")
+    from emp_llm.calibration.activations import Activations
+    from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.checkpoint.output import OutputFolder
+    from emp_llm.common.provenance import command_line
+    from emp_llm.common.ranks import ranks
+    from emp_llm.common.stages import Stopwatch, stage
+    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
+    from emp_llm.evaluation.results import new_results, open_results
+    from emp_llm.evaluation.suites import suite_of
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.models.loading import load_tokenizer
+    from emp_llm.models.one_model import OneModel
+    from emp_llm.pruning.chosen import targets_of_folder
+    from emp_llm.pruning.counts import Numbers, counts_of, matched
+    from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
+    from emp_llm.pruning.masks import Pruner, check_device
+    from emp_llm.pruning.outcome import ALL_KEPT, masks_digest, report_of
+    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
+    from emp_llm.records.evaluation import Measures
+    from emp_llm.records.source import ModelSource, stage_records
+    from emp_llm.records.sweep import Sweep, SweepMadeBy
 
-    job = SweepRun(options)
-    if options.dry_run:
-        return job.dry_run()
-    with job:
-        run_stages([job.calibrate, job.evaluate_dense, *job.points])
-    return job.record
+    if ranks().count > 1:
+        raise UserError(
+            "A sweep runs in one process. Start it without torchrun; --device-map spreads a large model over devices."
+        )
+    check_device(how.mask_device)
+    source = find_model(model.model, model.revision, model.trust_remote_code)
+    path = how.output or Path(f"{source.short_name}-sweep")
+    points = plan_points(how, shared, path / "points")
+    suite = suite_of(suite_options)
+    scored = [point.recipe for point in points if point.recipe.needs_activations]
+    leading = scored[0] if scored else points[0].recipe
+    norms = given_norms(text, leading)
+    stopwatch = Stopwatch()
+    images = leading.needs_activations and may_reach_images(text)
+    chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
+    checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, bool(scored) and norms is None
+    if norms is not None and scored:
+        input_norms(norms, targets, leading.relative, str(text.activations))
+    folder = SweepFolder(path, source.folder, points)
+    if how.dry_run:
+        unfinished = [point.record() for point in points if folder.report(point) is None]
+        return SweepDryRun(unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0)
+
+    with folder.locked(), ExitStack() as stack:
+        # Everything that the measurements depend on; a sweep with other values is refused.
+        data, made_of = None, None if norms is None else {"norms": norms.digest}
+        if calibrates:
+            from emp_llm.calibration.data import calibration_data
+            from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, model_origin
+
+            data = calibration_data(text, chosen.architecture, model.trust_remote_code)
+            made_of = calibration_signature(data, text)
+        prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+        dense = new_results(source, suite, prepared.batch_size, loading.dtype, loading.device_map)
+        identity = dense.made_by.model.identity or ""
+        if norms is not None:
+            warn_if_foreign(norms, identity, source.folder)
+        named = ModelSource(model=source.name, revision=source.revision, identity=identity)
+        made_by = SweepMadeBy(
+            **{name: getattr(dense.made_by, name) for name in dense.made_by.__struct_fields__},
+            recipe=_shared_recipe(shared),
+            activations=made_of,
+        )
+        folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
+
+        # The norms and the dense model, once.
+        models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
+        if norms is not None and not folder.activations.is_file():
+            norms.save(folder.activations)
+        elif calibrates and folder.activations.is_file():
+            norms = Activations.load(folder.activations)
+        elif data is not None:
+            with stage("calibrate"), stopwatch("calibrate"):
+                about = model_origin(source.name, source.revision, checkpoint)
+                layers, progress = chosen.layers_to_calibrate(), folder.calibration
+                norms = calibrated(models.get(source.folder), data, layers, text, about, blocks=leading.blocks, resume=progress)
+            norms.save(folder.activations)
+            folder.note_stages(stage_records(stopwatch.record))
+            delete_progress(folder.calibration)
+        dense = open_results(folder.dense, dense)
+        if not dense.complete:
+            with stage("evaluate dense"), stopwatch("evaluate dense"):
+                dense = evaluate_model(models.get(source.folder), prepared, dense, folder.dense)
+            folder.note_stages(stage_records(stopwatch.record), dense.measures)
+
+        # The points: masked in memory, or written to a temporary checkpoint where the loaded weights are not the stored ones.
+        in_memory: bool | None = None
+        numbers: Numbers = {}  # of the magnitudes, shared by points whose counts they set
+        measured: dict[str, tuple[str, Measures]] = {ALL_KEPT: ("dense", dense.measures)}  # by the digest of the masks
+        for place, point in enumerate(points, 1):
+            known, point_folder = folder.report(point), folder.points / point.name
+            if known is not None and (not how.keep or (point_folder / MANIFEST_NAME).is_file()):
+                logger.info("%s: already finished; not measured again.", point.name)
+                measured.setdefault(known.masks or "", (point.name, folder.finish(point, known)))
+                continue
+            with stage(point.name):
+                watch, recipe = Stopwatch(), matched(point.recipe, targets)
+                scores = Scores(checkpoint, targets, recipe)
+                if recipe.needs_activations and norms is not None:
+                    scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+                pruner = Pruner(scores, counts_of(scores, numbers), how.mask_device)
+                if in_memory is None:
+                    in_memory = holds_stored_weights(models.get(source.folder), checkpoint, targets)
+                    if not in_memory:
+                        logger.info(
+                            "the loaded weights differ from the stored ones; each point is written to a temporary checkpoint."
+                        )
+                        models.free()
+                with ExitStack() as of_point:
+                    used = norms if recipe.needs_activations else None
+                    digest = None if used is None else used.digest
+                    files, out = source.folder, None  # of the model to measure, and of the checkpoint to keep
+                    with watch("prune"):
+                        if how.keep:
+                            out = OutputFolder(point_folder, [source.folder], checkpoint.output_bytes, overwrite=True)
+                            of_point.enter_context(out)
+                            out.begin(run_signature(checkpoint, recipe, None if digest is None else {"norms": digest}))
+                            outcomes, identity, hashes = write_checkpoint(pruner, out.files, out)
+                            files = out.files
+                        elif not in_memory:
+                            files = of_point.enter_context(_scratch(folder.scratch))
+                            outcomes, _, _ = write_checkpoint(pruner, files)
+                        if in_memory:
+                            outcomes = of_point.enter_context(pruned(models.get(source.folder), pruner))
+                    masks = masks_digest(outcomes, recipe, scores.by_magnitude)
+                    if known is not None and known.masks == masks and known.evaluation is not None:
+                        measures = known.evaluation.pruned or Measures()
+                    elif masks in measured:
+                        name, same = measured[masks]
+                        logger.info("%s: the same masks as %s, so the same values.", point.name, name)
+                        measures = Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name)
+                    else:
+                        measures = folder.measured_so_far(point, masks)
+                        loaded = models.get(source.folder if in_memory else files)
+                        with watch("evaluate pruned"):
+                            measures = measure(loaded, prepared, measures, partial(folder.note_measures, point, masks))
+                        del loaded
+                    about = None if used is None else used.about
+                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, about)
+                    report.dtype, report.device_map = loading.dtype, loading.device_map
+                    report.point, report.masks = point.record(), masks
+                    report.evaluation = evaluation_record(prepared, dense.measures, measures)
+                    report.stages = stage_records(watch.record)
+                    report.save((point_folder if out is None else out.files) / REPORT_NAME)
+                    if out is not None:
+                        if used is not None:
+                            used.save(out.files / ACTIVATIONS_NAME)
+                        write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
+                        out.complete()
+            removed = 100 * report.targets.sparsity_of_targets
+            logger.info("%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points))
+            measured.setdefault(masks, (point.name, folder.finish(point, report)))
+        stack.callback(models.free)
+    return folder.record
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A folder for a temporary checkpoint."""
+    path.mkdir(exist_ok=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _shared_recipe(shared: Recipe) -> Recipe:
+    """The recipe of the sweep in its record: the fields that all points share."""
+    return shared.recorded() if shared.shares == "owl" else shared.recorded().but(owl_lambda=None, owl_m=None)
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A point of a sweep.
+
+    Attributes:
+        name: of its folder.
+        recipe: of the point.
+        baseline_of: for a baseline, the name of the EMP point that keeps as many weights; `recipe.match` is its folder.
+    """
+
+    name: str
+    recipe: Recipe
+    baseline_of: str | None = None
+
+    def record(self) -> "PointRecord":
+        """The point as a report records it."""
+        from emp_llm.records.run_report import PointRecord
+
+        recipe = self.recipe
+        return PointRecord(
+            name=self.name,
+            method=recipe.method,
+            beta=recipe.beta,
+            order=recipe.order,
+            sparsity=recipe.sparsity,
+            pattern=recipe.pattern,
+            baseline_of=self.baseline_of,
+            match=recipe.match_by,
+        )
+
+
+def plan_points(how: SweepOptions, shared: Recipe, folder: Path) -> list[SweepPoint]:
+    """The points that the options ask for; baselines follow their EMP point.
+
+    Args:
+        shared: the fields that the points share, such as the targets.
+        folder: parent of the points' folders.
+
+    Raises:
+        UserError: an option is not a list of its kind, or applies to none of the methods; or a recipe conflicts.
+    """
+    own = f",emp-{shared.name},{shared.name}" if shared.criterion is not None or shared.scores is not None else ""
+    methods = parse_words(f"{METHODS}{own}" if how.methods is None else how.methods, "--methods")
+    for method in methods:
+        check_method(shared.with_method(method), "--methods:")
+    adaptive = [method for method in methods if method.startswith("emp-")]
+    for_emp = {"--betas": how.betas, "--orders": how.orders, "--matched-baselines": how.matched_baselines or None}
+    _check_use(for_emp | {"--emp-sparsities": how.emp_sparsities}, adaptive, "emp methods")
+    fixed = [method for method in methods if method not in adaptive]
+    _check_use({"--sparsities": how.sparsities, "--patterns": how.patterns}, fixed, "methods without emp-")
+    if shared.group == "all" and how.matched_baselines:
+        raise UserError("--matched-baselines fixes the count of every matrix; use --group row or matrix, not all.")
+    points: list[SweepPoint] = []
+    for method in methods:
+        if method in adaptive:
+            for order in parse_numbers("2" if how.orders is None else how.orders, "--orders"):
+                name = method if order == 2 else f"{method}-order-{_short(order)}"
+                betas = BETAS if how.betas is None and how.emp_sparsities is None else how.betas
+                asked: list[tuple[str, dict[str, float]]] = [
+                    (f"{name}-beta-{_short(beta)}", {"beta": beta})
+                    for beta in (parse_numbers(betas, "--betas") if betas is not None else [])
+                ]
+                asked += [
+                    (f"{name}-{_short(sparsity)}", {"sparsity": sparsity})
+                    for sparsity in (
+                        parse_numbers(how.emp_sparsities, "--emp-sparsities") if how.emp_sparsities is not None else []
+                    )
+                ]
+                for point_name, value in asked:
+                    points.append(SweepPoint(point_name, shared.with_method(method, order=order, **value)))
+                    points += _baselines(points[-1], folder) if how.matched_baselines else []
+            continue
+        if how.sparsities is not None or how.patterns is None:
+            for sparsity in parse_numbers("0.5" if how.sparsities is None else how.sparsities, "--sparsities"):
+                points.append(SweepPoint(f"{method}-{_short(sparsity)}", shared.with_method(method, sparsity=sparsity)))
+        for pattern in parse_words(how.patterns, "--patterns") if how.patterns is not None else []:
+            recipe = shared.with_method(method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None)
+            points.append(SweepPoint(f"{method}-{_pattern_name(pattern)}", recipe))
+    for point in points:
+        if point.baseline_of is None:
+            point.recipe.check()
+    _check_shared(points, shared)
+    return list({point.name: point for point in points}.values())
+
+
+def _baselines(point: SweepPoint, folder: Path) -> list[SweepPoint]:
+    """The same criterion with uniform rows, which keeps as many weights in total, or in every matrix."""
+    found = []
+    for by in get_args(MatchBy):
+        name = f"{point.recipe.name}-{by}-as-{point.name}"
+        recipe = point.recipe.with_method(point.recipe.name, match=str(folder / point.name), match_by=by)
+        found.append(SweepPoint(name, recipe, point.name))
+    return found
+
+
+def _check_shared(points: list[SweepPoint], shared: Recipe) -> None:
+    """Raise UserError for a method that moves kept weights, or for options of the scores that no point uses."""
+    moving = next((point.recipe.method for point in points if point.recipe.updates), None)
+    if moving is not None:
+        raise UserError(f"--methods: a sweep only sets weights to zero; run prune --method {moving} instead.")
+    fixed = "methods with a fixed sparsity and activations"
+    for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods"), ("shares", fixed)):
+        asked = getattr(shared, name)
+        if asked is not None and not any(getattr(point.recipe, name) == asked for point in points):
+            raise UserError(f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods has none that it changes.")
+
+
+def _check_use(options: dict[str, Any], methods: list[str], names: str) -> None:
+    """Raise UserError for an option that applies to none of the methods."""
+    for flag, value in options.items():
+        if value is not None and not methods:
+            raise UserError(f"{flag} is for {names}, and --methods has none; leave {flag} out or add one.")
+
+
+def _pattern_name(pattern: str) -> str:
+    try:
+        return "{}of{}".format(*parse_pattern(pattern))
+    except ValueError as error:
+        raise UserError(f"--patterns: {error}.") from error
+
+
+def _short(number: float) -> str:
+    """A number as part of a file name; distinct numbers have distinct names."""
+    text = f"{number:g}" if float(f"{number:g}") == number else repr(number)
+    return re.sub(r"[^\w.+-]", "", text)
+
+
+class SweepFolder:
+    """The folder of a sweep. It keeps the finished parts, so that the same sweep resumes and a larger sweep extends it.
+
+    Args:
+        path: the folder; created if missing.
+        source: the folder of the dense model; never touched.
+        planned: the points of this run, in order.
+
+    Attributes:
+        activations, dense: files in the folder; points: parent of the points' folders; calibration, scratch: folders for
+            unfinished work.
+        record: the content of sweep.json.
+
+    Raises:
+        UserError: the path exists and is not the folder of a sweep, or it contains the source or lies in it.
+    """
+
+    record: "Sweep"
+
+    def __init__(self, path: Path, source: Path, planned: list[SweepPoint]) -> None:
+        self.path = Path(path)
+        self.points = self.path / "points"
+        self.activations, self.dense = self.path / "activations.safetensors", self.path / "dense.json"
+        self.calibration, self.scratch = self.path / ".calibration", self.path / ".checkpoint"
+        self._planned, self._file = planned, self.path / SWEEP_NAME
+        real, origin = self.path.resolve(), source.resolve()
+        if real == origin or real in origin.parents or origin in real.parents:
+            raise UserError(f"--output {path}: it is the input folder, lies inside it or contains it; name another folder.")
+        if os.path.lexists(self.path) and not self._ours():
+            raise UserError(f"--output {path}: it exists and is not the folder of a sweep; name another folder.")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one run."""
+        from emp_llm.checkpoint.files import explain_disk_error
+        from emp_llm.checkpoint.locks import FileLock
+
+        lock = FileLock(self.path / ".lock", f"--output {self.path}")
+        try:
+            self.points.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError as error:
+            raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
+        try:
+            yield
+        except BaseException as error:
+            explanation = explain_disk_error(error, self.path, [self.points])
+            if explanation is not None:
+                raise explanation from error
+            raise
+        finally:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                lock.release()
+
+    def begin(self, made_by: "SweepMadeBy", about: "Sweep", overwrite: bool) -> None:
+        """Resume the sweep in the folder, or begin one.
+
+        Args:
+            made_by: everything that the measurements depend on. Its `activations` are None if no point needs norms; then it
+                matches any activations in the folder.
+            about: the record to begin with: command, source, suite.
+            overwrite: discard a different sweep.
+
+        Raises:
+            UserError: the folder holds a different sweep, and `overwrite` is false.
+        """
+        from emp_llm.checkpoint.files import INDEX_LIMIT
+        from emp_llm.checkpoint.output import describe_difference
+        from emp_llm.records.base import read_record
+        from emp_llm.records.sweep import Sweep
+
+        held = read_record(self._file, Sweep, INDEX_LIMIT) if self._file.is_file() else None
+        before = held.made_by.as_dict() if held is not None and held.made_by is not None else {}
+        asked = made_by.as_dict()
+        kept = before.get("activations")
+        if kept is None or made_by.activations is None:
+            before["activations"] = asked.get("activations")
+        difference = describe_difference(before, asked) if held is not None else None
+        if difference is not None and not overwrite:
+            raise UserError(
+                f"--output {self.path}: it holds a sweep with {difference}. Name another folder, or add --overwrite to discard "
+                "it."
+            )
+        if difference is not None:
+            for path in (self.path / name for name in _OWN):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            self.points.mkdir()
+            held, kept = None, None
+        shutil.rmtree(self.scratch, ignore_errors=True)  # left by an interrupted run
+        made_by.activations = made_by.activations or kept
+        self.record = about
+        self.record.made_by = made_by
+        if held is not None:
+            self.record.stages, self.record.dense, self.record.points = held.stages, held.dense, held.points
+        self.record.save(self._file)
+
+    def note_stages(self, stages: Any, dense: "Measures | None" = None) -> None:
+        """Note times of stages, and the measurements of the dense model, in sweep.json."""
+        self.record.stages |= stages
+        self.record.dense = dense or self.record.dense
+        self.record.save(self._file)
+
+    def report(self, point: SweepPoint) -> "RunReport | None":
+        """The report of a finished point; None if it is not finished."""
+        path = self.points / point.name
+        if not (path / REPORT_NAME).is_file():
+            return None
+        from emp_llm.pruning.counts import read_report
+
+        report = read_report(path)
+        found, wanted = report.point, point.record()
+        if found is not None and point.recipe.sparsity is not None and point.recipe.adaptive:
+            wanted.beta = found.beta
+        return report if found == wanted and report.evaluation is not None else None
+
+    def measured_so_far(self, point: SweepPoint, masks: str) -> "Measures":
+        """The measurements of an interrupted run for a point with these masks."""
+        from emp_llm.checkpoint.files import read_json
+        from emp_llm.records.base import converted
+        from emp_llm.records.evaluation import Measures
+
+        path = self._partial(point)
+        before = read_json(path) if path.is_file() else {}
+        return converted(before["measures"], Measures, str(path)) if before.get("masks") == masks else Measures()
+
+    def note_measures(self, point: SweepPoint, masks: str, measures: "Measures") -> None:
+        """Note the measurements of an unfinished point."""
+        from emp_llm.checkpoint.files import write_json
+
+        write_json(self._partial(point), {"masks": masks, "measures": measures.as_dict()})
+
+    def finish(self, point: SweepPoint, report: "RunReport") -> "Measures":
+        """Note the measurements of a finished point in sweep.json; returns them."""
+        from emp_llm.records.evaluation import Measures
+        from emp_llm.records.run_report import PointRecord
+        from emp_llm.records.sweep import SweptPoint
+
+        assert report.evaluation is not None
+        measures = report.evaluation.pruned or Measures()
+        entry = SweptPoint(
+            **{name: getattr(report.point, name) for name in PointRecord.__struct_fields__},
+            sparsity_of_targets=report.targets.sparsity_of_targets,
+            sparsity_of_all_parameters=report.targets.sparsity_of_all_parameters or 0.0,
+            evaluation=measures,
+            masks=report.masks or "",
+        )
+        known = {other.name: other for other in self.record.points} | {point.name: entry}
+        order = dict.fromkeys([planned.name for planned in self._planned if planned.name in known])
+        self.record.dense = report.evaluation.dense
+        self.record.points = [known[name] for name in order | dict.fromkeys(known)]
+        self.record.save(self._file)
+        self._partial(point).unlink(missing_ok=True)
+        return measures
+
+    def _partial(self, point: SweepPoint) -> Path:
+        """The file with the measurements of an unfinished point."""
+        return self.points / f".{point.name}.measures.json"
+
+    def _ours(self) -> bool:
+        """Whether the path is the folder of a sweep that has at least begun, or empty."""
+        if not self.path.is_dir():
+            return False
+        if self._file.is_file():
+            return True
+        names = {entry.name for entry in self.path.iterdir()}
+        return names <= {"points", ".lock"} and not (self.points.is_dir() and any(self.points.iterdir()))
 
 
 def show(result: "Sweep | SweepDryRun") -> None:
-    """Print the table of all points; for a dry run, the plan."""
-    from emp_llm.records.sweep import Sweep
+    """Print the table of all points; for a dry run, names of the points, the targets, and the disk space of the checkpoints."""
+    if isinstance(result, SweepDryRun):
+        coverage, lines = result.coverage, [point.name for point in result.points]
+        lines.append(f"{count_of(len(lines), 'point')} to measure, and the dense model")
+        inside = coverage.targets - coverage.targets_outside
+        lines.append(f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks")
+        lines += [f"disk: {format_bytes(result.disk_bytes)} for the checkpoints"] if result.disk_bytes else []
+        print("\n".join(lines))
+        return
+    from emp_llm.reporting.sweep_tables import sweep_table
 
-    if isinstance(result, Sweep):
-        from emp_llm.reporting.sweep_tables import sweep_table
-
-        print(sweep_table(result))
-    else:
-        from emp_llm.runs.sweeping.sweep_run import dry_run_words
-
-        print(dry_run_words(result))
+    print(sweep_table(result))
 
 
 callable_module(__name__)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.matrix import as_tensor
 from emp_llm.checkpoint.words import Words
+from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.pruning.scores import Scores, naming_rows
@@ -63,6 +64,16 @@ class Counts:
             return self.rule
         counts = self.kept["" if self.group == "all" else target.name]
         return KeepRule(counts=counts[first:last] if self.group == "row" else counts)
+
+
+def check_device(device: str) -> None:
+    """Raise UserError if masks are to be decided on a GPU and there is none."""
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("--mask-device cuda: there is no GPU that torch can use. Leave the option out, or give cpu.")
 
 
 @dataclass(frozen=True)
@@ -275,7 +286,7 @@ class Pruner:
         return RowFigures(*(None if values is None else values.cpu().numpy() for values in figures))
 
 
-def measure(pruners: Sequence[Pruner]) -> list[Outcomes]:
+def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
     """The outcomes of several recipes for the same targets, each row being a group. Every matrix is read once for all of them.
 
     Raises:
