@@ -38,9 +38,7 @@ class MeasureOptions(Options):
 
 
 @takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, MeasureOptions)
-def measure(
-    model: ModelOptions, shared: Recipe, text: NormOptions, loading: LoadingOptions, what: MeasureOptions
-) -> "Measure":
+def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: LoadingOptions, what: MeasureOptions) -> "Measure":
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the

@@ -75,6 +75,7 @@ def prune(
         return prune_structure(model, recipe, structure, text, loading, quantized, evaluation, push, output)
     _check(recipe, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.stages import Stopwatch, stage
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
@@ -87,7 +88,6 @@ def prune(
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.records.source import ModelSource, stage_records
-    from emp_llm.checkpoint.output import OutputFolder
 
     check_device(output.mask_device)
     norms, stopwatch = given_norms(text, recipe), Stopwatch()

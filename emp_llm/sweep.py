@@ -101,6 +101,7 @@ def sweep(
 
     Returns the content of sweep.json; for a dry run, the plan.
     """
+    points = plan_points(how, shared)
     loading.check_loading()
     text.check_calibration()
     check_choice(how.mask_device, MaskDevice, "mask_device")
@@ -132,19 +133,17 @@ def sweep(
             "A sweep runs in one process. Start it without torchrun; --device-map spreads a large model over devices."
         )
     check_device(how.mask_device)
-    source = find_model(model.model, model.revision, model.trust_remote_code)
-    path = how.output or Path(f"{source.short_name}-sweep")
-    points = plan_points(how, shared, path / "points")
     suite = suite_of(suite_options)
     scored = [point.recipe for point in points if point.recipe.needs_activations]
     leading = scored[0] if scored else points[0].recipe
     norms = given_norms(text, leading)
-    stopwatch = Stopwatch()
+    source, stopwatch = find_model(model.model, model.revision, model.trust_remote_code), Stopwatch()
     images = leading.needs_activations and may_reach_images(text)
     chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
     checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, bool(scored) and norms is None
     if norms is not None and scored:
         input_norms(norms, targets, leading.relative, str(text.activations))
+    path = how.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
         unfinished = [point.record() for point in points if folder.report(point) is None]
@@ -203,7 +202,9 @@ def sweep(
                 measured.setdefault(known.masks or "", (point.name, folder.finish(point, known)))
                 continue
             with stage(point.name):
-                watch, recipe = Stopwatch(), matched(point.recipe, targets)
+                watch, recipe = Stopwatch(), point.recipe
+                if point.baseline_of is not None:
+                    recipe = matched(recipe.but(match=str(folder.points / point.baseline_of)), targets)
                 scores = Scores(checkpoint, targets, recipe)
                 if recipe.needs_activations and norms is not None:
                     scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
@@ -285,7 +286,7 @@ class SweepPoint:
     Attributes:
         name: of its folder.
         recipe: of the point.
-        baseline_of: for a baseline, the name of the EMP point that keeps as many weights; `recipe.match` is its folder.
+        baseline_of: for a baseline, the name of the EMP point that keeps as many weights; `recipe.match` too.
     """
 
     name: str
@@ -309,12 +310,11 @@ class SweepPoint:
         )
 
 
-def plan_points(how: SweepOptions, shared: Recipe, folder: Path) -> list[SweepPoint]:
+def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
     """The points that the options ask for; baselines follow their EMP point.
 
     Args:
         shared: the fields that the points share, such as the targets.
-        folder: parent of the points' folders.
 
     Raises:
         UserError: an option is not a list of its kind, or applies to none of the methods; or a recipe conflicts.
@@ -348,7 +348,7 @@ def plan_points(how: SweepOptions, shared: Recipe, folder: Path) -> list[SweepPo
                 ]
                 for point_name, value in asked:
                     points.append(SweepPoint(point_name, shared.with_method(method, order=order, **value)))
-                    points += _baselines(points[-1], folder) if how.matched_baselines else []
+                    points += _baselines(points[-1]) if how.matched_baselines else []
             continue
         if how.sparsities is not None or how.patterns is None:
             for sparsity in parse_numbers("0.5" if how.sparsities is None else how.sparsities, "--sparsities"):
@@ -363,12 +363,12 @@ def plan_points(how: SweepOptions, shared: Recipe, folder: Path) -> list[SweepPo
     return list({point.name: point for point in points}.values())
 
 
-def _baselines(point: SweepPoint, folder: Path) -> list[SweepPoint]:
+def _baselines(point: SweepPoint) -> list[SweepPoint]:
     """The same criterion with uniform rows, which keeps as many weights in total, or in every matrix."""
     found = []
     for by in get_args(MatchBy):
         name = f"{point.recipe.name}-{by}-as-{point.name}"
-        recipe = point.recipe.with_method(point.recipe.name, match=str(folder / point.name), match_by=by)
+        recipe = point.recipe.with_method(point.recipe.name, match=point.name, match_by=by)
         found.append(SweepPoint(name, recipe, point.name))
     return found
 

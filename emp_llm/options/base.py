@@ -89,7 +89,7 @@ class Some(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """An option: its type with its `Opt`; its default, or `inspect.Parameter.empty`; whether Python may give it without a name."""
+    """An option: its type with its `Opt`; its default, or `inspect.Parameter.empty`; whether it needs no name in Python."""
 
     hint: Any
     default: Any

@@ -61,16 +61,3 @@ class NormOptions(CalibrationOptions):
     """The source of the input norms: a calibration now, or an activations file."""
 
     activations: Annotated[Path | None, Opt("Activations file; default: calibrate now.")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PropagationOptions(Options):
-    """The inputs of each block during calibration."""
-
-    propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
-
-    def check_propagation(self, execution: str) -> None:
-        """Raise UserError for an invalid value, or a conflicting `execution`."""
-        self.check_choice("propagate", Propagate)
-        if self.propagate == "pruned" and execution == "model":
-            raise UserError("--propagate pruned works block by block; leave out --execution model.")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
 
-MaskDevice = Literal["auto", "cpu", "cuda"]
+MaskDevice = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +16,6 @@ class OutputOptions(Options):
 
     output: Annotated[Path | None, Opt("Folder to write; default: named after the model.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing output.")] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskDeviceOptions(Options):
-    """The device that computes the masks. The masks are the same on all devices."""
-
-    mask_device: Annotated[MaskDevice, Opt("Device that computes the masks; auto: a GPU if present.")] = "auto"
-
-    def check_mask_device(self) -> None:
-        """Raise UserError for an unknown device."""
-        self.check_choice("mask_device", MaskDevice)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -487,11 +487,11 @@ def _check_numbers(recipe: Recipe) -> None:
             raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row, not {recipe.group}")
         if recipe.count_by == "magnitude":
             raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for the scores: it needs count-by own")
-    if recipe.owl_lambda is not None and recipe.sparsity is not None:
-        if not 0 <= recipe.owl_lambda <= recipe.sparsity or recipe.sparsity + recipe.owl_lambda >= 1:
-            raise ValueError(
-                f"owl-lambda must leave every block a sparsity between 0 and 1: {recipe.sparsity:g} - {recipe.owl_lambda:g} and "
-                f"{recipe.sparsity:g} + {recipe.owl_lambda:g} do not"
-            )
+    sparsity, spread = recipe.sparsity or 0.0, recipe.owl_lambda
+    if spread is not None and (not 0 <= spread <= sparsity or sparsity + spread >= 1):
+        raise ValueError(
+            f"owl-lambda must leave every block a sparsity between 0 and 1: {sparsity:g} - {spread:g} and "
+            f"{sparsity:g} + {spread:g} do not"
+        )
     if recipe.owl_m is not None and not 0 < recipe.owl_m < float("inf"):
         raise ValueError(f"owl-m must be a number above 0 (the paper uses 5), got {recipe.owl_m:g}")

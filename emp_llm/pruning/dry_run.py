@@ -1,0 +1,145 @@
+"""The plan of a prune, and its need of memory and disk, for `--dry-run`."""
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emp_llm.architecture.targets import Coverage, Target
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.common.ranks import ranks
+from emp_llm.common.wording import format_bytes
+from emp_llm.options.calibration import CalibrationOptions, NormOptions
+from emp_llm.pruning.chosen import Chosen
+from emp_llm.pruning.counts import curve_points, kept_at_betas
+from emp_llm.pruning.scores import Scores
+from emp_llm.records.measure import CurvePoint
+from emp_llm.update.update import update_bytes
+
+logger = logging.getLogger(__name__)
+CURVE_BETAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
+
+
+@dataclass
+class PlannedLayers:
+    """The targets of one role."""
+
+    shape: tuple[int, int]
+    count: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The plan of a prune.
+
+    Attributes:
+        layers: the targets, by role.
+        coverage: the share of the model that they cover.
+        output, disk_bytes: path and size of the checkpoint.
+        needs_overwrite: the output exists, and `overwrite` is not given.
+        model_bytes: size of the weights that a calibration loads; None without a calibration.
+        resume_bytes: size of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
+        fit_bytes, fit_disk_bytes: memory of a refit, and size of its weights until the checkpoint is written; None without one.
+        push_to_hub: repository to push to.
+        recipe: the method, with its order and group.
+        curve: what the method would remove at its beta and at others; empty if unknown, and for methods without a beta.
+        no_curve: why the curve of a method with a beta is unknown, and how to see it.
+        notes: further lines.
+    """
+
+    layers: dict[str, PlannedLayers]
+    coverage: Coverage
+    output: str
+    disk_bytes: int
+    needs_overwrite: bool = False
+    model_bytes: int | None = None
+    resume_bytes: int | None = None
+    fit_bytes: int | None = None
+    fit_disk_bytes: int | None = None
+    push_to_hub: str | None = None
+    recipe: str = ""
+    curve: list[CurvePoint] = field(default_factory=list)
+    no_curve: str = ""
+    notes: list[str] = field(default_factory=list)
+    dry_run: bool = field(default=True)
+
+
+def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
+    """The targets of a plan, by role."""
+    layers: dict[str, PlannedLayers] = {}
+    for target in targets:
+        shape = (target.matrix.rows, target.matrix.columns)
+        role = layers.setdefault(target.layer.role, PlannedLayers(shape))
+        role.count += 1
+        role.weights += target.matrix.numel
+    return layers
+
+
+def dry_run(
+    chosen: Chosen, scores: Scores, text: NormOptions, propagate: str, path: Path, overwrite: bool, push_to_hub: str | None
+) -> DryRun:
+    """The plan of a prune. Of an emp method whose counts need no calibration, the targets are read for the curve.
+
+    Args:
+        scores: of the targets, with norms from a file if the user gave one.
+        text, propagate: of the calibration.
+        path, overwrite: of the output.
+    """
+    recipe, checkpoint, update = scores.recipe, chosen.checkpoint, scores.recipe.update
+    calibrates = recipe.needs_activations and not scores.norms
+    unknown = calibrates and not recipe.counts_by_magnitude
+    name, curve = recipe.method, []
+    if recipe.adaptive:
+        name = f"{name}, order {recipe.order:g}, group {recipe.group}"
+        name += ", counts by |W|" if recipe.counts_by_magnitude else ""
+    if recipe.adaptive and not unknown and ranks().main:
+        betas = sorted({*CURVE_BETAS, recipe.beta or 1.0})
+        weights = sum(target.matrix.numel for target in chosen.targets)
+        size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
+        logger.info("reading the targets (%s) for the sparsity at each beta; nothing is written.", format_bytes(size))
+        curve = curve_points(betas, kept_at_betas(scores, betas), weights, chosen.coverage.parameters)
+    moved_bytes = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
+    return DryRun(
+        layers=planned_layers(chosen.targets),
+        coverage=chosen.coverage,
+        output=str(path),
+        disk_bytes=checkpoint.output_bytes,
+        needs_overwrite=os.path.lexists(path) and not overwrite,
+        model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or update is not None else None,
+        resume_bytes=resume_bytes(text, checkpoint, propagate) if calibrates else None,
+        fit_bytes=None if update is None else update_bytes(chosen.targets, update),
+        fit_disk_bytes=None if update is None else moved_bytes,
+        push_to_hub=push_to_hub,
+        recipe=name,
+        curve=curve,
+        no_curve=_why_no_curve(propagate) if recipe.adaptive and unknown else "",
+    )
+
+
+def _why_no_curve(propagate: str) -> str:
+    """Why the curve of a method that needs activations is unknown before they are collected, and how to see it."""
+    if propagate == "pruned":
+        return "known only at the end, because --propagate pruned collects the activations while it prunes"
+    return "needs activations, and a dry run runs no model; add --activations FILE (emp-llm calibrate writes one)"
+
+
+def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate: str) -> int | None:
+    """Bytes of the hidden states that a calibration by blocks keeps on disk for resuming; None if it keeps none.
+
+    With "auto", loading decides whether the model runs block by block; the estimate assumes that it does.
+    """
+    by_blocks = options.execution != "model" or propagate == "pruned"
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
+    if not options.resumable_calibration or not by_blocks or width is None:
+        return None
+    from emp_llm.calibration.texts import calibration_corpora
+    from emp_llm.models.loading import max_context
+
+    corpora = calibration_corpora(options, max_context(checkpoint.config))
+    size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)
+    if any(corpus.image is not None for corpus in corpora):
+        return None
+    tokens = sum((corpus.samples or 0) * (corpus.seqlen or 0) for corpus in corpora)
+    return tokens * int(width) * size
