@@ -153,8 +153,8 @@ def prune(
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
-        needed = checkpoint.output_bytes + (0 if update is None else moved_bytes(targets))
-        out = OutputFolder(path, [source.folder], needed, output.overwrite)
+        moved_bytes = 0 if update is None else sum(target.matrix.numel * target.matrix.itemsize for target in targets)
+        out = OutputFolder(path, [source.folder], checkpoint.output_bytes + moved_bytes, output.overwrite)
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:

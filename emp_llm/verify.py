@@ -14,6 +14,7 @@ from emp_llm.options.commands import VerifyOptions
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.options.recipe import Recipe
     from emp_llm.pruning.output.verification import Findings
     from emp_llm.records.manifest import Manifest
 
@@ -51,7 +52,8 @@ def verify(options: VerifyOptions) -> Verification:
 
     if options.activations is not None and options.source is None:
         raise UserError("--activations is for checking the masks, which needs the dense model too; add --source.")
-    options.check_criterion()
+    if options.criterion is not None and options.scores is not None:
+        raise UserError("--criterion and --scores both define the scores; give only one.")
     findings = Findings()
     manifest = read_manifest(options.folder)
     check_files(options.folder, manifest, findings)
@@ -72,9 +74,11 @@ def _check_against(
     """Compare bytes and masks with the dense model."""
     from emp_llm.architecture.architecture import Architecture
     from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.common.file_names import MANIFEST_NAME
     from emp_llm.hub.local_model import find_model
-    from emp_llm.pruning.output.mask_verification import check_masks
+    from emp_llm.pruning.mask_verification import check_masks
     from emp_llm.pruning.output.verification import check_other_bytes, check_source
+    from emp_llm.pruning.scores import Scores, input_norms
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     check_source(dense, manifest)
@@ -85,17 +89,29 @@ def _check_against(
     recipe = manifest.recipe
     blocks = options.blocks or recipe.blocks
     architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
-    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language")
-    given = _given_scores(options, manifest)
-    if check_other_bytes(dense, pruned, targets, findings):
-        check_masks(dense, pruned, targets, manifest, norms, findings, given)
+    targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
+    recipe = _with_own_scores(recipe, options)
+    if not check_other_bytes(dense, pruned, targets, findings):
+        return
+    try:
+        scores = Scores(dense, targets, recipe)
+        if recipe.needs_activations:
+            if norms is None:
+                raise UserError(f"{options.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
+            scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
+        check_masks(pruned, scores, findings)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        if isinstance(error, UserError):
+            raise
+        path = options.folder / MANIFEST_NAME
+        raise UserError(f"{path}: it does not record how the masks were decided ({error}).") from error
 
 
 def _check_units(
     dense: "Checkpoint", options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
-    from emp_llm.pruning.recipe import read_report
+    from emp_llm.pruning.counts import read_report
     from emp_llm.structured.language.unit_plan import UnitPlan
     from emp_llm.structured.language.unit_verification import UnitVerification, config_changes
 
@@ -125,24 +141,25 @@ def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> A
     return (lambda name: None) if norms is None else norms.norm
 
 
-def _given_scores(options: VerifyOptions, manifest: "Manifest") -> Any:
-    """The scores that decided the masks, if they were given; a warning if the code of an own criterion has changed."""
+def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":
+    """A recipe from a manifest, with the user's own criterion or scores that it names. Its code is never run by that name."""
     from emp_llm.options.criterion import criterion_origin
-    from emp_llm.pruning.scoring.own_scores import GivenScores
+    from emp_llm.pruning.scores import GivenScores
 
-    record = manifest.recipe.criterion
-    if record is None:
-        return None
-    if record.function is not None:
-        name = manifest.scheme.criterion
-        if options.own_name == name and criterion_origin(name)[1] != record.source:
-            logger.warning("warning: the file of the criterion %s has changed since the masks were decided.", record.function)
-        return None
+    if recipe.criterion is not None:
+        if options.criterion is None:
+            raise UserError(f"the criterion {recipe.name} decided the masks; add --criterion {recipe.criterion}.")
+        given = recipe.but(criterion=options.criterion, criterion_source=None)
+        if criterion_origin(given.scored_by)[1] != recipe.criterion_source:
+            logger.warning("warning: the file of the criterion %s has changed since the masks were decided.", recipe.criterion)
+        return given
+    if recipe.scores is None:
+        return recipe
     if options.scores is None:
-        raise UserError(f"given scores ({record.scores or 'tensors in memory'}) decided the masks; give them with --scores.")
-    if GivenScores(options.scores, []).digest != record.digest:
+        raise UserError(f"given scores ({recipe.scores}) decided the masks; give them with --scores.")
+    if GivenScores(options.scores, []).digest != recipe.scores_digest:
         raise UserError(f"--scores {options.scores}: not the scores that decided these masks.")
-    return options.scores
+    return recipe.but(scores=options.scores, scores_digest=None)
 
 
 def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":

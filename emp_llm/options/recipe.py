@@ -190,7 +190,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def scored_by(self) -> Criterion:
-        """The criterion that scores the weights. Raises UserError if there is none of this name."""
+        """The criterion that scores the weights. Raises UserError if there is none of this name.
+
+        A recipe from a file names a criterion of the user's own and never loads its code.
+        """
+        if self.criterion_source is not None:
+            raise UserError(f"the criterion {self.name} decided the masks; add --criterion {self.criterion}.")
         return METHODS[self.name] if self.name in METHODS else find_criterion(self.name, self.criterion, self.scores)
 
     @property

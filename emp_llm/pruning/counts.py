@@ -58,8 +58,8 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
         group: None: that of the recipe.
 
     Raises:
-        UserError: every group keeps at least one weight, so that so many cannot be removed; M of an N:M pattern does not divide a
-            target's inputs; one group has targets of several dtypes; a target holds NaN or infinity; a file cannot be read.
+        UserError: every group keeps at least one weight, so that so many cannot be removed; M of an N:M pattern does not divide
+            a target's inputs; one group has targets of several dtypes; a target holds NaN or infinity; a file cannot be read.
     """
     recipe, targets = scores.recipe, scores.targets
     group = group or recipe.group
@@ -73,8 +73,8 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
         for target in targets:
             if target.matrix.columns % m:
                 raise UserError(
-                    f"--pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of {m}. Leave the "
-                    "layer out with --ignore, or choose another pattern."
+                    f"--pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of {m}. Leave "
+                    "the layer out with --ignore, or choose another pattern."
                 )
         return Counts(group, rule)
     if recipe.shares == "owl":
@@ -116,8 +116,8 @@ def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
             raise UserError(f"{run}: its {REPORT_NAME} does not say how many weights of {target.name} were kept.")
         if entry.rows * entry.columns != size:
             raise UserError(
-                f"{run}: {target.name} had {entry.rows * entry.columns} weights in that run and has {size} here; match a run of "
-                "the same model."
+                f"{run}: {target.name} had {entry.rows * entry.columns} weights in that run and has {size} here; match a run "
+                "of the same model."
             )
         removed[target.name] = size - entry.kept
     return recipe.but(removed=removed)
@@ -313,8 +313,8 @@ def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
 
     Yin et al., "Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs to High Sparsity", 2024. The
     share of outliers D of a block is that of its scores above `owl_m` times their mean. The sparsities of the blocks are
-    S - owl_lambda * (D - mean D) / max |D - mean D|, so that their mean, weighted by size, is S. Targets outside the blocks have
-    the sparsity of the whole. Experts that are scored by magnitude do not count in the outliers of their block.
+    S - owl_lambda * (D - mean D) / max |D - mean D|, so that their mean, weighted by size, is S. Targets outside the blocks
+    have the sparsity of the whole. Experts that are scored by magnitude do not count in the outliers of their block.
     """
     recipe, targets = scores.recipe, scores.targets
     assert recipe.sparsity is not None
@@ -344,8 +344,8 @@ def block_sparsities(
 
     Args:
         sparsity, spread: S and lambda.
-        outliers: the share of outliers of each block, exact, so that equal shares differ by no rounding; None if it has no scores
-            of the criterion, for the mean sparsity.
+        outliers: the share of outliers of each block, exact, so that equal shares differ by no rounding; None, for the mean
+            sparsity, if it has no scores of the criterion.
         sizes: number of target weights of each block.
     """
     known = [(share, sizes[key]) for key, share in outliers.items() if share is not None]

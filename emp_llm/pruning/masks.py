@@ -99,15 +99,23 @@ class Pruner:
         counts: how many weights of each group stay.
         device: that decides: "cpu", or "cuda" for the reference on a GPU, with the same bits.
         chunk_weights: weights in memory at a time; the masks do not depend on it.
+        reference: the reference decides, not a kernel, with the same bits.
     """
 
-    def __init__(self, scores: Scores, counts: Counts, device: str = "cpu", chunk_weights: int = CHUNK_WEIGHTS) -> None:
+    def __init__(
+        self,
+        scores: Scores,
+        counts: Counts,
+        device: str = "cpu",
+        chunk_weights: int = CHUNK_WEIGHTS,
+        reference: bool = False,
+    ) -> None:
         self.scores = scores
         self.counts = counts
         self.targets = scores.targets
         self.checkpoint = scores.checkpoint
         self.buffers = BufferPool()
-        self._device = device
+        self._device, self._reference = device, reference or device != "cpu"
         self._chunk_weights = chunk_weights
         self._compiled = sum(target.matrix.numel for target in scores.targets) > _SMALL
 
@@ -268,7 +276,7 @@ class Pruner:
         self, target: Target, first: int, words: Words, dtype: str, selector: "GroupSelector | None"
     ) -> RowFigures:
         rule = self.counts.rule_of(target, first, first + len(words)) if selector is None else None
-        plain = self._device == "cpu" and words.size and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
+        plain = not self._reference and words.size and self.scores.criterion_of(target) in (MAGNITUDE, WANDA)
         if rule is not None and plain and words_supported(dtype, rule):
             return prune_words(words, dtype, self.scores.factors_of(target), rule, self._compiled)
         from emp_llm.selection.reference import apply_selection, select_rows

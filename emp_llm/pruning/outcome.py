@@ -1,4 +1,4 @@
-"""The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk, and their summary for reports."""
+"""The outcome of a run for its targets: counts and sums of every row, collected chunk by chunk, and the report of them."""
 
 import hashlib
 import logging
@@ -185,10 +185,11 @@ def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str
         if entry.kept_fraction_mean < KEEPS_LITTLE
     ]
     if pruner.scores.by_magnitude:
+        least = pruner.scores.recipe.min_expert_tokens
         names = [f"{name} ({tokens})" for name, tokens in pruner.scores.by_magnitude.items()]
         warnings.insert(
             0,
-            f"{len(names)} of {len(matrices)} matrices belong to experts that saw fewer than {pruner.scores.recipe.min_expert_tokens} "
+            f"{len(names)} of {len(matrices)} matrices belong to experts that saw fewer than {least} "
             f"tokens (--min-expert-tokens). They were scored by magnitude: {shortened_list(names)}. Give more --samples.",
         )
     return warnings

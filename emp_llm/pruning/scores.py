@@ -188,8 +188,8 @@ class Scores:
         if not isinstance(scores, torch.Tensor) or scores.shape != weight.shape:
             what = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, torch.Tensor) else type(scores).__name__
             raise UserError(
-                f"{self._source_name}: it returned {what} for {target.name}, whose weight has the shape {list(weight.shape)}; it "
-                "must return one score per weight."
+                f"{self._source_name}: it returned {what} for {target.name}, whose weight has the shape {list(weight.shape)}; "
+                "it must return one score per weight."
             )
         return _floating(scores.detach().cpu(), self._source_name, target)
 
@@ -291,8 +291,8 @@ def input_norms(
     """
     if relative and not activations.relative:
         raise UserError(
-            f"{name}: it has no norms relative to the outputs, which relative scores need. Run emp-llm calibrate again, or use a "
-            "wanda method without --score relative."
+            f"{name}: it has no norms relative to the outputs, which relative scores need. Run emp-llm calibrate again, or use "
+            "a wanda method without --score relative."
         )
     norms = {}
     for target in targets:
