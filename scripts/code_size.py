@@ -1,0 +1,126 @@
+"""How large emp_llm is, and how much of it a run enters.
+
+    python scripts/code_size.py            # lines of code of each room
+    python scripts/code_size.py --runs     # and how many files and functions four runs enter (a minute)
+
+A line of code is a line with tokens: no blanks, comments and docstrings. A run enters a file or a function if any of its code
+is executed, module bodies not counted. `tests/test_code_size.py` holds the totals to a number that only goes down.
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "emp_llm"
+DEMO = ROOT / "scripts" / "demo" / "model"
+_LAYOUT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
+_DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+# Python programs; {out} is an empty folder, {model} the demo model.
+RUNS = {
+    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', output={out!r} + '/p', quiet=True)",
+    "data-free prune": "from emp_llm.prune import prune; prune(model={model!r}, method='emp-magnitude', output={out!r} + '/p', "
+    "quiet=True)",
+    "prune_model": "from transformers import AutoModelForCausalLM; from emp_llm import Recipe, prune_model; "
+    "prune_model(AutoModelForCausalLM.from_pretrained({model!r}, dtype='auto'), Recipe(), ['Once upon a time. ' * 600] * 8, "
+    "{model!r}, samples=8, seqlen=64)",
+    "perplexity": "from emp_llm.evaluate import evaluate; evaluate(model={model!r}, suite='perplexity-of-demo.toml', limit=4, "
+    "output={out!r} + '/r.json', quiet=True)",
+}
+_SUITE = '[perplexity]\nfile = "{text}"\njoin = "\\n"\nseqlen = 512\n'
+# Counts the code objects of our files that are called in any thread.
+_COUNTER = """
+import json, os, sys, threading
+entered, own = set(), os.path.realpath({package!r})
+def note(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code and code.co_filename.startswith(own) and code.co_name != "<module>":
+        entered.add((code.co_filename, code.co_firstlineno))
+sys.setprofile(note); threading.setprofile(note)
+{program}
+sys.setprofile(None)
+print(json.dumps([len({{file for file, _ in entered}}), len(entered)]))
+"""
+
+
+def lines_of_code(path: Path) -> int:
+    """The number of lines of a file with tokens, without docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in _LAYOUT:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Room -> (lines of code, files); the files beside the rooms are the commands."""
+    lines: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).parts
+        room = parts[0] if len(parts) > 1 else "commands"
+        lines[room] += lines_of_code(path)
+        files[room] += 1
+    return {room: (lines[room], files[room]) for room in sorted(lines)}
+
+
+def folders() -> int:
+    """The number of folders with code in the package, itself included."""
+    return len({path.parent for path in PACKAGE.rglob("*.py")})
+
+
+def entered(name: str) -> tuple[int, int]:
+    """The number of our files and functions that a run enters."""
+    with tempfile.TemporaryDirectory() as out:
+        suite = Path(out) / "perplexity-of-demo.toml"
+        suite.write_text(_SUITE.format(text=ROOT / "calibration" / "demo.txt"))
+        program = RUNS[name].format(model=str(DEMO), out=out)
+        code = _COUNTER.format(package=str(PACKAGE), program=program)
+        done = subprocess.run([sys.executable, "-c", code], cwd=out, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}: {done.stderr}")
+    files, functions = json.loads(done.stdout.splitlines()[-1])
+    return files, functions
+
+
+def main(line: list[str] | None = None) -> None:
+    """Print the sizes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", action="store_true", help="also count what four runs enter")
+    asked = parser.parse_args(line)
+    rooms = sizes()
+    print(f"{'room':<14} {'lines':>6} {'files':>6}")
+    for room, (lines, files) in rooms.items():
+        print(f"{room:<14} {lines:>6} {files:>6}")
+    print(
+        f"{'emp_llm':<14} {sum(n for n, _ in rooms.values()):>6} {sum(n for _, n in rooms.values()):>6}  in {folders()} folders"
+    )
+    if asked.runs:
+        print(f"\n{'a run enters':<16} {'files':>6} {'functions':>10}")
+        for name in RUNS:
+            files, functions = entered(name)
+            print(f"{name:<16} {files:>6} {functions:>10}")
+
+
+if __name__ == "__main__":
+    main()
