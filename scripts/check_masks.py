@@ -19,9 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emp_llm.selection.budgets import EffectiveBudget
-from emp_llm.selection.kernels.numpy_rows import prune_words_by_numpy
-from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
+from emp_llm.selection import numpy_rows
+from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
+from emp_llm.selection.reference import apply_selection, select_rows
+from emp_llm.selection.rows import has_kernel, prune_rows
+from emp_llm.selection.rule import KeepRule
 
 WIDTHS = (4096, 11008, 1000, 333, 64)
 KINDS = ("gaussian", "heavy", "ties", "sparse", "uniform", "extreme")
@@ -32,7 +34,7 @@ DTYPES = {
     torch.float32: ("F32", torch.uint32, torch.int32),
     torch.float64: ("F64", torch.uint64, torch.int64),
 }
-BUDGET = EffectiveBudget()
+RULE = KeepRule(beta=1.0)
 BLOCK = 1 << 19  # weights that are checked at a time; 30 blocks cover all kinds and widths
 
 
@@ -65,17 +67,20 @@ def main(line: list[str] | None = None) -> None:
 def ways_to_prune(dtype: torch.dtype, criterion: str) -> dict[str, Callable[[Tensor, Tensor], object]]:
     """The implementations that take a dtype, by name; each prunes weights in place, given the norms."""
     name, unsigned, _ = DTYPES[dtype]
+    by_norms = criterion == "wanda"
     ways: dict[str, Callable[[Tensor, Tensor], object]] = {}
-    if has_kernel(torch.ones(1, 1, dtype=dtype), criterion, BUDGET):
-        ways["compiled"] = lambda weight, norms: prune_rows(weight, criterion, norms, BUDGET)
+    if has_kernel(torch.ones(1, 1, dtype=dtype), RULE):
+        ways["compiled"] = lambda weight, norms: prune_rows(weight, norms if by_norms else None, RULE)
     if name != "F64":
+        ways["numpy"] = lambda weight, norms: numpy_rows.prune_words(
+            weight.view(unsigned).numpy(), name, norms.numpy() if by_norms else None, RULE
+        )
 
-        def by_numpy(weight: Tensor, norms: Tensor) -> None:
-            factors = norms.numpy() if criterion == "wanda" else None
-            prune_words_by_numpy(weight.view(unsigned).numpy(), name, factors, BUDGET.keep_rule(weight.shape))
+    def by_torch(weight: Tensor, norms: Tensor) -> None:
+        scores = wanda(weight, InputStatistics(norms)) if by_norms else magnitude(weight)
+        apply_selection(weight, select_rows(scores, RULE))
 
-        ways["numpy"] = by_numpy
-    ways["torch"] = lambda weight, norms: prune_rows_plainly(weight, criterion, norms, BUDGET)
+    ways["torch"] = by_torch
     return ways
 
 

@@ -1,5 +1,6 @@
 """Scores of the user's own: criteria by --criterion, and scores from files by --scores, against the oracle."""
 
+import importlib
 import json
 import math
 import re
@@ -15,11 +16,13 @@ import torch
 from conftest import Run
 from safetensors.torch import load_file, save_file
 
+from emp_llm import masks_of
+from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.report import report
-from emp_llm.selection.criteria import CRITERIA, InputStatistics, register_criterion
+from emp_llm.selection.criteria import InputStatistics
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 
@@ -65,14 +68,11 @@ Files = Callable[[Path], dict[str, Any]]
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module `my_scores` in the current folder; its criteria are forgotten after the test."""
+    """A module `my_scores` in the current folder; forgotten after the test."""
     path = tmp_path / "my_scores.py"
     path.write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    known = dict(CRITERIA)
     yield path
-    CRITERIA.clear()
-    CRITERIA.update(known)
     sys.modules.pop("my_scores", None)
 
 
@@ -112,8 +112,8 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     assert shapes == {(80, 32), (32, 80)}  # whole matrices
     recipe = json.loads((out / "emp_report.json").read_text())["recipe"]
     assert recipe["method"] == method
-    assert recipe["criterion"]["function"] == "my_scores:my_ria"
-    assert len(recipe["criterion"]["source"]) == 64
+    assert recipe["criterion"] == "my_scores:my_ria"
+    assert len(recipe["criterion_source"]) == 64
     checked = command("verify", out, "--source", source, "--criterion", "my_scores.py:my_ria")
     assert checked.returncode == 0, checked.stderr
     assert "0 differences" in checked.stdout
@@ -121,7 +121,6 @@ def test_a_criterion_by_name_prunes_by_its_scores(
     changed = command("verify", out, "--source", source, "--criterion", "my_scores.py:my_ria")
     assert changed.returncode == 1
     assert "has changed since" in changed.stderr
-    CRITERIA.pop("my_ria")
     unknown = command("verify", out, "--source", source)
     assert unknown.returncode == 2
     assert "add --criterion my_scores:my_ria" in unknown.stderr
@@ -162,9 +161,7 @@ def test_signed_scores_from_a_file(models: Callable[[str], Path], tmp_path: Path
         before = oracle.weight(source, name, transposed=True)
         np.testing.assert_array_equal(oracle.weight(out, name, transposed=True), np.where(mask, before, 0), err_msg=name)
     assert verify(folder=out, source=str(source), scores=path).differences == []
-    record = done.recipe.criterion
-    assert record is not None
-    assert (record.scores, record.score_map) == ("scores.safetensors", kind)
+    assert (done.recipe.scores, done.recipe.score_map) == ("scores.safetensors", kind)
 
 
 def row_mask(scores: oracle.Array) -> oracle.Array:
@@ -223,18 +220,46 @@ def test_a_function_in_python() -> None:
     def halves(weight: torch.Tensor, inputs: InputStatistics) -> torch.Tensor:
         return weight * inputs.norms
 
-    try:
-        assert Recipe(criterion=halves).method == "emp-halves"
-        assert Recipe(criterion=halves).needs_activations
-        register_criterion(lambda weight: weight, "plain")
-        assert not Recipe(method="plain").needs_activations
-    finally:
-        CRITERIA.pop("halves", None)
-        CRITERIA.pop("plain", None)
-    with pytest.raises(ValueError, match="built-in"):
-        register_criterion(halves, "wanda")
-    with pytest.raises(ValueError, match="letters"):
-        register_criterion(halves, "a-b")
+    assert Recipe(criterion=halves).method == "emp-halves"
+    assert Recipe(criterion=halves).needs_activations
+    named = Recipe(method="wanda", criterion=halves)
+    with pytest.raises(UserError, match="--method wanda does not use --criterion"):
+        named.check()
+    with pytest.raises(UserError, match="letters, digits and underscores"):
+        Recipe(criterion=lambda weight: weight).check()
+
+
+def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str], Path]) -> None:
+    """A recipe holds its criterion; no table of the process lets the later one take the place of the earlier one."""
+
+    def criterion(largest: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        def mine(weight: torch.Tensor) -> torch.Tensor:
+            return weight.float().abs() if largest else 1 / (1 + weight.float().abs())
+
+        return mine
+
+    first, second = (Recipe(method="mine", criterion=criterion(largest)) for largest in (True, False))
+    assert first.method == second.method == "mine"
+    found = masks_of(str(models("llama")), first)
+    other = masks_of(str(models("llama")), second)
+    magnitude = masks_of(str(models("llama")), Recipe(method="magnitude"))
+    assert all(torch.equal(found[name], magnitude[name]) for name in magnitude)
+    assert not any(torch.equal(other[name], magnitude[name]) for name in magnitude)
+
+
+def test_a_file_of_the_user_shadows_no_module(code: Path, tmp_path: Path) -> None:
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('shadowed')")
+    assert Recipe(criterion="my_scores:signed").scored_by.name == "signed"
+    assert str(tmp_path) not in sys.path
+    assert importlib.import_module("colorsys").rgb_to_hsv
+
+
+def test_a_file_with_several_criteria(code: Path) -> None:
+    """The method names the function; the file is named alone."""
+    assert Recipe(method="emp-signed", criterion="my_scores.py").scored_by.name == "signed"
+    assert Recipe(method="my_ria", criterion="my_scores").needs_activations
+    with pytest.raises(UserError, match=r"my_scores\.py has no function other"):
+        Recipe(method="other", criterion="my_scores.py").check()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,10 @@ from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.pruning.output.checkpoint_writer import CheckpointWriter
-from emp_llm.pruning.pruner import Pruner
+from emp_llm.pruning.counts import counts_of
+from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.writing import write_checkpoint
 from emp_llm.pruning.recipe import scheme_of
 
 Models = Callable[[str], Path]
@@ -96,7 +99,15 @@ def plan(source: Path, method: Any, **options: Any) -> Pruner:
     architecture = Architecture.of_model(checkpoint, build_skeleton(source))
     recipe = Recipe(method=method, targets="all-linear", **options)
     targets = architecture.select(recipe.targets)
-    return Pruner(checkpoint, targets, scheme_of(recipe, {target.name: target.matrix.numel for target in targets}))
+    scores = Scores(checkpoint, targets, recipe)
+    return Pruner(scores, counts_of(scores))
+
+
+def written(pruner: Pruner, norms: Activations, folder: Path) -> None:
+    """Write the checkpoint that a pruner decides with these norms."""
+    scores = pruner.scores.with_norms(input_norms(norms, pruner.targets, pruner.relative))
+    folder.mkdir(exist_ok=True)
+    write_checkpoint(Pruner(scores, pruner.counts), folder)
 
 
 def check_slowly(source: Path, pruner: Pruner, norms: Activations, adaptive: bool, batches: list[Tensor]) -> PreTrainedModel:
@@ -135,8 +146,7 @@ def test_pruned_propagation_is_that_of_the_slow_reference(models: Models, tmp_pa
         assert all(torch.equal(one, two) for one, two in zip(logits, in_memory, strict=True))
     pruner = plan(source, method)
     reference = check_slowly(source, pruner, norms, method == "emp-wanda", batches)
-    pruner.scores.use(norms)
-    CheckpointWriter(pruner).write(tmp_path)
+    written(pruner, norms, tmp_path)
     reloaded = mixtures.load(tmp_path)
     with torch.no_grad():
         for batch, logits in zip(batches, in_memory, strict=True):
@@ -171,10 +181,8 @@ def test_larger_groups_and_matched_totals_decide_as_they_write(models: Models, t
     for number, options in enumerate(({"group": "matrix"}, {"pattern": "2:4"}, {"sparsity": 0.3})):
         pruner = plan(source, "wanda", **options)
         norms = calibrate_blocks(BlockwiseModel(model), linears(model), tokens(), BATCH, pruner)
-        masks = {target.name: pruner.mask(target, norms.norm(target.name)) for target in pruner.targets}
-        pruner.scores.use(norms)
-        (tmp_path / str(number)).mkdir()
-        CheckpointWriter(pruner).write(tmp_path / str(number))
+        masks = {target.name: pruner.mask(target, norms.norms[target.name]) for target in pruner.targets}
+        written(pruner, norms, tmp_path / str(number))
         for target in pruner.targets:
             kept = oracle.weight(tmp_path / str(number), target.matrix.stored.name) != 0
             np.testing.assert_array_equal(kept, masks[target.name].numpy())

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from emp_llm import Recipe, prune_model
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.selection.arithmetic.number_counts import beta_keeping, counts_at
+from emp_llm.selection.rule import beta_keeping, kept_at
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
@@ -98,10 +98,7 @@ def test_the_beta_is_the_smallest_that_keeps_as_many(rows: list[tuple[int, float
     total = sum(size for size, _ in rows)
     kept = max(len(rows), round(share * total))
 
-    def at(beta: float) -> int:
-        return sum(int(counts_at(*group[:2], beta, group[2]).sum()) for group in groups)
-
     beta = beta_keeping(kept, groups)
-    below = at(math.nextafter(beta, 0))
-    assert abs(at(beta) - kept) <= abs(below - kept) or at(beta) < kept
-    assert at(beta) == kept or len({float(group[0][0]) for group in groups}) < len(groups) or abs(at(beta) - kept) < len(rows)
+    here, below = kept_at(groups, beta), kept_at(groups, math.nextafter(beta, 0))
+    assert abs(here - kept) <= abs(below - kept) or here < kept
+    assert here == kept or len({float(group[0][0]) for group in groups}) < len(groups) or abs(here - kept) < len(rows)

@@ -230,9 +230,23 @@ class Pruner:
 
         return mask_of
 
-    def mask_by(self, target: Target, norms: InputStatistics) -> "Tensor":
-        """The mask of a target, given the norms of its inputs, before the norms of other targets are known."""
-        return Pruner(self.scores.with_norms({target.name: norms}), self.counts, self._device).masks()(target)
+    @property
+    def relative(self) -> bool:
+        """Whether the scores need norms relative to the outputs."""
+        return self.scores.recipe.relative
+
+    def mask(self, target: Target, norm: "Tensor", tokens: int | None = None) -> "Tensor":
+        """The mask of a target, given the norms of its inputs, before those of other targets are known.
+
+        Args:
+            norm: float32, shape (columns,), relative to the outputs if the scores need that.
+            tokens: number of tokens that the norms cover, if known.
+
+        Returns:
+            bool, shape (rows, columns), one output per row; true for kept weights.
+        """
+        scores = Scores(self.checkpoint, [target], self.scores.recipe, {target.name: InputStatistics(norm, tokens)})
+        return Pruner(scores, self.counts, self._device).masks()(target)
 
     def outcome(self, target: Target, rows: RowStatistics, selector: "GroupSelector | None") -> Outcome:
         """A target's outcome. N_eff and s_eff of a matrix as one group are stored in its first row."""
