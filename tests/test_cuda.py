@@ -29,7 +29,7 @@ from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit
 from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
-from emp_llm.runtime.semi_structured import SemiStructuredLinear
+from emp_llm.runtime.sparse_linear import SemiStructuredLinear
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify
 

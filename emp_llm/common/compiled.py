@@ -30,11 +30,13 @@ def compiler_of(*files: str) -> Callable[[F], F]:
 
     def compiled(function: F) -> F:
         if not _is_writable(folder):
-            return njit(nogil=True)(function)
+            plain: F = njit(nogil=True)(function)
+            return plain
         with _lock:
             before, config.CACHE_DIR = config.CACHE_DIR, str(folder)  # numba reads it when the function is decorated
             try:
-                return njit(nogil=True, cache=True)(function)
+                kept: F = njit(nogil=True, cache=True)(function)
+                return kept
             finally:
                 config.CACHE_DIR = before
 

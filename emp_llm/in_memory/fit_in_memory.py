@@ -14,10 +14,10 @@ from emp_llm.execution.text_inputs import NOT_BY_BLOCKS, reads_twice
 from emp_llm.in_memory.calibration_data import calibration_text, holds_images
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.packing.masks import rows_in
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.refit.fitted_weights import FittedInMemory
 from emp_llm.runs.stages.refitting import check_refittable, refit_pass
+from emp_llm.runtime.masks import rows_in
 
 
 def check_fit(model: nn.Module, recipe: Recipe, pruner: Pruner, data: Any, tokenizer: Any) -> None:

@@ -12,9 +12,9 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
-from emp_llm.packing.masks import Masks, rows_in
 from emp_llm.pruning.output.manifest import write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
+from emp_llm.runtime.masks import Masks, rows_in
 from emp_llm.selection.scheme import Scheme
 from emp_llm.storage.buffers import Block
 

@@ -29,7 +29,6 @@ from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_co
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.model import LoadingOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.packing.masks import Masks, rows_in
 from emp_llm.pruning.curve import settle_budget
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.plan import Plan
@@ -42,6 +41,7 @@ from emp_llm.runs.stages.calibrating import check_images
 from emp_llm.runs.stages.refitting import fit_records, fit_warnings
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
+from emp_llm.runtime.masks import Masks, rows_in
 from emp_llm.selection.criteria import CRITERIA
 
 if TYPE_CHECKING:
