@@ -14,7 +14,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.runtime import SparseLinear, load, sparse_linear
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows
-from emp_llm.runtime.sparse_linear import SemiStructuredLinear, is_two_of_four, two_of_four_layers
+from emp_llm.runtime.sparse_linear import SemiStructuredLinear, is_two_of_four, make_semi_structured
 
 pytest.importorskip("triton")
 # Without a GPU, conftest sets TRITON_INTERPRET before these imports.
@@ -179,9 +179,8 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
     monkeypatch.setattr(sparse_linear, "_compiles", lambda: False)
-    for compiles, loads, kind in ((True, True, "CudaProducts"), (True, False, "partial"), (False, True, "partial")):
-        monkeypatch.setattr(sparse_linear, "triton_compiles_for", lambda device, compiles=compiles: compiles)
-        monkeypatch.setattr(sparse_linear, "has_triton", lambda loads=loads: loads)
+    for runs, kind in ((True, "CudaProducts"), (False, "partial")):
+        monkeypatch.setattr(sparse_linear, "_runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
         assert type(layer._products).__name__ == kind
@@ -210,19 +209,22 @@ def test_which_rows_are_two_of_four() -> None:
 
 
 def model_of(*weights: Tensor) -> nn.ModuleDict:
-    return nn.ModuleDict({f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)})
+    class Model(nn.ModuleDict):
+        dtype = weights[0].dtype
+
+    return Model({f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)})
 
 
-def test_only_layers_that_are_two_of_four_are_taken() -> None:
+def test_only_layers_that_are_two_of_four_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = torch.ones(32, 64, dtype=torch.bfloat16)
-    assert list(two_of_four_layers(model_of(dense, two_of_four(32, 64)), torch.bfloat16)) == ["layer1"]
+    model = model_of(dense, two_of_four(32, 64))
+    with pytest.raises(UserError, match=r"torch does not take layer1, torch.bfloat16 \[32, 64\] \(.*leave semi_structured out"):
+        make_semi_structured(model.cpu())  # torch has them on GPUs alone
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
+    make_semi_structured(model)
+    assert [type(layer) for layer in model.values()] == [SparseLinear, SemiStructuredLinear]
     with pytest.raises(UserError, match="none of 1 packed layer has at most two of each four consecutive"):
-        two_of_four_layers(model_of(dense), torch.bfloat16)
-    with pytest.raises(UserError, match=r"layer0.* computes in float32; 2:4 weights are bfloat16 or float16"):
-        two_of_four_layers(model_of(two_of_four(32, 64)), torch.float32)
-    for rows, columns in ((31, 64), (32, 96)):
-        with pytest.raises(UserError, match=f"layer0.* has {rows} outputs and {columns} inputs; torch takes multiples"):
-            two_of_four_layers(model_of(two_of_four(rows, columns)), torch.float16)
+        make_semi_structured(model_of(dense))
 
 
 def test_two_of_four_weights_need_a_gpu(models: Callable[[str], Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ bit is set; -0.0 is a value like any other. Everything is numpy, except for the 
 """
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 from emp_llm.checkpoint.words import WORD, Words, mask_bytes
 from emp_llm.common.errors import UserError, reason
-from emp_llm.selection.available_kernels import has_numba
 
 Bytes = NDArray[np.uint8]
 
@@ -186,8 +186,7 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
 @cache
 def _loops() -> ModuleType | None:
     """The compiled loops; None without numba."""
-    if not has_numba():
+    try:
+        return import_module("emp_llm.runtime.bit_loops")
+    except ImportError:
         return None
-    from emp_llm.runtime import bit_loops
-
-    return bit_loops

@@ -255,12 +255,7 @@ def _load_others(
     kind = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
-        draw = nn.Linear.reset_parameters  # all weights are loaded, and drawing them first takes longer than that
-        nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
-        try:
-            kind.__init__(self, *arguments, **keywords)
-        finally:
-            nn.Linear.reset_parameters = draw  # type: ignore[method-assign]
+        kind.__init__(self, *arguments, **keywords)
         for layer in packed:
             self.set_submodule(layer.module, _Hole(self.get_submodule(layer.module)))
 

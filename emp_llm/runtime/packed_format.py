@@ -199,19 +199,20 @@ class PackedShard:
         elif self.layout.codec == "zstd":
             start = self._entry(f"{tensor.name}.frames").start
             for (first, count), sizes in zip(chunks, self._frame_sizes(tensor, file), strict=True):
-                yield partial(self._from_frames, tensor, file, start, sizes, work, first, count)
-                start += sum(sizes)
-        elif form == "dense":
+                raw = memoryview(bytearray(sum(sizes)))
+                file.read(raw, start)
+                yield partial(self._decode, tensor, raw, sizes, work, first, count)
+                start += len(raw)
+        else:
+            mask_entry = self._entry(f"{tensor.name}.mask") if form == "sparse" else None
+            values = self._entries.get(tensor.name if mask_entry is None else f"{tensor.name}.values")
+            used = 0
             for first, count in chunks:
-                yield partial(_with_values, None, file, self._entry(tensor.name), first, count, work, first, count)
-        else:  # masks are read here, because they decide where the values of a chunk begin
-            used, mask_entry, values = 0, self._entry(f"{tensor.name}.mask"), self._entries.get(f"{tensor.name}.values")
-            for first, count in chunks:
-                mask = read_words(file, mask_entry, first // 8, mask_bytes(count))
-                kept = ones_in(mask, count)
+                mask = None if mask_entry is None else read_words(file, mask_entry, first // 8, mask_bytes(count))
+                kept = count if mask is None else ones_in(mask, count)
                 if values is not None and used + kept > words_in(values):
                     raise ValueError(f"its mask has more bits set than it has values, {words_in(values):,}")
-                yield partial(_with_values, mask, file, values, used, kept, work, first, count)
+                yield partial(work, mask, None if values is None else read_words(file, values, used, kept), first, count)
                 used += kept
             if values is not None and used != words_in(values):
                 raise ValueError(f"its mask has {used:,} bits set for {words_in(values):,} values")
@@ -228,18 +229,14 @@ class PackedShard:
         listed: list[list[int]] = sizes.tolist()
         return listed
 
-    def _from_frames(
-        self, tensor: StoredTensor, file: FileReader, start: int, sizes: list[int], work: Work[T], first: int, count: int
-    ) -> T:
-        raw = memoryview(bytearray(sum(sizes)))
-        file.read(raw, start)
+    def _decode(self, tensor: StoredTensor, raw: memoryview, sizes: list[int], work: Work[T], first: int, count: int) -> T:
+        """`work` of a chunk whose frames have these sizes."""
         frames = [raw[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        mask, numbers = None, count
+        mask, kept = None, count
         if self.forms[tensor.name] == "sparse":
             mask = zstd_content(frames.pop(0), mask_bytes(count))
-            numbers = ones_in(mask, count)
-        values = join_planes(frames, numbers, tensor.dtype) if self.layout.kind == "weights" else None
-        return work(mask, values, first, count)
+            kept = ones_in(mask, count)
+        return work(mask, join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None, first, count)
 
     def _form(self, tensor: StoredTensor) -> Form:
         """The form of a tensor, from the entries that it has."""
@@ -342,12 +339,6 @@ def damaged(path: Path, cause: Exception | str) -> NoReturn:
         raise cause
     why = cause if isinstance(cause, str) else f"it has no {cause}" if isinstance(cause, KeyError) else reason(cause)
     raise UserError(f"{path}: not a sound packed file ({why}). Download or pack it again.")
-
-
-def _with_values(
-    mask: Bytes | None, file: FileReader, entry: StoredTensor | None, at: int, kept: int, work: Work[T], first: int, count: int
-) -> T:
-    return work(mask, None if entry is None else read_words(file, entry, at, kept), first, count)
 
 
 def _check_format(path: Path, name: Any) -> None:

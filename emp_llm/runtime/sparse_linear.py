@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.wording import count_of, quotable
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
-from emp_llm.selection.available_kernels import has_triton, triton_compiles_for
 
 logger = logging.getLogger(__name__)
-_ROWS, _COLUMNS = 32, 64  # of 2:4 weights, of which torch takes multiples, whatever library multiplies
 _AT_MOST_TWO = np.array([(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)])
 
 
@@ -99,15 +97,13 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if weight is not None:
-            self._take(weight.T if self.transposed else weight)
+            weight = weight.T if self.transposed else weight
+            if tuple(weight.shape) != (self.out_features, self.in_features):
+                raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
+            rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
+            self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
+            self._prepare()
         super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != f"{prefix}weight"}, prefix, *others)
-
-    def _take(self, weight: Tensor) -> None:
-        if tuple(weight.shape) != (self.out_features, self.in_features):
-            raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
-        rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
-        self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
-        self._prepare()
 
 
 def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
@@ -119,11 +115,18 @@ def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
         if instructions:
             return CpuProducts(rows, instructions[0])
         _warn_of_slow_processor()
-    if triton_compiles_for(rows.values.device) and has_triton():
+    if _runs_triton(rows.values.device):
         from emp_llm.runtime.cuda_kernel import CudaProducts
 
         return CudaProducts(rows)
     return partial(torch_product, rows)
+
+
+def _runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and runs on a device: an NVIDIA GPU of compute capability 8.0 or higher."""
+    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
@@ -171,14 +174,10 @@ def is_two_of_four(rows: PackedRows) -> bool:
 
 def check_semi_structured(device: torch.device) -> None:
     """Raise UserError where the matrix units for 2:4 weights are missing."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         raise UserError(
-            f"semi_structured=True: 2:4 weights need an NVIDIA GPU, and the device is {str(device)!r}. Give device='cuda', or "
-            "leave semi_structured out."
-        )
-    if not torch.cuda.is_available():
-        raise UserError(
-            "semi_structured=True: torch sees no NVIDIA GPU here. Leave semi_structured out, and give device='cpu'."
+            f"semi_structured=True: 2:4 weights need an NVIDIA GPU, and the device is {str(device)!r}. Give device='cuda' on a "
+            "machine with such a GPU, or leave semi_structured out."
         )
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
@@ -187,50 +186,27 @@ def check_semi_structured(device: torch.device) -> None:
         )
 
 
-def two_of_four_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, SparseLinear]:
-    """The packed layers of a model that can become semi-structured, by name.
-
-    Args:
-        dtype: of the activations, which the weights will have.
+def make_semi_structured(model: PreTrainedModel) -> None:
+    """Replace the 2:4 layers of a model on a GPU by `SemiStructuredLinear`; the others stay packed.
 
     Raises:
-        UserError: no layer is 2:4, or torch does not take the dtype or shape of one.
+        UserError: no layer is 2:4, or torch does not take the dtype or the shape of one.
     """
     packed = {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
-    found = {name: module for name, module in packed.items() if is_two_of_four(module.rows)}
+    found = {name: layer for name, layer in packed.items() if is_two_of_four(layer.rows)}
     if not found:
         raise UserError(
             f"semi_structured=True: none of {count_of(len(packed), 'packed layer')} has at most two of each four consecutive "
             "weights. Prune with --pattern 2:4, or leave semi_structured out."
         )
-    for name, module in found.items():
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise UserError(
-                f"semi_structured=True: {quotable(name)} computes in {str(dtype).removeprefix('torch.')}; 2:4 weights are "
-                "bfloat16 or float16. Give dtype='bfloat16'."
-            )
-        if module.out_features % _ROWS or module.in_features % _COLUMNS:
-            raise UserError(
-                f"semi_structured=True: {quotable(name)} has {module.out_features} outputs and {module.in_features} inputs; "
-                f"torch takes multiples of {_ROWS} and {_COLUMNS}. Leave semi_structured out."
-            )
-    return found
-
-
-def make_semi_structured(model: PreTrainedModel) -> None:
-    """Replace the 2:4 layers of a model on a GPU by `SemiStructuredLinear`; the others stay packed.
-
-    Raises:
-        UserError: no layer is 2:4, or torch refuses one.
-    """
-    layers = two_of_four_layers(model, model.dtype)
-    for name, layer in layers.items():
+    for name, layer in found.items():
         dense = layer.rows.dense().to(layer.values.device, model.dtype)
         try:
             weight = torch.sparse.to_sparse_semi_structured(dense)
         except RuntimeError as error:
             raise UserError(
-                f"semi_structured=True: torch does not take {quotable(name)} ({reason(error)}). Leave semi_structured out."
+                f"semi_structured=True: torch does not take {quotable(name)}, {model.dtype} {list(dense.shape)} "
+                f"({reason(error)}). Give another dtype, or leave semi_structured out."
             ) from error
         model.set_submodule(name, SemiStructuredLinear(weight, layer.bias, layer.transposed))
-    logger.info("%s with 2:4 weights for the matrix units.", count_of(len(layers), "linear layer"))
+    logger.info("%s with 2:4 weights for the matrix units.", count_of(len(found), "linear layer"))
