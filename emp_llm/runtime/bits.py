@@ -52,7 +52,14 @@ def ones_in(mask: Bytes, count: int) -> int:
     whole, rest = divmod(count, 8)
     if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
         raise ValueError("a mask does not fit its numbers")
-    return int(_ONES[mask.view("<u2")].sum(dtype=np.int64))
+    return int(set_bits(mask).sum(dtype=np.int64))
+
+
+def set_bits(mask: Bytes) -> NDArray[np.uint8]:
+    """The number of set bits of each few bytes of a mask."""
+    if hasattr(np, "bitwise_count"):  # numpy 2
+        return np.bitwise_count(mask.view("<u8"))
+    return _ONES[mask.view("<u2")]
 
 
 def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:

@@ -31,7 +31,7 @@ from functools import partial
 from itertools import accumulate
 from os import cpu_count
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -49,8 +49,7 @@ from emp_llm.storage.direct_io import FileReader
 from emp_llm.storage.hashing import file_hash
 from emp_llm.storage.json_files import INDEX_LIMIT, read_json
 
-T = TypeVar("T")
-Work = Callable[[Bytes | None, Words | None, int, int], T]  # of mask, values, first word, number of words
+Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
 PackKind = Literal["weights", "mask"]
 Codec = Literal["raw", "zstd"]
 Form = Literal["sparse", "dense", "base"]  # base: no entry, the words of the base model
@@ -156,8 +155,8 @@ class PackedShard:
         """The number of words of a tensor that are not stored; 0 if it is dense. For raw weights."""
         return words_in(tensor) - words_in(self._entry(f"{tensor.name}.values")) if self.forms[tensor.name] == "sparse" else 0
 
-    def each_chunk(self, tensor: StoredTensor, work: Work[T]) -> Iterator[T]:
-        """`work(mask, values, first word, number of words)` for each chunk of a tensor, in threads, in order.
+    def chunks(self, tensor: StoredTensor) -> Iterator[Chunk]:
+        """(first word, number of words, mask, values) of each chunk of a tensor.
 
         The mask is None if no zeros were left out; the values are None if the folder has only masks.
 
@@ -166,56 +165,66 @@ class PackedShard:
         """
         try:
             with FileReader(self.path) as file:
-                yield from prefetch(self._jobs(tensor, file, work), THREADS)
+                if self.layout.codec == "zstd" and self.forms[tensor.name] != "base":
+                    yield from prefetch(self._frames(tensor, file), THREADS)
+                else:
+                    yield from self._raw_chunks(tensor, file)
         except UserError:
             raise
         except ValueError as error:
             damaged(self.path, f"{quotable(tensor.name)}: {error}")
 
     def words(self, tensor: StoredTensor) -> Iterator[Words]:
-        """The words of an original tensor, chunk by chunk, from a folder with weights; errors are those of `each_chunk`."""
-
-        def whole(mask: Bytes | None, values: Words | None, first: int, count: int) -> Words:
+        """The words of an original tensor, chunk by chunk, from a folder with weights; UserError if the file is damaged."""
+        for _, count, mask, values in self.chunks(tensor):
             assert values is not None
-            return values if mask is None else put_zeros_in(mask, values, count)
+            yield values if mask is None else put_zeros_in(mask, values, count)
 
-        return self.each_chunk(tensor, whole)
+    def mask(self, tensor: StoredTensor) -> Bytes:
+        """The mask of all words of an original tensor; UserError if the file is damaged."""
+        masks = [np.empty(0, dtype=np.uint8)]
+        for _, count, mask, values in self.chunks(tensor):
+            dense = np.full(mask_bytes(count), 255, dtype=np.uint8) if values is None else mask_of(values)
+            masks.append(dense if mask is None else mask)
+        return np.concatenate(masks)
 
-    def masks(self, tensor: StoredTensor) -> Iterator[Bytes]:
-        """The mask of an original tensor, chunk by chunk; errors are those of `each_chunk`."""
+    def _raw_chunks(self, tensor: StoredTensor, file: FileReader) -> Iterator[Chunk]:
+        """`chunks` of a tensor that is not compressed; ValueError for an unsound mask."""
+        mask_entry = self._entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
+        values_entry = self._entries.get(tensor.name if mask_entry is None else f"{tensor.name}.values")
+        used, mask, values = 0, None, None
+        for first, count in self.layout.chunks(tensor):
+            kept = count
+            if mask_entry is not None:
+                mask = read_words(file, mask_entry, first // 8, mask_bytes(count))
+                kept = ones_in(mask, count)
+            if values_entry is not None:
+                if used + kept > words_in(values_entry):
+                    raise ValueError(f"its mask has more bits set than it has values, {words_in(values_entry):,}")
+                values = read_words(file, values_entry, used, kept)
+            yield first, count, mask, values
+            used += kept
+        if values_entry is not None and used != words_in(values_entry):
+            raise ValueError(f"its mask has {used:,} bits set for {words_in(values_entry):,} values")
 
-        def mask_in(mask: Bytes | None, values: Words | None, first: int, count: int) -> Bytes:
-            if mask is not None:
-                return mask
-            return np.full(mask_bytes(count), 255, dtype=np.uint8) if values is None else mask_of(values)
+    def _frames(self, tensor: StoredTensor, file: FileReader) -> Iterator[Callable[[], Chunk]]:
+        """Jobs that decompress the frames of a chunk each; ValueError for unsound frames."""
 
-        return self.each_chunk(tensor, mask_in)
+        def decode(first: int, count: int, raw: memoryview, sizes: list[int]) -> Chunk:
+            frames = [raw[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+            mask, kept = None, count
+            if self.forms[tensor.name] == "sparse":
+                mask = zstd_content(frames.pop(0), mask_bytes(count))
+                kept = ones_in(mask, count)
+            values = join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None
+            return first, count, mask, values
 
-    def _jobs(self, tensor: StoredTensor, file: FileReader, work: Work[T]) -> Iterator[Callable[[], T]]:
-        """Jobs that read a chunk each and return what `work` makes of it; ValueError for unsound entries."""
-        form, chunks = self.forms[tensor.name], self.layout.chunks(tensor)
-        if form == "base":
-            yield from (partial(work, None, None, *chunk) for chunk in chunks)
-        elif self.layout.codec == "zstd":
-            start = self._entry(f"{tensor.name}.frames").start
-            for (first, count), sizes in zip(chunks, self._frame_sizes(tensor, file), strict=True):
-                raw = memoryview(bytearray(sum(sizes)))
-                file.read(raw, start)
-                yield partial(self._decode, tensor, raw, sizes, work, first, count)
-                start += len(raw)
-        else:
-            mask_entry = self._entry(f"{tensor.name}.mask") if form == "sparse" else None
-            values = self._entries.get(tensor.name if mask_entry is None else f"{tensor.name}.values")
-            used = 0
-            for first, count in chunks:
-                mask = None if mask_entry is None else read_words(file, mask_entry, first // 8, mask_bytes(count))
-                kept = count if mask is None else ones_in(mask, count)
-                if values is not None and used + kept > words_in(values):
-                    raise ValueError(f"its mask has more bits set than it has values, {words_in(values):,}")
-                yield partial(work, mask, None if values is None else read_words(file, values, used, kept), first, count)
-                used += kept
-            if values is not None and used != words_in(values):
-                raise ValueError(f"its mask has {used:,} bits set for {words_in(values):,} values")
+        start = self._entry(f"{tensor.name}.frames").start
+        for chunk, sizes in zip(self.layout.chunks(tensor), self._frame_sizes(tensor, file), strict=True):
+            raw = memoryview(bytearray(sum(sizes)))
+            file.read(raw, start)
+            yield partial(decode, *chunk, raw, sizes)
+            start += len(raw)
 
     def _frame_sizes(self, tensor: StoredTensor, file: FileReader) -> list[list[int]]:
         """The sizes of the frames of each chunk; ValueError for impossible ones."""
@@ -228,15 +237,6 @@ class PackedShard:
             raise ValueError("a frame is too long for a chunk")
         listed: list[list[int]] = sizes.tolist()
         return listed
-
-    def _decode(self, tensor: StoredTensor, raw: memoryview, sizes: list[int], work: Work[T], first: int, count: int) -> T:
-        """`work` of a chunk whose frames have these sizes."""
-        frames = [raw[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        mask, kept = None, count
-        if self.forms[tensor.name] == "sparse":
-            mask = zstd_content(frames.pop(0), mask_bytes(count))
-            kept = ones_in(mask, count)
-        return work(mask, join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None, first, count)
 
     def _form(self, tensor: StoredTensor) -> Form:
         """The form of a tensor, from the entries that it has."""

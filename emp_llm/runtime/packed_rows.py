@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from emp_llm.checkpoint.words import WORD, Words
-from emp_llm.runtime.bits import Bytes, mask_of, nonzero_words, put_zeros_in
+from emp_llm.runtime.bits import Bytes, mask_of, nonzero_words, put_zeros_in, set_bits
 
 WORD_COLUMNS = 64  # weights that a word of a mask covers; each row begins with a new word
 _TILE = 1 << 19  # weights that are dense at a time
-_ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
 _INTEGER = {2: torch.int16, 4: torch.int32}
 
 
@@ -106,11 +105,8 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
         full = np.zeros((rows, padded), dtype=np.uint8)
         full[:, :columns] = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
         of_rows = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
-    offsets = torch.zeros(rows + 1, dtype=torch.int64)
-    height = max(1, (1 << 24) // max(1, of_rows.shape[1]))
-    for first in range(0, rows, height):
-        offsets[first + 1 : first + 1 + height] = _ones_in_rows(of_rows[first : first + height])
-    offsets = offsets.cumsum(0)
+    counts = set_bits(of_rows.numpy()).reshape(rows, -1 if of_rows.numel() else 0).sum(axis=1, dtype=np.int64)
+    offsets = torch.from_numpy(np.append(np.int64(0), counts.cumsum()))
     if int(offsets[-1]) != values.numel():
         raise ValueError(f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values")
     return PackedRows(of_rows, values, offsets, columns)
@@ -140,13 +136,6 @@ def torch_product(rows: PackedRows, x: Tensor) -> Tensor:
             tile.masked_scatter_(stored, rows.values[offsets[first] : offsets[last]].float())
         result[:, first:last] = x.float() @ tile.T
     return result
-
-
-def _ones_in_rows(mask: Tensor) -> Tensor:
-    """The number of set bits of each row, int64."""
-    if hasattr(np, "bitwise_count"):  # numpy 2
-        return torch.from_numpy(np.bitwise_count(mask.numpy().view("<u8")).sum(axis=1, dtype=np.int64))
-    return _ONES[mask.int()].sum(dim=1, dtype=torch.int64)
 
 
 def _unsigned(words: np.ndarray) -> Words:

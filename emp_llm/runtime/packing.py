@@ -20,7 +20,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import EXTRAS, OTHER_WEIGHTS, PACK_NAME, REPORT_NAME
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import quotable
-from emp_llm.runtime.bits import Bytes, booleans, mask_of, nonzero_words, ones_in, split_planes, zstd_frames
+from emp_llm.runtime.bits import booleans, mask_of, nonzero_words, split_planes, zstd_frames
 from emp_llm.runtime.packed_format import (
     FORMAT,
     SUFFIX,
@@ -153,11 +153,8 @@ def _pack_shard(shard: Path, tensors: list[StoredTensor], layout: PackLayout, ta
         begin = end = len(_header(longest))
         for tensor in tensors:
             form, zeros = _form(tensor, layout, names, source)
-            length = words_in(tensor) - zeros
-            if layout.codec == "zstd" and form != "base":
-                length = _write_frames(tensor, layout, form, source, packed, end)
-            elif form != "base":
-                _write_raw(tensor, layout, form, source, packed, end)
+            frames = 0 if form == "base" else _write(tensor, layout, form, source, packed, end)
+            length = frames if layout.codec == "zstd" else words_in(tensor) - zeros
             for name, (dtype, shape) in layout.entries(tensor, form).items():
                 known = [length if side is None else side for side in shape]
                 start, end = end, end + math.prod(known) * BITS[dtype] // 8
@@ -185,42 +182,30 @@ def _form(tensor: StoredTensor, layout: PackLayout, names: set[str], source: Fil
     return ("sparse" if pays and not taken else "dense"), zeros
 
 
-def _write_raw(
-    tensor: StoredTensor, layout: PackLayout, form: Form, source: FileReader, packed: BinaryIO, position: int
-) -> None:
-    """Write a tensor from a position: its mask and then its values, or all its words."""
+def _write(tensor: StoredTensor, layout: PackLayout, form: Form, source: FileReader, packed: BinaryIO, position: int) -> int:
+    """Write a tensor from a position; returns the bytes of its frames if they are compressed, else 0."""
 
-    def split(first: int, count: int) -> list[Any]:
-        words = read_words(source, tensor, first, count)
-        if form == "dense":
-            return [words]
-        return [mask_of(words), nonzero_words(words)] if layout.kind == "weights" else [mask_of(words)]
-
-    places = [position, position + mask_bytes(words_in(tensor))]
-    for pieces in prefetch((partial(split, *chunk) for chunk in layout.chunks(tensor)), THREADS):
-        for which, piece in enumerate(pieces):
-            packed.seek(places[which])
-            packed.write(piece.data)
-            places[which] += piece.nbytes
-
-
-def _write_frames(
-    tensor: StoredTensor, layout: PackLayout, form: Form, source: FileReader, packed: BinaryIO, position: int
-) -> int:
-    """Write the zstd frames of a tensor from a position, and then their sizes; returns the padded bytes of the frames."""
-
-    def frames(first: int, count: int) -> list[bytes]:
+    def pieces(first: int, count: int) -> list[Any]:
         words = read_words(source, tensor, first, count)
         mask = [mask_of(words)] if form == "sparse" else []
         if layout.kind == "mask":
-            return zstd_frames(mask)
-        return zstd_frames([*mask, *split_planes(nonzero_words(words) if form == "sparse" else words, tensor.dtype)])
+            return mask if layout.codec == "raw" else zstd_frames(mask)
+        values = nonzero_words(words) if form == "sparse" else words
+        return [*mask, values] if layout.codec == "raw" else zstd_frames([*mask, *split_planes(values, tensor.dtype)])
 
+    sizes, places = [], [position, position + mask_bytes(words_in(tensor))]
     packed.seek(position)
-    sizes = []
-    for of_chunk in prefetch((partial(frames, *chunk) for chunk in layout.chunks(tensor)), THREADS):
-        sizes.append([len(frame) for frame in of_chunk])
-        packed.writelines(of_chunk)
+    for of_chunk in prefetch((partial(pieces, *chunk) for chunk in layout.chunks(tensor)), THREADS):
+        if layout.codec == "zstd":
+            sizes.append([len(frame) for frame in of_chunk])
+            packed.writelines(of_chunk)
+            continue
+        for which, piece in enumerate(of_chunk):  # the mask, and behind it the values; or all words
+            packed.seek(places[which])
+            packed.write(piece.data)
+            places[which] += piece.nbytes
+    if layout.codec == "raw":
+        return 0
     total = packed.tell() - position
     packed.write(bytes(-total % 8) + np.array(sizes, dtype="<u4").tobytes())
     return total + -total % 8
@@ -305,12 +290,6 @@ def _masked(shard: PackedShard, tensor: StoredTensor, base: Checkpoint) -> Itera
     """The words of a tensor of the base, zero where the mask has a zero bit."""
     stored = base.tensors[tensor.name]
     with FileReader(stored.shard) as source:
-
-        def masked(mask: Bytes | None, values: Words | None, first: int, count: int) -> Words:
+        for first, count, mask, _ in shard.chunks(tensor):
             words = read_words(source, stored, first, count)
-            if mask is None:
-                return words
-            ones_in(mask, count)  # raises ValueError for an unsound mask
-            return words * booleans(mask, count)
-
-        yield from shard.each_chunk(tensor, masked)
+            yield words if mask is None else words * booleans(mask, count)

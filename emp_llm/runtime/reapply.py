@@ -149,6 +149,6 @@ def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> Bytes:
     """The mask of all words of a stored tensor."""
     if packed is not None:
         shard = next(shard for shard in packed.shards.values() if shard.path == stored.shard)
-        return np.concatenate(list(shard.masks(stored)))
+        return shard.mask(stored)
     with FileReader(stored.shard) as file:
         return np.concatenate([mask_of(read_words(file, stored, *chunk)) for chunk in PackLayout().chunks(stored)])
