@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe
     from emp_llm.pack import pack as pack
-    from emp_llm.packing.masks import Masks
-    from emp_llm.packing.reapply import SparsityCallback, reapply_mask
     from emp_llm.plan import plan as plan
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
     from emp_llm.report import report as report
     from emp_llm.run import run as run
+    from emp_llm.runtime.masks import Masks
+    from emp_llm.runtime.reapply import SparsityCallback, reapply_mask
     from emp_llm.selection.criteria import InputStatistics, exponential, register_criterion, shift
     from emp_llm.selection.effective import (
         effective_mask,
@@ -50,12 +50,12 @@ _HOME = {
     "register_criterion": "selection.criteria",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
-    "Masks": "packing.masks",
+    "Masks": "runtime.masks",
     "Recipe": "options.recipe",
     "masks_of": "in_memory.prune_model",
     "prune_model": "in_memory.prune_model",
-    "reapply_mask": "packing.reapply",
-    "SparsityCallback": "packing.reapply",
+    "reapply_mask": "runtime.reapply",
+    "SparsityCallback": "runtime.reapply",
 }
 # Modules with the names of their functions.
 _COMMANDS = (

@@ -1,37 +1,198 @@
 """`emp-llm generate`: text from a pruned model that computes from its packed weights."""
 
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
+from emp_llm.common.errors import UserError
+from emp_llm.common.file_names import PACK_NAME
+from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.runtime import GenerateOptions
 
 if TYPE_CHECKING:
-    from emp_llm.runs.generate_run import Generation
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class GenerationFigures:
+    """What a generation cost.
+
+    Attributes:
+        prompt_tokens, new_tokens: their numbers.
+        first_seconds: until the first new token; seconds: in all.
+        memory_bytes: the most that the process used, or of the GPU's memory.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    first_seconds: float
+    seconds: float
+    memory_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens after the first one, by the time that they took; 0 without such tokens."""
+        rest = self.seconds - self.first_seconds
+        return (self.new_tokens - 1) / rest if self.new_tokens > 1 and rest > 0 else 0.0
+
+
+class Generation:
+    """A text that is generated while it is read: iterate over its pieces, or take `text`.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: its tokenizer.
+        arguments: of its `generate`, the ids of the prompt among them.
+        quiet: the figures are not wanted.
+
+    Attributes:
+        figures: what it cost; None until the last piece.
+        quiet: as given.
+    """
+
+    def __init__(self, model: "PreTrainedModel", tokenizer: Any, arguments: dict[str, Any], quiet: bool) -> None:
+        self._model, self._tokenizer, self._arguments, self.quiet = model, tokenizer, arguments, quiet
+        self._pieces: list[str] = []
+        self.figures: GenerationFigures | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text, generated now if it is not yet."""
+        if self.figures is None:
+            for _ in self:
+                pass
+        return "".join(self._pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        """The pieces of the text, as soon as they are whole words or characters."""
+        import torch
+        from transformers import TextIteratorStreamer
+
+        from emp_llm.common.timing import peak_memory
+
+        if self.figures is not None:
+            yield from self._pieces
+            return
+        streamer: Any = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stop, times, problem = Event(), [], []
+
+        def after_token(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            """Note the time of a new token; returns whether each sequence ends, bool, shape (sequences,)."""
+            times.append(time.perf_counter())
+            return torch.full((ids.shape[0],), stop.is_set(), device=ids.device)
+
+        def work() -> None:
+            try:
+                with torch.inference_mode():
+                    self._model.generate(**self._arguments, streamer=streamer, stopping_criteria=[after_token])
+            except BaseException as error:  # raised in the thread that reads
+                problem.append(error)
+                streamer.end()
+
+        start = time.perf_counter()
+        thread = Thread(target=work, name="emp-llm-generate")
+        thread.start()
+        try:
+            for piece in streamer:
+                if piece:
+                    self._pieces.append(piece)
+                    yield piece
+        finally:  # the reader may have stopped, by Ctrl-C for one
+            stop.set()
+            thread.join()
+        if problem:
+            raise problem[0]
+        device = self._model.device
+        self.figures = GenerationFigures(
+            prompt_tokens=self._arguments["input_ids"].shape[1],
+            new_tokens=len(times),
+            first_seconds=times[0] - start if times else 0.0,
+            seconds=time.perf_counter() - start,
+            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory(),
+        )
 
 
 @takes(GenerateOptions)
-def generate(options: GenerateOptions) -> "Generation":
+def generate(options: GenerateOptions) -> Generation:
     """Continue a text with a pruned model, and tell how fast and in how much memory.
 
     The pruned layers compute from a bitmask and the weights that are not zero. The model is a pruned checkpoint, or a folder
     of emp-llm pack, whose files are mapped into memory.
 
     Returns the generation: iterate over its pieces, or take `text`; then `figures`.
+
+    Raises:
+        UserError: options are wrong, the model or its tokenizer cannot be loaded, or the prompt is empty or too long.
     """
-    from emp_llm.runs.generate_run import Generation
+    import torch
 
-    return Generation(options)
+    from emp_llm.execution.loading import load_model, load_tokenizer, max_context
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
+
+    options.check()
+    trust = options.trust_remote_code
+    folder = find_model(options.model, options.revision, trust).folder
+    tokenizer = load_tokenizer(folder, trust)
+    ids = _prompt(tokenizer, options)
+    device = run_device(options.device)
+    if options.runtime == "dense" and not (folder / PACK_NAME).is_file():
+        model = load_model(folder, device, options.dtype, trust)
+    else:
+        least = LEAST_ZEROS if options.runtime == "sparse" else NEVER
+        model = load(folder, device=device, dtype=options.dtype, trust_remote_code=trust, least_zeros=least)
+    longest = max_context(model.config)
+    if longest is not None and ids.shape[1] + options.max_new_tokens > longest:
+        raise UserError(
+            f"The prompt has {count_of(ids.shape[1], 'token')}; with {options.max_new_tokens} new ones that is more "
+            f"than the model's {longest} positions. Lower --max-new-tokens, or shorten the prompt."
+        )
+    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if options.temperature > 0:
+        torch.manual_seed(options.seed)
+        choice = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    ids = ids.to(model.device)
+    arguments = choice | {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": options.max_new_tokens,
+        "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    }
+    return Generation(model, tokenizer, arguments, options.quiet)
 
 
-def show(generation: "Generation") -> None:
+def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
+    """The ids of the prompt, shape (1, tokens)."""
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not text:
+        raise UserError("--prompt is empty; give a text to continue.")
+    if not options.chat:
+        return tokenizer(text, return_tensors="pt").input_ids
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(f"--chat needs a chat template, and the tokenizer of {options.model} has none. Leave it out.")
+    message = [{"role": "user", "content": text}]
+    told = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return told["input_ids"]
+
+
+def show(generation: Generation) -> None:
     """Print the text while it is generated, then its figures to standard error, unless the run is quiet."""
     for piece in generation:
         print(piece, end="", flush=True)
     print()
-    if generation.figures is not None and not generation.quiet:
-        print(generation.figures.words(), file=sys.stderr)
+    figures = generation.figures
+    if figures is not None and not generation.quiet:
+        print(
+            f"{count_of(figures.prompt_tokens, 'prompt token')}, first new token after {figures.first_seconds:.2f} s; "
+            f"{count_of(figures.new_tokens, 'new token')}, {figures.tokens_per_second:.1f} tokens/s; "
+            f"peak memory {format_bytes(figures.memory_bytes)}",
+            file=sys.stderr,
+        )
 
 
 callable_module(__name__)

@@ -11,8 +11,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.commands import PackOptions
 
 if TYPE_CHECKING:
-    from emp_llm.packing.packer import PackedSizes
-
+    from emp_llm.runtime.packing import PackedSizes
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +44,21 @@ def pack(options: PackOptions) -> Packed:
         UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there are no zeros to mask.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.packing.packed_format import PackLayout
-    from emp_llm.packing.packer import Packer
+    from emp_llm.runtime.bits import need_zstandard
+    from emp_llm.runtime.packed_format import PackLayout
+    from emp_llm.runtime.packing import most_bytes, other_files, pack_checkpoint
     from emp_llm.storage.output.output_folder import OutputFolder
 
     started = time.monotonic()
+    if options.zstd:
+        need_zstandard("--zstd")
+    checkpoint = Checkpoint(options.folder)
     layout = PackLayout("mask" if options.mask_only else "weights", "zstd" if options.zstd else "raw")
-    packer = Packer(Checkpoint(options.folder), layout)
-    with OutputFolder(options.output, [options.folder], packer.largest, options.overwrite, "OUT") as out:
+    files = other_files(checkpoint, layout)
+    needed = most_bytes(checkpoint, layout, files)
+    with OutputFolder(options.output, [options.folder], needed, options.overwrite, "OUT") as out:
         out.begin({"packs": str(options.folder)})
-        sizes = packer.write(out.files)
+        sizes = pack_checkpoint(checkpoint, layout, files, out.files)
         out.publish()
     if sizes.sparse == 0:
         logger.warning("warning: %s has too few zeros to save space; pack is for pruned checkpoints.", options.folder)

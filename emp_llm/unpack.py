@@ -37,20 +37,20 @@ def unpack(options: UnpackOptions) -> Unpacked:
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.hub.local_model import find_model
-    from emp_llm.packing.packed_folder import PackedFolder
-    from emp_llm.packing.unpacker import Unpacker
+    from emp_llm.runtime.packed_format import PackedFolder
+    from emp_llm.runtime.packing import check_base, unpack_folder
     from emp_llm.storage.output.output_folder import OutputFolder
 
     started = time.monotonic()
-    source = PackedFolder(options.packed)
-    dense = Checkpoint(find_model(options.base, options.revision).folder) if options.base is not None else None
-    unpacker = Unpacker(source, dense)
-    sources = [source.folder] if dense is None else [source.folder, dense.folder]
-    with OutputFolder(options.folder, sources, source.bytes, options.overwrite, "DIR") as out:
+    packed = PackedFolder(options.packed)
+    base = Checkpoint(find_model(options.base, options.revision).folder) if options.base is not None else None
+    check_base(packed, base)
+    sources = [packed.folder] if base is None else [packed.folder, base.folder]
+    with OutputFolder(options.folder, sources, packed.bytes, options.overwrite, "DIR") as out:
         out.begin({"unpacks": str(options.packed)})
-        files = unpacker.write(out.files)
+        files = unpack_folder(packed, base, out.files)
         out.publish()
-    return Unpacked(str(options.folder), source.bytes, files, round(time.monotonic() - started, 3))
+    return Unpacked(str(options.folder), packed.bytes, files, round(time.monotonic() - started, 3))
 
 
 def show(unpacked: Unpacked) -> None:

@@ -28,8 +28,8 @@ import torch
 from bench_helpers import hardware, in_turn, make_llama, wall_time
 from torch.nn import functional
 
-from emp_llm.runtime.cpu_products import CpuProducts
 from emp_llm.runtime.packed_rows import pack_rows
+from emp_llm.runtime.sparse_linear import products_of
 
 COLUMNS = 4096
 ZEROS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
@@ -84,7 +84,7 @@ def zeros_table(options: argparse.Namespace) -> str:
     for zeros in ZEROS:
         weight = random_weight(options.rows, zeros)
         rows, room = pack_rows(weight), torch.empty_like(weight)
-        product = CpuProducts(rows)
+        product = products_of(rows)
         runs = {
             "copy": partial(room.copy_, weight),
             "sparse": partial(product, x),
@@ -108,7 +108,7 @@ def tokens_table(options: argparse.Namespace) -> str:
         "|---:|---:|---:|---:|---:|---:|",
     ]
     weight = random_weight(options.rows, 0.5)
-    product, wide = CpuProducts(pack_rows(weight)), weight.float()
+    product, wide = products_of(pack_rows(weight)), weight.float()
     for tokens in TOKENS:
         x = torch.randn(tokens, COLUMNS).bfloat16()
         runs = {

@@ -28,9 +28,8 @@ from bench_helpers import gpu_time, hardware, in_turn, wall_time
 from torch import Tensor
 from torch.nn import functional
 
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
 from emp_llm.runtime.sparse_linear import products_of
-from emp_llm.runtime.torch_products import TorchProducts
 
 SHAPES = ["4096x11008", "11008x4096", "4096x4096"]
 _FLUSHED = 256 << 20  # bytes, more than any level 2 cache has
@@ -84,7 +83,7 @@ def _rows(arguments: argparse.Namespace, copy: float) -> Iterator[list[str]]:
     flush = _flusher(arguments.device)
     for shape, zeros in itertools.product(arguments.shapes, arguments.zeros):
         weight, rows = _matrix(shape, zeros, arguments.device)
-        packed = products_of(rows) if arguments.device == "cuda" else TorchProducts(rows)
+        packed = products_of(rows) if arguments.device == "cuda" else partial(torch_product, rows)
         read = {"dense": weight.nbytes, "packed": rows.nbytes + getattr(packed, "nbytes", 0)}
         for tokens in arguments.tokens:
             x = torch.randn(tokens, weight.shape[1], device=arguments.device).to(weight.dtype)
@@ -162,21 +161,21 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu":
         print("--tune needs --device cuda: the sizes are those of a GPU's kernel.", file=sys.stderr)
         raise SystemExit(2)
-    from emp_llm.runtime.kernels import cuda
+    from emp_llm.runtime import cuda_kernel
 
     flush = _flusher(arguments.device)
     for shape, zeros in itertools.product(arguments.shapes, arguments.zeros):
         weight, rows = _matrix(shape, zeros, arguments.device)
-        matrix = cuda.device_rows(rows.mask, rows.values, rows.offsets, rows.columns)
+        matrix = cuda_kernel.device_rows(rows)
         x = torch.randn(1, rows.columns, device=arguments.device).to(weight.dtype)
-        own = cuda.product_sizes(rows.rows, rows.columns, 1)
+        own = cuda_kernel.product_sizes(rows.rows, rows.columns, 1)
         tried: list[Any] = [own]
         for height, groups, warps in itertools.product(*TUNED.values()):
             part = -(-own.part // (4 * groups)) * 4 * groups
             splits = -(-rows.columns // part)
             tried.append(own._replace(rows=height, groups=groups, warps=warps, part=part, splits=splits))
         ways: dict[str, Callable[[], object]] = {"dense": partial(functional.linear, x, weight)}
-        ways |= {str(sizes): partial(cuda.multiply, matrix, x, sizes) for sizes in tried}
+        ways |= {str(sizes): partial(cuda_kernel.multiply, matrix, x, sizes) for sizes in tried}
         times, failed = in_turn(ways, arguments.repeats, measure=lambda run: _time(run, flush, "cuda"), warm_up=True)
         print(f"{shape}, {zeros} % zeros; chosen: {own}")
         for name, taken in sorted(times.items(), key=lambda item: statistics.median(item[1] or [1])):

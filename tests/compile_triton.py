@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from emp_llm.runtime.kernels import cuda as runtime
+from emp_llm.runtime import cuda_kernel as runtime
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
 from emp_llm.selection.kernels import cuda
@@ -90,7 +90,7 @@ def main() -> None:
 def check_runtime(capability: int, dtype: torch.dtype, tokens: int) -> None:
     """Check that bits are counted by an instruction, sums are float32, and nothing spills to memory."""
     rows = pack_rows(torch.ones(1000, 4096, dtype=dtype))
-    matrix = runtime.device_rows(rows.mask, rows.values, rows.offsets, rows.columns)
+    matrix = runtime.device_rows(rows)
     x = torch.ones(tokens, rows.columns, dtype=dtype)
     (product,) = compiled_by(capability, lambda: runtime.multiply(matrix, x))
     (dense,) = compiled_by(capability, lambda: runtime.expand_rows(matrix, 0, 1000, dtype))

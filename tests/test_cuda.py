@@ -27,7 +27,7 @@ from emp_llm.pruning import pruner
 from emp_llm.pruning.recipe import read_report
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
-from emp_llm.runtime.semi_structured import SemiStructuredLinear
+from emp_llm.runtime.sparse_linear import SemiStructuredLinear
 from emp_llm.sweep import sweep
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,29 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import emp_llm
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import PACK_NAME
-from emp_llm.packing.packed_folder import PackedFolder
 from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
-from emp_llm.runtime import SparseLinear, cpu_products, load, sparse_linear
-from emp_llm.runtime.cpu_products import CpuProducts
-from emp_llm.runtime.kernels import cpu, ir_tools
-from emp_llm.runtime.kernels.instructions import INSTRUCTIONS, Instructions
-from emp_llm.runtime.kernels.products import Products
+from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
+from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, Instructions, instructions_for, product_module
 from emp_llm.runtime.loader import sparse_layers
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
-from emp_llm.runtime.torch_products import TorchProducts
+from emp_llm.runtime.packed_format import PackedFolder
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of, torch_product
+from emp_llm.runtime.sparse_linear import products_of
 
 Models = Callable[[str], Path]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}  # of a sum that is rounded once
-# The instructions of this processor and all slower ones.
-WAYS = [None, *(each.name for each in INSTRUCTIONS if cpu.processor_features().issuperset(each.features)), "plain"]
+# The instructions of this processor and torch alone.
+WAYS = [*(each.name for each in instructions_for(torch.bfloat16)), "torch"]
+Product = Callable[[Tensor], Tensor]
+
+
+def product_by(rows: PackedRows, way: str) -> Product:
+    """The product by instructions, or by the fastest others for a dtype that these lack."""
+    found = instructions_for(rows.values.dtype)
+    chosen = [each for each in found if each.name == way] or found
+    return partial(torch_product, rows) if way == "torch" else CpuProducts(rows, chosen[0])
 
 
 def sparse_matrix(rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -62,10 +67,10 @@ def check_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_those_of_float64(dtype: torch.dtype, way: str | None) -> None:
+def test_products_are_those_of_float64(dtype: torch.dtype, way: str) -> None:
     for rows, columns in ((1, 1), (5, 33), (70, 64), (37, 200), (9, 1000)):
         weight = sparse_matrix(rows, columns, 0.5, dtype, seed=columns)
-        product = CpuProducts(pack_rows(weight), way)
+        product = product_by(pack_rows(weight), way)
         for tokens in (1, 2, 5, 17, 40):
             for activation in (dtype, torch.float32) if tokens == 1 else (dtype,):
                 x = torch.randn(tokens, columns).to(activation)
@@ -87,8 +92,8 @@ def test_any_mask(rows: int, columns: int, zeros: float, tokens: int, dtype: tor
     assert torch.equal(packed.dense(), weight)
     assert packed.values.numel() == int(weight.ne(0).sum()) + int((weight.eq(0) & weight.signbit()).sum())
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    check_product(CpuProducts(packed)(x), x, weight)
-    check_product(TorchProducts(packed)(x), x, weight)
+    check_product(products_of(packed)(x), x, weight)
+    check_product(torch_product(packed, x), x, weight)
 
 
 def test_special_numbers_survive() -> None:
@@ -98,14 +103,14 @@ def test_special_numbers_survive() -> None:
         packed = pack_rows(own)
         bits = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(packed.dense().view(bits), own.view(bits))
-        product = CpuProducts(packed)(torch.ones(1, 4, dtype=dtype))
+        product = products_of(packed)(torch.ones(1, 4, dtype=dtype))
         assert product[0, 0] == torch.inf
         assert product[0, 1].isnan()
         assert product[0, 2] == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_threads_change_no_bit(way: str | None) -> None:
+def test_threads_change_no_bit(way: str) -> None:
     packed = pack_rows(sparse_matrix(3000, 200, 0.6, torch.bfloat16))
     x = torch.randn(3, 200).bfloat16()
     threads = torch.get_num_threads()
@@ -113,7 +118,7 @@ def test_threads_change_no_bit(way: str | None) -> None:
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
-            results.append(CpuProducts(packed, way)(x))
+            results.append(product_by(packed, way)(x))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in pairwise(results))
@@ -131,7 +136,7 @@ def test_no_load_leaves_the_values(tmp_path: Path) -> None:
     mapped = PackedRows(packed.mask, values, packed.offsets, packed.columns)
     x = torch.randn(2, 64).bfloat16()
     for way in WAYS:
-        check_product(CpuProducts(mapped, way)(x), x, weight)
+        check_product(product_by(mapped, way)(x), x, weight)
 
 
 def test_a_wrong_mask_is_refused() -> None:
@@ -154,7 +159,7 @@ def test_every_instruction_set_compiles() -> None:
     for how in INSTRUCTIONS:
         processor, instruction = wanted[how.name]
         for dtype in how.dtypes:
-            module = Products(dtype, how, 2, "BF16").module()
+            module = product_module(dtype, how, 2)
             module.triple = "x86_64-unknown-linux-gnu"
             parsed = llvm.parse_assembly(str(module))
             parsed.verify()
@@ -168,9 +173,9 @@ def _expand_in_pairs(builder: Any, values: Any, at: Any, bits: Any, dtype: str) 
     """What vpexpandw does, by two of vpexpandd: 32 words of 16 bits, two in each lane of 32 bits."""
     wide = next(each for each in INSTRUCTIONS if each.name == "avx512")
     narrow = ir.VectorType(ir.IntType(16), 16)
-    below = ir_tools.intrinsic(builder, "llvm.ctpop.i64", ir_tools.I64, [builder.and_(bits, ir_tools.number(0xFFFF))])
-    first = wide.words(builder, values, at, bits, dtype)
-    second = wide.words(builder, values, builder.add(at, below), builder.lshr(bits, ir_tools.number(16)), dtype)
+    below = cpu_kernel.intrinsic(builder, "llvm.ctpop.i64", cpu_kernel.I64, [builder.and_(bits, cpu_kernel.number(0xFFFF))])
+    first = wide.spread(builder, values, at, bits, dtype)
+    second = wide.spread(builder, values, builder.add(at, below), builder.lshr(bits, cpu_kernel.number(16)), dtype)
     order = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
     words = builder.shuffle_vector(builder.trunc(first, narrow), builder.trunc(second, narrow), order)
     return builder.bitcast(words, ir.VectorType(ir.IntType(32), 16))
@@ -180,14 +185,13 @@ def _expand_in_pairs(builder: Any, values: Any, at: Any, bits: Any, dtype: str) 
 def test_the_order_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The road of VBMI2, whose instruction this processor may lack, with the same words made by others."""
     pairs = Instructions("pairs", (), 16, 32, ("BF16",), _expand_in_pairs)
-    monkeypatch.setattr(cpu, "instructions_for", lambda dtype, most=None: pairs)
     for columns in (33, 64, 200):
         weight = sparse_matrix(90, columns, 0.5, torch.bfloat16)
-        product = CpuProducts(pack_rows(weight))
+        product = CpuProducts(pack_rows(weight), pairs)
         for tokens in (1, 3, 40):
             x = torch.randn(tokens, columns).bfloat16()
             check_product(product(x), x, weight)
-    monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(cpu_kernel, "multiplies_bfloat16", lambda: True)
     check_product(product(x), x, weight)
 
 
@@ -332,13 +336,13 @@ def test_other_dtypes_stay_dense(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_processor_without_the_instructions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    sparse_linear._tell.cache_clear()
-    monkeypatch.setattr(cpu, "instructions_for", lambda dtype, most=None: None)
+    sparse_linear._warn_of_slow_processor.cache_clear()
+    monkeypatch.setattr(cpu_kernel, "instructions_for", lambda dtype: [])
     weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
     x = torch.randn(3, 70).bfloat16()
     for _ in range(2):
         check_product(SparseLinear(pack_rows(weight))(x), x, weight)
-    assert caplog.text.count("run by plain loops") == 1
+    assert caplog.text.count("this processor has neither AVX-512 nor AVX2") == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -362,21 +366,6 @@ class TestDamage:
         with pytest.raises(UserError, match=rf"{shard.name}: not a sound packed file .*checksum"):
             load(tmp_path / "packed")
         load(tmp_path / "packed", check=False)
-
-    def test_a_folder_of_an_earlier_version(self, sparse_models: Models, tmp_path: Path) -> None:
-        """It has no hashes of the packed files, so the originals are hashed."""
-        shutil.copytree(f"{sparse_models('llama')}-packed", tmp_path / "packed")
-        index = json.loads((tmp_path / "packed" / PACK_NAME).read_text())
-        for entry in index["shards"].values():
-            del entry["packed"]
-        (tmp_path / "packed" / PACK_NAME).write_text(json.dumps(index))
-        load(tmp_path / "packed")
-        shard = next(iter(PackedFolder(tmp_path / "packed").shards.values())).path
-        raw = bytearray(shard.read_bytes())
-        raw[-5] ^= 1
-        shard.write_bytes(raw)
-        with pytest.raises(UserError, match="checksum"):
-            load(tmp_path / "packed")
 
     def test_a_changed_config(self, sparse_models: Models, tmp_path: Path) -> None:
         shutil.copytree(f"{sparse_models('llama')}-packed", tmp_path / "packed")

@@ -14,12 +14,11 @@ from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.runtime import SparseLinear, load, sparse_linear
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows
-from emp_llm.runtime.semi_structured import SemiStructuredLinear, is_two_of_four, two_of_four_layers
+from emp_llm.runtime.sparse_linear import SemiStructuredLinear, is_two_of_four, make_semi_structured
 
 pytest.importorskip("triton")
 # Without a GPU, conftest sets TRITON_INTERPRET before these imports.
-cuda = pytest.importorskip("emp_llm.runtime.kernels.cuda")
-cuda_products = pytest.importorskip("emp_llm.runtime.cuda_products")
+cuda = pytest.importorskip("emp_llm.runtime.cuda_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-23}  # the interpreter rounds towards zero
 
@@ -51,7 +50,7 @@ def assert_close(found: Tensor, weight: Tensor, x: Tensor) -> None:
 
 
 def products(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    return cuda_products.CudaProducts(pack_rows(weight).to(DEVICE))  # type: ignore[no-any-return]
+    return cuda.CudaProducts(pack_rows(weight).to(DEVICE))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -117,7 +116,7 @@ def test_any_mask(rows: int, columns: int, dtype: torch.dtype, tokens: int, shar
     weight, x = weight.to(dtype), inputs(tokens, columns, dtype, seed).to(DEVICE)
     assert_close(products(weight)(x), weight, x)
     packed = pack_rows(weight).to(DEVICE)
-    dense = cuda.expand_rows(cuda.device_rows(packed.mask, packed.values, packed.offsets, columns), 0, rows, dtype)
+    dense = cuda.expand_rows(cuda.device_rows(packed), 0, rows, dtype)
     assert torch.equal(bits(dense), bits(weight))
 
 
@@ -127,7 +126,7 @@ def test_expanded_rows_are_the_same_bits(dtype: torch.dtype, columns: int) -> No
     weight = matrix(columns, dtype)
     bits(weight)[6, 7] = -1  # a NaN with all its bits
     packed = pack_rows(weight).to(DEVICE)
-    rows = cuda.device_rows(packed.mask, packed.values, packed.offsets, columns)
+    rows = cuda.device_rows(packed)
     for first, last in ((0, 7), (3, 6), (6, 7), (4, 4)):
         assert torch.equal(bits(cuda.expand_rows(rows, first, last, dtype)), bits(weight[first:last]))
     assert torch.equal(cuda.expand_rows(rows, 0, 6, torch.float32).cpu(), weight[:6].float())
@@ -135,7 +134,7 @@ def test_expanded_rows_are_the_same_bits(dtype: torch.dtype, columns: int) -> No
 
 def test_many_tokens_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = matrix(200, torch.bfloat16), inputs(20, 200, torch.bfloat16).to(DEVICE)
-    monkeypatch.setattr(cuda_products, "_TILE", 2 * 200 * 2)
+    monkeypatch.setattr(cuda, "_TILE", 2 * 200 * 2)
     assert_close(products(weight)(x), weight, x)
 
 
@@ -144,7 +143,7 @@ def test_rows_that_are_split(dot: bool) -> None:
     """Parts of rows are added in one order, also where the last part is short."""
     weight = matrix(300, torch.bfloat16)
     packed = pack_rows(weight).to(DEVICE)
-    rows = cuda.device_rows(packed.mask, packed.values, packed.offsets, 300)
+    rows = cuda.device_rows(packed)
     x = inputs(3, 300, torch.bfloat16).to(DEVICE)
     sizes = cuda.ProductSizes(16 if dot else 4, 16 if dot else 8, 16, dot, 4, 128, 3)
     found = cuda.multiply(rows, x, sizes)
@@ -156,7 +155,7 @@ def test_rows_too_long_for_starts_of_16_bits() -> None:
     for columns in (65_535, 70_001):
         weight = torch.ones(2, columns, dtype=torch.bfloat16)
         packed = pack_rows(weight).to(DEVICE)
-        rows = cuda.device_rows(packed.mask, packed.values, packed.offsets, columns)
+        rows = cuda.device_rows(packed)
         starts = rows.starts.cpu().int() & (0xFFFF if rows.starts.dtype == torch.int16 else -1)
         assert torch.equal(starts, torch.arange(0, columns, 64, dtype=torch.int32).expand(2, -1))
         x = inputs(1, columns, torch.float32).to(DEVICE)
@@ -180,9 +179,8 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
     monkeypatch.setattr(sparse_linear, "_compiles", lambda: False)
-    for compiles, loads, kind in ((True, True, "CudaProducts"), (True, False, "TorchProducts"), (False, True, "TorchProducts")):
-        monkeypatch.setattr(sparse_linear, "triton_compiles_for", lambda device, compiles=compiles: compiles)
-        monkeypatch.setattr(sparse_linear, "has_triton", lambda loads=loads: loads)
+    for runs, kind in ((True, "CudaProducts"), (False, "partial")):
+        monkeypatch.setattr(sparse_linear, "_runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)
         assert torch.allclose(layer(x).cpu(), wanted, atol=1e-4)
         assert type(layer._products).__name__ == kind
@@ -211,19 +209,22 @@ def test_which_rows_are_two_of_four() -> None:
 
 
 def model_of(*weights: Tensor) -> nn.ModuleDict:
-    return nn.ModuleDict({f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)})
+    class Model(nn.ModuleDict):
+        dtype = weights[0].dtype
+
+    return Model({f"layer{number}": SparseLinear(pack_rows(weight)) for number, weight in enumerate(weights)})
 
 
-def test_only_layers_that_are_two_of_four_are_taken() -> None:
+def test_only_layers_that_are_two_of_four_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = torch.ones(32, 64, dtype=torch.bfloat16)
-    assert list(two_of_four_layers(model_of(dense, two_of_four(32, 64)), torch.bfloat16)) == ["layer1"]
+    model = model_of(dense, two_of_four(32, 64))
+    with pytest.raises(UserError, match=r"torch does not take layer1, torch.bfloat16 \[32, 64\] \(.*leave semi_structured out"):
+        make_semi_structured(model.cpu())  # torch has them on GPUs alone
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
+    make_semi_structured(model)
+    assert [type(layer) for layer in model.values()] == [SparseLinear, SemiStructuredLinear]
     with pytest.raises(UserError, match="none of 1 packed layer has at most two of each four consecutive"):
-        two_of_four_layers(model_of(dense), torch.bfloat16)
-    with pytest.raises(UserError, match=r"layer0.* computes in float32; 2:4 weights are bfloat16 or float16"):
-        two_of_four_layers(model_of(two_of_four(32, 64)), torch.float32)
-    for rows, columns in ((31, 64), (32, 96)):
-        with pytest.raises(UserError, match=f"layer0.* has {rows} outputs and {columns} inputs; torch takes multiples"):
-            two_of_four_layers(model_of(two_of_four(rows, columns)), torch.float16)
+        make_semi_structured(model_of(dense))
 
 
 def test_two_of_four_weights_need_a_gpu(models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_state_dicts_hold_dense_weights(transposed: bool) -> None:
 def test_packed_rows_stay_as_they_are() -> None:
     """The kernels read what the file holds: only the starts of the words are added."""
     rows: PackedRows = pack_rows(matrix(1000, torch.bfloat16)).to(DEVICE)
-    made = cuda_products.CudaProducts(rows)
+    made = cuda.CudaProducts(rows)
     assert made._matrix.values.data_ptr() == rows.values.data_ptr()
     assert made._matrix.mask.data_ptr() == rows.mask.data_ptr()
     assert made.nbytes == 7 * 16 * 2

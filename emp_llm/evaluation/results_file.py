@@ -17,11 +17,11 @@ from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.execution.quantization import Quantization, quantization_record
 from emp_llm.hub.local_model import LocalModel
-from emp_llm.packing.packed_folder import PackedFolder
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pruned_by
 from emp_llm.records.run_report import RunReport
+from emp_llm.runtime.packed_format import PackedFolder
 from emp_llm.storage.json_files import INDEX_LIMIT
 from emp_llm.storage.output.signature import first_difference
 

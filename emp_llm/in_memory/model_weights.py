@@ -22,7 +22,7 @@ from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.checkpoint.safetensors_header import StoredTensor
 from emp_llm.common.errors import UserError
 from emp_llm.execution.offload import resident_parameter
-from emp_llm.packing.masks import check_merged
+from emp_llm.runtime.masks import check_merged
 from emp_llm.storage.buffers import tensor_bytes
 from emp_llm.storage.direct_io import FileReader
 from emp_llm.storage.file_pool import FilePool

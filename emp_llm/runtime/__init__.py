@@ -1,7 +1,7 @@
-"""Pruned models that run from their packed weights: one bit for each weight, and the weights that are not zero.
+"""Packed checkpoints, lossless (one bit for each weight, and the weights that are not zero), and models that run from them.
 
-It reads what `packing` wrote, or packs a pruned checkpoint in memory, and makes models of transformers whose pruned linear
-layers are `SparseLinear`. `kernels` holds the products.
+It packs and unpacks checkpoints, gives a model in memory its zeros back, and makes models of transformers whose pruned linear
+layers are `SparseLinear`.
 """
 
 from importlib import import_module

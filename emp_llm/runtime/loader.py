@@ -1,8 +1,10 @@
 """Loads a pruned or packed checkpoint as a model of transformers that computes from packed weights."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,34 +12,34 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import load as safetensors_load
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.architecture.stored_names import find_names
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.safetensors_header import StoredTensor
+from emp_llm.checkpoint.words import Words, read_words, words_in
 from emp_llm.common.errors import UserError, reason
+from emp_llm.common.file_names import PACK_NAME
+from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import count_of, format_bytes, quotable
 from emp_llm.execution.completeness import check_complete, load_report
 from emp_llm.execution.loading import quiet_bar
 from emp_llm.hub.local_model import find_model
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
-from emp_llm.runtime.semi_structured import check_semi_structured, make_semi_structured
-from emp_llm.runtime.sparse_linear import SparseLinear
-from emp_llm.runtime.stored_weights import TORCH_DTYPES, StoredWeights, stored_weights
+from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows, pack_words, rows_of
+from emp_llm.runtime.sparse_linear import SparseLinear, check_semi_structured, make_semi_structured
+from emp_llm.storage.direct_io import FileReader
 
 logger = logging.getLogger(__name__)
 LEAST_ZEROS = 0.2  # of a layer that is loaded packed; docs/runtime.md has the measurement
 NEVER = 2.0  # more zeros than any layer has: all layers are loaded dense
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A linear layer to replace: the name of its module and of its stored tensor, and whether that is (inputs, outputs)."""
-
-    module: str
-    stored: str
-    transposed: bool
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def load(
@@ -62,7 +64,7 @@ def load(
         dtype: of the dense weights and the activations; "auto": that of the checkpoint. Packed weights keep theirs.
         revision: on the Hub.
         trust_remote_code: run code from the folder.
-        least_zeros: the smallest share of zeros with which a layer is packed; more than 1: none is.
+        least_zeros: the smallest fraction of zeros with which a layer is packed; more than 1: none is.
         check: compare the hashes of a packed folder before anything runs.
         semi_structured: on NVIDIA GPUs, layers with at most two of each four weights become `nn.Linear` with torch's
             semi-structured sparse weights, for long prompts and large batches. A state dict has them dense.
@@ -73,30 +75,25 @@ def load(
     """
     if semi_structured:
         check_semi_structured(torch.device(device))
-    source = find_model(str(model), revision, trust_remote_code)
-    with stored_weights(source.folder, check) as weights:
-        loaded, packed, layers = _load(source.folder, weights, dtype, trust_remote_code, least_zeros)
-    for place, rows in packed.items():
-        hole = loaded.get_submodule(place.module)
-        loaded.set_submodule(place.module, SparseLinear(rows, hole.bias, place.transposed))
+    folder = find_model(str(model), revision, trust_remote_code).folder
+    weights = _StoredWeights(folder)
+    _refuse_quantised(weights.checkpoint)
+    with _checked(weights.packed if check else None):
+        skeleton = build_skeleton(folder, trust_remote_code)
+        layers = _linear_layers(skeleton, weights.checkpoint)
+        found = {layer: weights.rows(layer.stored, least_zeros) for layer in layers}
+        packed = {layer: rows for layer, rows in found.items() if rows is not None}
+        loaded = _load_others(folder, skeleton, weights, list(packed), dtype)
+    for layer, rows in packed.items():
+        hole = loaded.get_submodule(layer.module)
+        rows = pack_rows(rows.dense().T) if layer.transposed else rows
+        loaded.set_submodule(layer.module, SparseLinear(rows, hole.bias, layer.transposed))
     if least_zeros <= 1:
-        _say(source.folder, layers, list(packed.values()))
+        _say(folder, len(layers), list(packed.values()))
     loaded = loaded.to(device).eval()
     if semi_structured:
         make_semi_structured(loaded)
     return loaded
-
-
-def _load(
-    folder: Path, weights: StoredWeights, dtype: str | torch.dtype, trust_remote_code: bool, least_zeros: float
-) -> tuple[PreTrainedModel, dict[_Place, PackedRows], int]:
-    """The model with holes, the packed rows for these, and the number of layers that could be packed."""
-    _check_kind(weights)
-    skeleton = build_skeleton(folder, trust_remote_code)
-    places = _places(skeleton, weights)
-    found = {place: _rows(weights, place, least_zeros) for place in places}
-    packed = {place: rows for place, rows in found.items() if rows is not None}
-    return _load_others(folder, skeleton, weights, list(packed), dtype), packed, len(places)
 
 
 def run_device(device: str) -> str:
@@ -119,6 +116,129 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
 
 
+@dataclass(frozen=True)
+class _LinearLayer:
+    """A linear layer: the name of its module and of its stored tensor, and whether that is (inputs, outputs)."""
+
+    module: str
+    stored: str
+    transposed: bool
+
+
+class _StoredWeights:
+    """The weights of a pruned or packed folder, each packed or dense, as tensors in memory or mapped from the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.packed = PackedFolder(folder) if (folder / PACK_NAME).is_file() else None
+        if self.packed is not None and self.packed.layout.kind == "mask":
+            raise UserError(
+                f"{folder}: a mask holds no weights. Unpack it first: emp-llm unpack {folder} DIR --base "
+                f"{self.packed.base_name}"
+            )
+        self.checkpoint = Checkpoint(folder) if self.packed is None else PackedCheckpoint(self.packed)
+        shards = [] if self.packed is None else self.packed.shards.values()
+        self._shards = {tensor.name: shard for shard in shards for tensor in shard.tensors}
+        self._mapped: dict[Path, Any] = {}
+
+    def rows(self, name: str, least_zeros: float) -> PackedRows | None:
+        """The rows of a matrix as it is stored; None if fewer of its weights are zero."""
+        tensor, shard = self.checkpoint.tensors[name], self._shards.get(name)
+        words = words_in(tensor)
+        if shard is not None and shard.layout.codec == "raw":
+            if shard.forms[name] != "sparse" or shard.zeros_in(tensor) < least_zeros * words:
+                return None
+            mask, values = self._map(shard.path, f"{name}.mask"), self._map(shard.path, f"{name}.values")
+        else:
+            mask, values = pack_words(self._words(tensor), _DTYPES[tensor.dtype])
+            if words - values.numel() < least_zeros * words:
+                return None
+        try:
+            return rows_of(mask, values, *tensor.shape)
+        except ValueError as error:
+            raise UserError(f"{self.checkpoint.folder}: {quotable(name)} is damaged ({reason(error)}).") from error
+
+    def dense(self, name: str) -> Tensor:
+        """A tensor with its zeros."""
+        tensor, shard = self.checkpoint.tensors[name], self._shards.get(name)
+        if shard is None or (shard.layout.codec == "raw" and shard.forms[name] == "dense"):
+            return self._map(tensor.shard, name)
+        raw = b"".join(words.tobytes() for words in shard.words(tensor))
+        header = json.dumps({name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(raw)]}}).encode()
+        tensors: dict[str, Tensor] = safetensors_load(len(header).to_bytes(8, "little") + header + raw)
+        return tensors[name]
+
+    def _words(self, tensor: StoredTensor) -> Iterator[Words]:
+        if self.packed is not None:
+            yield from self._shards[tensor.name].words(tensor)
+            return
+        with FileReader(tensor.shard) as file:
+            yield from (read_words(file, tensor, *chunk) for chunk in PackLayout().chunks(tensor))
+
+    def _map(self, shard: Path, name: str) -> Tensor:
+        """A tensor of a safetensors file, mapped into memory."""
+        if shard not in self._mapped:
+            self._mapped[shard] = safe_open(shard, framework="pt")
+        tensor: Tensor = self._mapped[shard].get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _checked(packed: PackedFolder | None) -> Iterator[None]:
+    """Compare the hashes of a packed folder: of its other files now, of its shards in a thread until the context ends."""
+    if packed is None:
+        yield
+        return
+    for name in packed.files:
+        if (packed.folder / name).is_file():  # files that a model does not need, such as its card, are not downloaded
+            packed.check_file(name)
+    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-check") as pool:
+        check = pool.submit(_check_shards, packed)
+        try:
+            yield
+        finally:
+            check.result()  # its error explains an error of the reader, so it takes its place
+
+
+def _check_shards(packed: PackedFolder) -> None:
+    with progress_bar(sum(shard.path.stat().st_size for shard in packed.shards.values()), "check", "B") as bar:
+        for shard in packed.shards.values():
+            if blake3(max_threads=blake3.AUTO).update_mmap(shard.path).hexdigest() != shard.packed_digest:
+                damaged(shard.path, "its weights do not have the announced checksum")
+            bar.update(shard.path.stat().st_size)
+
+
+def _refuse_quantised(checkpoint: Checkpoint) -> None:
+    kind = checkpoint.config.get("quantization_config")
+    if kind is not None:
+        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+        raise UserError(
+            f"{checkpoint.folder}: it is quantised ({quotable(str(method))}). The runtime takes bfloat16, float16 and "
+            "float32 weights; give the pruned model before quantisation."
+        )
+
+
+def _linear_layers(skeleton: PreTrainedModel, checkpoint: Checkpoint) -> list[_LinearLayer]:
+    """The linear layers whose weights are matrices of their own in the checkpoint, in a dtype that can be packed."""
+    stored = find_names(skeleton, checkpoint, {}).names
+    shared = Counter(id(parameter) for _, parameter in skeleton.named_parameters(remove_duplicate=False))
+    layers: list[_LinearLayer] = []
+    others: Counter[str] = Counter()
+    for name, module in skeleton.named_modules():
+        if type(module) not in (nn.Linear, Conv1D) or shared[id(module.weight)] > 1:
+            continue
+        tensor = checkpoint.tensors.get(stored.get(f"{name}.weight", ""))
+        if tensor is None or tensor.shape != tuple(module.weight.shape):
+            continue
+        if tensor.dtype in _DTYPES:
+            layers.append(_LinearLayer(name, tensor.name, isinstance(module, Conv1D)))
+        else:
+            others[tensor.dtype] += 1
+    for dtype, number in others.items():
+        linear = count_of(number, "linear layer")
+        logger.warning("warning: %s: %s in %s, which is never packed; dense.", checkpoint.folder, linear, dtype)
+    return layers
+
+
 class _Hole(nn.Module):
     """Stands in for a packed layer while transformers loads the other weights; it has the layer's bias."""
 
@@ -128,78 +248,19 @@ class _Hole(nn.Module):
         self.weight = torch.empty(0)  # for models that initialise the weights of their layers by name
 
 
-@contextmanager
-def _undrawn_weights() -> Iterator[None]:
-    """Leave out the initial values of linear layers: all weights are loaded, and drawing them takes longer than that."""
-    draw = nn.Linear.reset_parameters
-    nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Linear.reset_parameters = draw  # type: ignore[method-assign]
-
-
-def _check_kind(weights: StoredWeights) -> None:
-    """Raise UserError for a quantised model."""
-    kind = weights.checkpoint.config.get("quantization_config")
-    if kind is not None:
-        method = kind.get("quant_method") if isinstance(kind, dict) else kind
-        raise UserError(
-            f"{weights.checkpoint.folder}: it is quantised ({quotable(str(method))}). The runtime takes bfloat16, float16 and "
-            "float32 weights; give the pruned model before quantisation."
-        )
-
-
-def _places(skeleton: PreTrainedModel, weights: StoredWeights) -> list[_Place]:
-    """The linear layers whose weights are matrices of their own in the checkpoint, in a dtype that can be packed."""
-    tensors = weights.checkpoint.tensors
-    stored = find_names(skeleton, weights.checkpoint, {}).names
-    shared = Counter(id(parameter) for _, parameter in skeleton.named_parameters(remove_duplicate=False))
-    places: list[_Place] = []
-    others: Counter[str] = Counter()
-    for name, module in skeleton.named_modules():
-        if type(module) not in (nn.Linear, Conv1D) or shared[id(module.weight)] > 1:
-            continue
-        tensor = tensors.get(stored.get(f"{name}.weight", ""))
-        if tensor is None or tensor.shape != tuple(module.weight.shape):
-            continue
-        if tensor.dtype in TORCH_DTYPES:
-            places.append(_Place(name, tensor.name, isinstance(module, Conv1D)))
-        else:
-            others[tensor.dtype] += 1
-    for dtype, number in others.items():
-        folder = weights.checkpoint.folder
-        logger.warning("warning: %s: %s in %s, which is never packed; dense.", folder, count_of(number, "linear layer"), dtype)
-    return places
-
-
-def _rows(weights: StoredWeights, place: _Place, least_zeros: float) -> PackedRows | None:
-    """The packed rows of a layer; None if it has too few zeros."""
-    parts = weights.packed(place.stored, least_zeros)
-    if parts is None:
-        return None
-    height, width = weights.checkpoint.tensors[place.stored].shape
-    try:
-        rows = rows_of(*parts, height, width)
-    except ValueError as error:
-        raise UserError(f"{weights.checkpoint.folder}: {quotable(place.stored)} is damaged ({reason(error)}).") from error
-    return pack_rows(rows.dense().T) if place.transposed else rows
-
-
 def _load_others(
-    folder: Path, skeleton: PreTrainedModel, weights: StoredWeights, packed: list[_Place], dtype: str | torch.dtype
+    folder: Path, skeleton: PreTrainedModel, weights: _StoredWeights, packed: list[_LinearLayer], dtype: str | torch.dtype
 ) -> PreTrainedModel:
     """The model with its dense weights, and a hole in the place of each packed layer."""
     kind = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
-        with _undrawn_weights():
-            kind.__init__(self, *arguments, **keywords)
-        for place in packed:
-            self.set_submodule(place.module, _Hole(self.get_submodule(place.module)))
+        kind.__init__(self, *arguments, **keywords)
+        for layer in packed:
+            self.set_submodule(layer.module, _Hole(self.get_submodule(layer.module)))
 
     with_holes = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-    left = weights.checkpoint.tensors.keys() - {place.stored for place in packed}
+    left = weights.checkpoint.tensors.keys() - {layer.stored for layer in packed}
     with load_report() as report, quiet_bar():
         try:
             model, info = with_holes.from_pretrained(  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The rows of a matrix without their zeros: a bitmask and the values that are left. `packing.packed_format` describes both."""
+"""The rows of a matrix without their zeros: a bitmask and the values that are left, as `packed_format` describes them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from emp_llm.checkpoint.words import WORD, Words
-from emp_llm.packing.bits import Bytes, mask_of, nonzero_words, put_zeros_in
-from emp_llm.runtime.kernels import WORD_COLUMNS
+from emp_llm.runtime.bits import Bytes, mask_of, nonzero_words, put_zeros_in, set_bits
 
-_ONES = torch.tensor([number.bit_count() for number in range(256)], dtype=torch.uint8)
+WORD_COLUMNS = 64  # weights that a word of a mask covers; each row begins with a new word
+_TILE = 1 << 19  # weights that are dense at a time
 _INTEGER = {2: torch.int16, 4: torch.int32}
 
 
@@ -37,10 +37,6 @@ class PackedRows:
         return self.mask.shape[0]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.columns
-
-    @property
     def words(self) -> int:
         """Mask words of a row."""
         return self.mask.shape[1] * 8 // WORD_COLUMNS
@@ -52,18 +48,20 @@ class PackedRows:
 
     @property
     def zeros(self) -> float:
-        """The share of weights that are not stored."""
+        """The fraction of weights that are not stored."""
         return 1 - self.values.numel() / max(1, self.rows * self.columns)
 
     def to(self, device: torch.device | str) -> "PackedRows":
         """The same rows on another device."""
         return replace(self, mask=self.mask.to(device), values=self.values.to(device), offsets=self.offsets.to(device))
 
-    def dense(self) -> Tensor:
-        """The matrix, shape (rows, columns), bit for bit; on the CPU."""
-        values = self.values.cpu().view(_INTEGER[self.values.element_size()]).numpy()
-        words = put_zeros_in(self.mask.cpu().numpy().reshape(-1), _unsigned(values), self.rows * self.words * WORD_COLUMNS)
-        padded = torch.from_numpy(words.view(values.dtype)).view(self.values.dtype).view(self.rows, self.words * WORD_COLUMNS)
+    def dense(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows first to last - 1, by default all, bit for bit; shape (rows, columns), on the CPU."""
+        mask = self.mask[first:last]
+        values = self.values[int(self.offsets[first]) : int(self.offsets[first + mask.shape[0]])].cpu()
+        integers = values.view(_INTEGER[values.element_size()]).numpy()
+        words = put_zeros_in(mask.cpu().numpy().reshape(-1), _unsigned(integers), 8 * mask.numel())
+        padded = torch.from_numpy(words.view(integers.dtype)).view(values.dtype).view(mask.shape[0], self.words * WORD_COLUMNS)
         return padded[:, : self.columns].contiguous()
 
 
@@ -74,20 +72,20 @@ def pack_rows(weight: Tensor) -> PackedRows:
     return rows_of(mask, values, weight.shape[0], weight.shape[1])
 
 
-def pack_words(blocks: Iterable[Words], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def pack_words(chunks: Iterable[Words], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The mask and the values of a tensor, as they are in a packed file, from its words.
 
     Args:
-        blocks: the words in order, in arrays whose lengths are multiples of 64, but for the last one.
+        chunks: the words in order, in arrays whose lengths are multiples of 64, but for the last one.
         dtype: of the tensor.
     """
-    masks: list[Bytes] = []
+    masks: list[Bytes] = [np.empty(0, dtype=np.uint8)]
     kept: list[Words] = [np.empty(0, dtype=WORD[dtype.itemsize])]
-    for words in blocks:
+    for words in chunks:
         masks.append(mask_of(words))
         kept.append(nonzero_words(words).copy())
     values = torch.from_numpy(np.concatenate(kept).view(f"<i{dtype.itemsize}")).view(dtype)
-    return torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *masks])), values
+    return torch.from_numpy(np.concatenate(masks)), values
 
 
 def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows:
@@ -102,27 +100,42 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
     if mask.numel() != -(-rows * columns // WORD_COLUMNS) * 8:
         raise ValueError("a mask does not fit its matrix")
     if padded == columns:
-        own = mask.view(rows, padded // 8)
+        of_rows = mask.view(rows, padded // 8)
     else:
-        bits = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
         full = np.zeros((rows, padded), dtype=np.uint8)
-        full[:, :columns] = bits
-        own = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
-    offsets = torch.zeros(rows + 1, dtype=torch.int64)
-    height = max(1, (1 << 24) // max(1, own.shape[1]))
-    for first in range(0, rows, height):
-        offsets[first + 1 : first + 1 + height] = _ones_in(own[first : first + height])
-    offsets = offsets.cumsum(0)
+        full[:, :columns] = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
+        of_rows = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
+    counts = set_bits(of_rows.numpy()).reshape(rows, -1 if of_rows.numel() else 0).sum(axis=1, dtype=np.int64)
+    offsets = torch.from_numpy(np.append(np.int64(0), counts.cumsum()))
     if int(offsets[-1]) != values.numel():
         raise ValueError(f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values")
-    return PackedRows(own, values, offsets, columns)
+    return PackedRows(of_rows, values, offsets, columns)
 
 
-def _ones_in(mask: Tensor) -> Tensor:
-    """The number of set bits of each row, int64."""
-    if hasattr(np, "bitwise_count"):
-        return torch.from_numpy(np.bitwise_count(mask.numpy().view("<u8")).sum(axis=1, dtype=np.int64))
-    return _ONES[mask.int()].sum(dim=1, dtype=torch.int64)
+def torch_product(rows: PackedRows, x: Tensor) -> Tensor:
+    """x @ W.T by torch alone, for any device: rows are made dense a few at a time. Slow.
+
+    Args:
+        rows: W, on the device of x.
+        x: shape (tokens, inputs).
+
+    Returns:
+        Summed in float32, in the dtype of x, shape (tokens, outputs).
+    """
+    offsets = rows.offsets.tolist()
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    height = max(1, _TILE // (rows.words * WORD_COLUMNS))
+    result = torch.empty(x.shape[0], rows.rows, dtype=x.dtype, device=x.device)
+    for first in range(0, rows.rows, height):
+        last = min(first + height, rows.rows)
+        if x.device.type == "cpu":
+            tile = rows.dense(first, last).float()
+        else:
+            stored = (rows.mask[first:last, :, None] & bits).ne(0).flatten(1)[:, : rows.columns]
+            tile = torch.zeros(stored.shape, dtype=torch.float32, device=x.device)
+            tile.masked_scatter_(stored, rows.values[offsets[first] : offsets[last]].float())
+        result[:, first:last] = x.float() @ tile.T
+    return result
 
 
 def _unsigned(words: np.ndarray) -> Words:

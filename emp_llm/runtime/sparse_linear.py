@@ -1,17 +1,22 @@
-"""`SparseLinear`: a linear layer that computes from packed rows."""
+"""Linear layers of a sparse model: `SparseLinear` computes from packed rows, `SemiStructuredLinear` from 2:4 weights."""
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows
-from emp_llm.runtime.torch_products import TorchProducts
-from emp_llm.selection.available_kernels import has_triton, triton_compiles_for
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.wording import count_of, quotable
+from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
 
 logger = logging.getLogger(__name__)
+_AT_MOST_TWO = np.array([(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)])
 
 
 class SparseLinear(nn.Module):
@@ -33,12 +38,12 @@ class SparseLinear(nn.Module):
 
     def __init__(self, rows: PackedRows, bias: nn.Parameter | None = None, transposed: bool = False) -> None:
         super().__init__()
-        self.out_features, self.in_features = rows.shape
+        self.out_features, self.in_features = rows.rows, rows.columns
         self.transposed = transposed
         self.register_parameter("bias", bias)
         for name in ("mask", "values", "offsets"):
             self.register_buffer(name, getattr(rows, name), persistent=False)
-        self._products: Any = None
+        self._products: Callable[[Tensor], Tensor] | None = None
         self._prepare()
 
     @property
@@ -58,14 +63,14 @@ class SparseLinear(nn.Module):
             self._products = products_of(self.rows)
         flat = x.detach().reshape(x.shape[:-1].numel(), self.in_features)
         if self.bias is not None and not flat.is_cuda:
-            y: Tensor = self._products(flat.float()).add_(self.bias).to(x.dtype)  # rounded after the sum
+            y = self._products(flat.float()).add_(self.bias).to(x.dtype)  # rounded after the sum
         else:
             y = self._products(flat)
             y = y if self.bias is None else y.add_(self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Its sizes and its share of zeros."""
+        """Its sizes and its fraction of zeros."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"zeros={self.rows.zeros:.1%}"
@@ -92,37 +97,41 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if weight is not None:
-            self._take(weight.T if self.transposed else weight)
+            weight = weight.T if self.transposed else weight
+            if tuple(weight.shape) != (self.out_features, self.in_features):
+                raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
+            rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
+            self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
+            self._prepare()
         super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != f"{prefix}weight"}, prefix, *others)
 
-    def _take(self, weight: Tensor) -> None:
-        if tuple(weight.shape) != (self.out_features, self.in_features):
-            raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
-        rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
-        self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
-        self._prepare()
 
-
-def products_of(rows: PackedRows) -> Any:
-    """The fastest products of rows on their device: a function of x, shape (tokens, inputs)."""
+def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
+    """The fastest function on the device of rows that multiplies x, shape (tokens, inputs), with them."""
     if rows.values.device.type == "cpu" and _compiles():
-        from emp_llm.runtime.cpu_products import CpuProducts
+        from emp_llm.runtime.cpu_kernel import CpuProducts, instructions_for
 
-        products = CpuProducts(rows)
-        _tell(products.instructions)
-        return products
-    if triton_compiles_for(rows.values.device) and has_triton():
-        from emp_llm.runtime.cuda_products import CudaProducts
+        instructions = instructions_for(rows.values.dtype)
+        if instructions:
+            return CpuProducts(rows, instructions[0])
+        _warn_of_slow_processor()
+    if _runs_triton(rows.values.device):
+        from emp_llm.runtime.cuda_kernel import CudaProducts
 
         return CudaProducts(rows)
-    return TorchProducts(rows)
+    return partial(torch_product, rows)
+
+
+def _runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and runs on a device: an NVIDIA GPU of compute capability 8.0 or higher."""
+    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
-def _tell(instructions: str | None) -> None:
-    """Say once that this processor has no instructions for packed rows."""
-    if instructions is None:
-        logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by plain loops, slowly.")
+def _warn_of_slow_processor() -> None:
+    logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by torch alone, slowly.")
 
 
 @cache
@@ -132,3 +141,72 @@ def _compiles() -> bool:
         return True
     logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
     return False
+
+
+class SemiStructuredLinear(nn.Linear):
+    """An `nn.Linear` whose weight is one of torch's semi-structured sparse tensors. For inference only.
+
+    In a state dict the weight is dense, under the name and in the shape that the layer had before, so `save_pretrained` writes
+    the plain checkpoint. To load another state dict, load the model again.
+
+    Args:
+        weight: semi-structured, shape (outputs, inputs).
+        bias: shape (outputs,), or None.
+        transposed: the state dict holds the weight as (inputs, outputs).
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, transposed: bool) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.transposed = transposed
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        dense = self.weight.detach().to_dense()
+        destination[f"{prefix}weight"] = dense.T.contiguous() if self.transposed else dense
+
+
+def is_two_of_four(rows: PackedRows) -> bool:
+    """Whether at most two of each four consecutive weights of a row are stored, and the row divides into such groups."""
+    return rows.columns % 4 == 0 and bool(_AT_MOST_TWO[rows.mask.cpu().numpy()].all())
+
+
+def check_semi_structured(device: torch.device) -> None:
+    """Raise UserError where the matrix units for 2:4 weights are missing."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        raise UserError(
+            f"semi_structured=True: 2:4 weights need an NVIDIA GPU, and the device is {str(device)!r}. Give device='cuda' on a "
+            "machine with such a GPU, or leave semi_structured out."
+        )
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(
+            f"semi_structured=True: {torch.cuda.get_device_name(device)} does not multiply 2:4 weights; that takes compute "
+            "capability 8.0 or higher. Leave semi_structured out."
+        )
+
+
+def make_semi_structured(model: PreTrainedModel) -> None:
+    """Replace the 2:4 layers of a model on a GPU by `SemiStructuredLinear`; the others stay packed.
+
+    Raises:
+        UserError: no layer is 2:4, or torch does not take the dtype or the shape of one.
+    """
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+    found = {name: layer for name, layer in packed.items() if is_two_of_four(layer.rows)}
+    if not found:
+        raise UserError(
+            f"semi_structured=True: none of {count_of(len(packed), 'packed layer')} has at most two of each four consecutive "
+            "weights. Prune with --pattern 2:4, or leave semi_structured out."
+        )
+    for name, layer in found.items():
+        dense = layer.rows.dense().to(layer.values.device, model.dtype)
+        try:
+            weight = torch.sparse.to_sparse_semi_structured(dense)
+        except RuntimeError as error:
+            raise UserError(
+                f"semi_structured=True: torch does not take {quotable(name)}, {model.dtype} {list(dense.shape)} "
+                f"({reason(error)}). Give another dtype, or leave semi_structured out."
+            ) from error
+        model.set_submodule(name, SemiStructuredLinear(weight, layer.bias, layer.transposed))
+    logger.info("%s with 2:4 weights for the matrix units.", count_of(len(found), "linear layer"))

@@ -1,23 +1,29 @@
-"""Blocks of words split into masks, values and byte planes, and restored from them.
+"""Chunks of words split into masks, values and zstd frames, and restored from them.
 
 A word is the bits of a number as an unsigned integer, so that nothing is rounded and no NaN is changed. A word is zero if no
 bit is set; -0.0 is a value like any other. Everything is numpy, except for the two loops of `bit_loops` if numba is installed.
 """
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from emp_llm.checkpoint.words import WORD, Words, mask_bytes
-from emp_llm.selection.available_kernels import has_numba
+from emp_llm.common.errors import UserError, reason
 
 Bytes = NDArray[np.uint8]
 
 _ONES = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
-FREQUENT = 15  # exponents with a code of four bits; the sixteenth code marks all others
+_FREQUENT = 15  # exponents with a code of four bits; the sixteenth code marks all others
 _SAMPLE = 1 << 16  # bytes that decide which are frequent
+_PAIRED = ("BF16", "F32")  # the highest plane of these is the exponent alone
+# zstd stores planes as random as a mantissa uncompressed, at no cost, and its Huffman coder gets close to the entropy of the
+# others. Higher levels search for repetitions, and there are none.
+_LEVEL = 1
 
 
 def mask_of(words: Words) -> Bytes:
@@ -46,7 +52,14 @@ def ones_in(mask: Bytes, count: int) -> int:
     whole, rest = divmod(count, 8)
     if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
         raise ValueError("a mask does not fit its numbers")
-    return int(_ONES[mask.view("<u2")].sum(dtype=np.int64))
+    return int(set_bits(mask).sum(dtype=np.int64))
+
+
+def set_bits(mask: Bytes) -> NDArray[np.uint8]:
+    """The number of set bits of each few bytes of a mask."""
+    if hasattr(np, "bitwise_count"):  # numpy 2
+        return np.bitwise_count(mask.view("<u8"))
+    return _ONES[mask.view("<u2")]
 
 
 def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:
@@ -72,31 +85,66 @@ def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
     return words
 
 
-def zero_out(mask: Bytes, words: Words) -> Words:
-    """The words, with zero wherever the mask has a zero bit."""
-    return words * booleans(mask, words.size)
+def need_zstandard(why: str) -> None:
+    """Raise UserError if the package zstandard is missing; `why` names the option or folder that needs it."""
+    try:
+        import zstandard  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{why} needs zstandard. Install it: pip install 'emp-llm[zstd]'") from error
 
 
-def split_planes(values: Words) -> list[Bytes]:
-    """Byte planes, the highest first, of words rotated left by one bit.
+def zstd_frames(parts: list[Any]) -> list[bytes]:
+    """One zstd frame for each array."""
+    import zstandard
+
+    return [zstandard.ZstdCompressor(level=_LEVEL).compress(memoryview(part)) for part in parts]
+
+
+def zstd_content(frame: Any, least: int, most: int | None = None) -> Bytes:
+    """The content of a frame, `least` to `most` bytes; ValueError if its size differs, before anything is allocated."""
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(frame)
+        if not least <= size <= (least if most is None else most):
+            raise ValueError(f"a frame of {size:,} bytes instead of {least:,}")
+        raw = zstandard.ZstdDecompressor().decompress(frame) if size else b""
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a frame is damaged: {reason(error)}") from error
+    if len(raw) != size:
+        raise ValueError("a frame is shorter than announced")
+    return np.frombuffer(raw, dtype=np.uint8)
+
+
+def split_planes(values: Words, dtype: str) -> list[Bytes]:
+    """What zstd compresses: byte planes, the highest first, of words rotated left by one bit.
 
     The rotation moves the sign of a floating-point number next to the mantissa, which is equally random. The highest plane of a
-    bfloat16 or float32 is then the exponent alone, which compresses well.
+    bfloat16 or float32 is then the exponent alone, and it is written as `pair_exponents` says.
     """
     size = values.dtype.itemsize
     if size == 1:
         return [values]
     rotated = (values << 1) | (values >> (8 * size - 1))
     raw = rotated.view(np.uint8).reshape(-1, size)
-    return [np.ascontiguousarray(raw[:, plane]) for plane in reversed(range(size))]
+    planes = [np.ascontiguousarray(raw[:, plane]) for plane in reversed(range(size))]
+    return [pair_exponents(planes[0]), *planes[1:]] if dtype in _PAIRED else planes
 
 
-def join_planes(planes: list[Bytes]) -> Words:
-    """The inverse of `split_planes`."""
-    size = len(planes)
+def join_planes(frames: list[memoryview], count: int, dtype: str) -> Words:
+    """The `count` words of which `frames` hold the planes.
+
+    Raises:
+        ValueError: a frame is damaged, or has another size.
+    """
+    size = len(frames)
+    paired, least = dtype in _PAIRED, _FREQUENT + (count + 1) // 2
+    planes = [zstd_content(frame, count) for frame in frames[paired:]]
+    if paired:
+        planes.insert(0, unpair_exponents(zstd_content(frames[0], least, least + count), count))
     if size == 1:
         return planes[0]
-    raw = np.empty((planes[0].size, size), dtype=np.uint8)
+    raw = np.empty((count, size), dtype=np.uint8)
     for plane, values in zip(reversed(range(size)), planes, strict=True):
         raw[:, plane] = values
     rotated: Words = raw.reshape(-1).view(WORD[size])
@@ -113,13 +161,13 @@ def pair_exponents(plane: Bytes) -> Bytes:
         that are not in the list, in order.
     """
     sample = plane[:: max(1, plane.size // _SAMPLE)]
-    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:FREQUENT].astype(np.uint8)
-    codes = np.full(256, FREQUENT, dtype=np.uint8)
-    codes[frequent] = np.arange(FREQUENT, dtype=np.uint8)
+    frequent = np.argsort(-np.bincount(sample, minlength=256), kind="stable")[:_FREQUENT].astype(np.uint8)
+    codes = np.full(256, _FREQUENT, dtype=np.uint8)
+    codes[frequent] = np.arange(_FREQUENT, dtype=np.uint8)
     coded = codes.take(plane)
-    others = plane[np.flatnonzero(coded == FREQUENT)]
+    others = plane[np.flatnonzero(coded == _FREQUENT)]
     if coded.size % 2:
-        coded = np.append(coded, np.uint8(FREQUENT))
+        coded = np.append(coded, np.uint8(_FREQUENT))
     return np.concatenate([frequent, coded[0::2] | (coded[1::2] << 4), others])
 
 
@@ -129,15 +177,13 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
     Raises:
         ValueError: the number of bytes is wrong.
     """
-    end = FREQUENT + (count + 1) // 2
-    if packed.size < end:
-        raise ValueError("too few exponents")
-    pairs = packed[FREQUENT:end]
+    end = _FREQUENT + (count + 1) // 2
+    pairs = packed[_FREQUENT:end]
     coded = np.empty(2 * pairs.size, dtype=np.uint8)
     coded[0::2], coded[1::2] = pairs & 15, pairs >> 4
     coded = coded[:count]
-    plane = np.append(packed[:FREQUENT], np.uint8(0)).take(coded)
-    rare = np.flatnonzero(coded == FREQUENT)
+    plane = np.append(packed[:_FREQUENT], np.uint8(0)).take(coded)
+    rare = np.flatnonzero(coded == _FREQUENT)
     if rare.size != packed.size - end:
         raise ValueError("the number of rare exponents is wrong")
     plane[rare] = packed[end:]
@@ -147,8 +193,7 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
 @cache
 def _loops() -> ModuleType | None:
     """The compiled loops; None without numba."""
-    if not has_numba():
+    try:
+        return import_module("emp_llm.runtime.bit_loops")
+    except ImportError:
         return None
-    from emp_llm.packing import bit_loops
-
-    return bit_loops

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from emp_llm.architecture.model_layers import set_to_zero
 from emp_llm.common.errors import UserError, reason
 from emp_llm.execution.offload import resident_parameter
 from emp_llm.storage.atomic import write_bytes
-from emp_llm.storage.buffers import Block
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"
@@ -43,7 +43,7 @@ class Masks(Mapping[str, Tensor]):
                 raise UserError(f"the mask of {name} is {kind}; a mask is a boolean tensor, true where a weight stays.")
             self.put(name, mask.detach().cpu().numpy())
 
-    def put(self, name: str, mask: Block) -> None:
+    def put(self, name: str, mask: NDArray[Any]) -> None:
         """Set the mask of a parameter: bool, of its shape."""
         self._bits[name] = torch.from_numpy(np.packbits(mask, bitorder="little"))
         self._shapes[name] = tuple(mask.shape)
@@ -144,12 +144,12 @@ def check_whole(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def rows_in(parameter: Block, layer: Layer) -> Block:
+def rows_in(parameter: NDArray[Any], layer: Layer) -> NDArray[Any]:
     """The part of a parameter's array that is a layer's weight, one output per row; a view. Filters are flat."""
     if layer.expert is None:
         if parameter.ndim > 2:
             return parameter.reshape(parameter.shape[0], -1)
         return parameter.T if layer.transposed else parameter
     matrix = parameter[layer.expert.expert]
-    rows: Block = (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+    rows: NDArray[Any] = (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
     return rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -18,15 +19,12 @@ from emp_llm.checkpoint.safetensors_header import StoredTensor
 from emp_llm.checkpoint.words import read_words, words_in
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import PACK_NAME, REPORT_NAME
-from emp_llm.packing.bits import Bytes, booleans, mask_of
-from emp_llm.packing.masks import Masks, check_merged, check_whole, rows_in
-from emp_llm.packing.packed_folder import PackedCheckpoint, PackedFolder
-from emp_llm.packing.packed_format import PackLayout
-from emp_llm.packing.unpacker import mask_blocks
 from emp_llm.pruning.recipe import read_report
 from emp_llm.records.source import RecipeRecord
-from emp_llm.storage.buffers import Block
-from emp_llm.storage.file_pool import FilePool
+from emp_llm.runtime.bits import Bytes, booleans, mask_of
+from emp_llm.runtime.masks import Masks, check_merged, check_whole, rows_in
+from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout
+from emp_llm.storage.direct_io import FileReader
 
 Source = Path | str | Mapping[str, Tensor]
 
@@ -52,7 +50,7 @@ def masks_in(
     checkpoint = Checkpoint(folder) if packed is None else PackedCheckpoint(packed)
     recipe = _recipe(folder, targets, blocks)
     by_tensor: dict[str, list[Target]] = defaultdict(list)
-    parameters: dict[str, Block] = {}
+    parameters: dict[str, NDArray[np.bool_]] = {}
     architecture = Architecture.of_model(checkpoint, model, recipe.blocks)
     for target in architecture.select(recipe.targets, recipe.ignore, recipe.tower or "language"):
         layer = target.layer
@@ -60,14 +58,12 @@ def masks_in(
         by_tensor[target.matrix.stored.name].append(target)
         if layer.parameter not in parameters:
             parameters[layer.parameter] = np.ones(model.get_parameter(layer.parameter).shape, dtype=np.bool_)
-    with FilePool() as files:
-        for name, of_tensor in by_tensor.items():
-            stored = checkpoint.tensors[name]
-            kept = booleans(_mask(packed, stored, files), words_in(stored)).reshape(stored.shape)
-            for target in of_tensor:
-                own = kept if target.matrix.expert is None else kept[target.matrix.expert]
-                rows = own.T if target.matrix.transposed else own
-                rows_in(parameters[target.layer.parameter], target.layer)[:] = rows
+    for name, of_tensor in by_tensor.items():
+        stored = checkpoint.tensors[name]
+        kept = booleans(_stored_mask(packed, stored), words_in(stored)).reshape(stored.shape)
+        for target in of_tensor:
+            matrix = kept if target.matrix.expert is None else kept[target.matrix.expert]
+            rows_in(parameters[target.layer.parameter], target.layer)[:] = matrix.T if target.matrix.transposed else matrix
     masks = Masks()
     for name, mask in parameters.items():
         masks.put(name, mask)
@@ -94,15 +90,17 @@ def reapply_mask(
     Call it after merging adapters or editing weights.
 
     Args:
-        model, targets, blocks: as for `masks_in`; targets and blocks are for folders.
+        model: on any device, of any floating-point dtype; adapters merged, and weights whole, as `masks_in` says.
         masks: a pruned checkpoint or its packed folder; `Masks`, or a file of them; or bool tensors by parameter name, true
             where a weight stays.
+        targets: for a folder: layers, as for `prune`; None: those of the run that pruned it.
+        blocks: for a folder: name of the list of decoder blocks; None: that of the run.
 
     Returns:
         The number of these weights that were not zero before.
 
     Raises:
-        UserError: as for `masks_in`; or the masks are of another model. Nothing is changed.
+        UserError: the masks cannot be read or are of another model, or a weight is not whole. Nothing is changed.
     """
     found = find_masks(masks, model, targets, blocks)
     broken = found.broken(model)
@@ -147,10 +145,10 @@ def _recipe(folder: Path, targets: str | list[str] | None, blocks: str | None) -
     return recipe if blocks is None else msgspec.structs.replace(recipe, blocks=blocks)
 
 
-def _mask(packed: PackedFolder | None, stored: StoredTensor, files: FilePool) -> Bytes:
+def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> Bytes:
     """The mask of all words of a stored tensor."""
     if packed is not None:
         shard = next(shard for shard in packed.shards.values() if shard.path == stored.shard)
-        return np.concatenate(list(mask_blocks(shard, stored, files, packed.coder)))
-    file, blocks = files.reader(stored.shard), PackLayout().blocks(stored)
-    return np.concatenate([mask_of(read_words(file, stored, first, count)) for first, count in blocks])
+        return shard.mask(stored)
+    with FileReader(stored.shard) as file:
+        return np.concatenate([mask_of(read_words(file, stored, *chunk)) for chunk in PackLayout().chunks(stored)])

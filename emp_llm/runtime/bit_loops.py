@@ -3,10 +3,13 @@
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from emp_llm.common.compiled import compiler_of
+
+compiled = compiler_of(__file__)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def compress(words: Any, values: Any) -> Any:
     """Copy the words that are not zero to the beginning of `values`, which is longer than `words` by at least one.
 
@@ -20,7 +23,7 @@ def compress(words: Any, values: Any) -> Any:
     return kept
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def expand(mask: Any, values: Any, words: Any) -> None:
     """The inverse of `compress`: fill `words` from a mask of uint64 that has as many bits set as there are values."""
     one, used, whole = np.uint64(1), 0, 0

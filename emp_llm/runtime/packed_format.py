@@ -1,0 +1,368 @@
+"""The format of packed checkpoints, and the reader of packed folders. They may come from anybody, so everything is checked.
+
+The packed folder of a model holds every shard `NAME.safetensors` as `NAME.packed.safetensors`, every other file unchanged, and
+`emp_pack.json`, which lists them all. Packed shards are ordinary safetensors files, and every byte of the original shard can be
+restored from them.
+
+**emp_pack.json**: `format` is "emp-llm pack 3"; `kind` "weights" or "mask"; `codec` "raw" or "zstd"; `block`, a number of
+words, a multiple of 64; `shards` maps the name of each original shard to its size in `bytes`, its `blake3`, the text of its
+`header`, and `packed`, the `blake3` of the packed file; `files` maps the path of each other file to its `bytes` and `blake3`;
+`base` is the source in the report of the pruning run, or null.
+
+**Tensors** are sequences of words: numbers of 1, 2, 4 or 8 bytes in their stored order, whatever the shape; numbers of less
+than 8 bits are taken as bytes. A word is zero if no bit of it is set; -0.0 is a value. A packed shard holds a tensor
+
+- dense, raw: as `NAME`, unchanged. (A mask would cost more than the zeros save.)
+- sparse, raw: as `NAME.mask`, U8: one bit for each word, the lowest bit of the first byte first, 1 if the word is not zero;
+  padded with zeros to a multiple of 8 bytes. And `NAME.values`, of the original's dtype, one dimension: the words that are not
+  zero, in order.
+- dense or sparse, zstd: as `NAME.frames`, U8: the zstd frames of each chunk of `block` words, concatenated and padded with
+  zeros to a multiple of 8 bytes. And `NAME.sizes`, U32, shape (chunks, frames in a chunk): their sizes. If sparse, the first
+  frame of a chunk is its mask. The others are byte planes of its values, the highest plane first, each value rotated left by
+  one bit, so that the sign is next to the lowest bits of the mantissa. The highest plane of BF16 and F32 is the exponent. It is
+  written as 15 frequent bytes; then half a byte for each byte of the plane, the low half first: its index in that list, or 15
+  for a byte that is not in the list and for the missing half of a last pair; then the bytes that are not in the list.
+- in a folder of kind "mask": as the mask alone, `NAME.mask` or its frames; a tensor without zeros has no entry.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from os import cpu_count
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.folder_checks import check_links
+from emp_llm.checkpoint.identity import identity_from_files
+from emp_llm.checkpoint.safetensors_header import StoredTensor, parse_header, read_header
+from emp_llm.checkpoint.words import Words, mask_bytes, read_words, word_bytes, words_in
+from emp_llm.common.errors import ReadError, UserError, reason
+from emp_llm.common.file_names import PACK_NAME
+from emp_llm.common.wording import quotable
+from emp_llm.runtime.bits import Bytes, join_planes, mask_of, need_zstandard, ones_in, put_zeros_in, zstd_content
+from emp_llm.storage.background_work import prefetch
+from emp_llm.storage.direct_io import FileReader
+from emp_llm.storage.hashing import file_hash
+from emp_llm.storage.json_files import INDEX_LIMIT, read_json
+
+Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
+PackKind = Literal["weights", "mask"]
+Codec = Literal["raw", "zstd"]
+Form = Literal["sparse", "dense", "base"]  # base: no entry, the words of the base model
+
+FORMAT = "emp-llm pack 3"
+SUFFIX = ".packed.safetensors"
+CHUNK = 1 << 20
+THREADS = min(4, cpu_count() or 1)
+_LARGEST_CHUNK = 1 << 23
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """How a folder is packed: `kind`, `codec` and `block` of emp_pack.json; `chunk` is its block.
+
+    Raises:
+        ValueError: an unknown kind or codec, or a chunk that is no multiple of 64 or too large.
+    """
+
+    kind: PackKind = "weights"
+    codec: Codec = "raw"
+    chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("weights", "mask") or self.codec not in ("raw", "zstd"):
+            raise ValueError(f"unknown kind {quotable(str(self.kind))} or codec {quotable(str(self.codec))}")
+        if type(self.chunk) is not int or not 64 <= self.chunk <= _LARGEST_CHUNK or self.chunk % 64:
+            raise ValueError(f"its block is not a multiple of 64 from 64 to {_LARGEST_CHUNK}")
+
+    def chunks(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """(first word, number of words) of each chunk of a tensor."""
+        words = words_in(tensor)
+        return ((first, min(self.chunk, words - first)) for first in range(0, words, self.chunk))
+
+    def frames(self, tensor: StoredTensor, form: Form) -> int:
+        """The number of zstd frames in a chunk of a tensor."""
+        return (form == "sparse") + (word_bytes(tensor) if self.kind == "weights" else 0)
+
+    def entries(self, tensor: StoredTensor, form: Form) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+        """Name -> (dtype, shape) of each entry that a packed shard has for a tensor; None for lengths that depend on values."""
+        name, mask = tensor.name, ("U8", (mask_bytes(words_in(tensor)),))
+        if form == "base":
+            return {}
+        if self.codec == "zstd":
+            sizes = (-(-words_in(tensor) // self.chunk), self.frames(tensor, form))
+            return {f"{name}.frames": ("U8", (None,)), f"{name}.sizes": ("U32", sizes)}
+        if form == "dense":
+            return {name: (tensor.dtype, tensor.shape)}
+        if self.kind == "mask":
+            return {f"{name}.mask": mask}
+        return {f"{name}.mask": mask, f"{name}.values": (tensor.dtype, (None,))}
+
+
+class PackedShard:
+    """One packed shard; read-only.
+
+    Args:
+        path: the file.
+        layout: that of the folder.
+        told: the shard's entry in emp_pack.json.
+
+    Attributes:
+        path, layout: as given.
+        header: the original's header with the eight bytes of its length.
+        size, digest: of the original; BLAKE3.
+        packed_digest: BLAKE3 of the file itself.
+        tensors: those of the original, in the order of their bytes; their offsets are those in the original.
+        forms: the form of each, by name.
+
+    Raises:
+        UserError: the file is missing, is no packed shard, or contradicts its entry.
+    """
+
+    def __init__(self, path: Path, layout: PackLayout, told: dict[str, Any]) -> None:
+        self.path, self.layout = path, layout
+        if not path.is_file():
+            raise UserError(f"{path}: it is missing, but {PACK_NAME} names it. Download it again.")
+        self._entries = {tensor.name: tensor for tensor in read_header(path)}
+        try:
+            text = told["header"].encode("utf-8")
+            self.header = len(text).to_bytes(8, "little") + text
+            self.size = _natural(told["bytes"])
+            self.digest, self.packed_digest = str(told["blake3"]), str(told["packed"]["blake3"])
+            self.tensors = parse_header(text, path, self.size)
+            self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
+            used: set[str] = set()
+            for tensor in self.tensors:
+                entries = layout.entries(tensor, self.forms[tensor.name])
+                for name, (dtype, shape) in entries.items():
+                    found = self._entry(name)
+                    alike = len(found.shape) == len(shape) and all(
+                        a in (None, b) for a, b in zip(shape, found.shape, strict=True)
+                    )
+                    if found.dtype != dtype or not alike:
+                        raise ValueError(f"{quotable(name)} does not have the dtype and the shape that its original requires")
+                used |= entries.keys()
+            if used != self._entries.keys():
+                raise ValueError(f"{quotable(min(self._entries.keys() - used))} belongs to no tensor of the original")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            damaged(path, error)
+
+    def zeros_in(self, tensor: StoredTensor) -> int:
+        """The number of words of a tensor that are not stored; 0 if it is dense. For raw weights."""
+        return words_in(tensor) - words_in(self._entry(f"{tensor.name}.values")) if self.forms[tensor.name] == "sparse" else 0
+
+    def chunks(self, tensor: StoredTensor) -> Iterator[Chunk]:
+        """(first word, number of words, mask, values) of each chunk of a tensor.
+
+        The mask is None if no zeros were left out; the values are None if the folder has only masks.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        try:
+            with FileReader(self.path) as file:
+                if self.layout.codec == "zstd" and self.forms[tensor.name] != "base":
+                    yield from prefetch(self._frames(tensor, file), THREADS)
+                else:
+                    yield from self._raw_chunks(tensor, file)
+        except UserError:
+            raise
+        except ValueError as error:
+            damaged(self.path, f"{quotable(tensor.name)}: {error}")
+
+    def words(self, tensor: StoredTensor) -> Iterator[Words]:
+        """The words of an original tensor, chunk by chunk, from a folder with weights; UserError if the file is damaged."""
+        for _, count, mask, values in self.chunks(tensor):
+            assert values is not None
+            yield values if mask is None else put_zeros_in(mask, values, count)
+
+    def mask(self, tensor: StoredTensor) -> Bytes:
+        """The mask of all words of an original tensor; UserError if the file is damaged."""
+        masks = [np.empty(0, dtype=np.uint8)]
+        for _, count, mask, values in self.chunks(tensor):
+            dense = np.full(mask_bytes(count), 255, dtype=np.uint8) if values is None else mask_of(values)
+            masks.append(dense if mask is None else mask)
+        return np.concatenate(masks)
+
+    def _raw_chunks(self, tensor: StoredTensor, file: FileReader) -> Iterator[Chunk]:
+        """`chunks` of a tensor that is not compressed; ValueError for an unsound mask."""
+        mask_entry = self._entry(f"{tensor.name}.mask") if self.forms[tensor.name] == "sparse" else None
+        values_entry = self._entries.get(tensor.name if mask_entry is None else f"{tensor.name}.values")
+        used, mask, values = 0, None, None
+        for first, count in self.layout.chunks(tensor):
+            kept = count
+            if mask_entry is not None:
+                mask = read_words(file, mask_entry, first // 8, mask_bytes(count))
+                kept = ones_in(mask, count)
+            if values_entry is not None:
+                if used + kept > words_in(values_entry):
+                    raise ValueError(f"its mask has more bits set than it has values, {words_in(values_entry):,}")
+                values = read_words(file, values_entry, used, kept)
+            yield first, count, mask, values
+            used += kept
+        if values_entry is not None and used != words_in(values_entry):
+            raise ValueError(f"its mask has {used:,} bits set for {words_in(values_entry):,} values")
+
+    def _frames(self, tensor: StoredTensor, file: FileReader) -> Iterator[Callable[[], Chunk]]:
+        """Jobs that decompress the frames of a chunk each; ValueError for unsound frames."""
+
+        def decode(first: int, count: int, raw: memoryview, sizes: list[int]) -> Chunk:
+            frames = [raw[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+            mask, kept = None, count
+            if self.forms[tensor.name] == "sparse":
+                mask = zstd_content(frames.pop(0), mask_bytes(count))
+                kept = ones_in(mask, count)
+            values = join_planes(frames, kept, tensor.dtype) if self.layout.kind == "weights" else None
+            return first, count, mask, values
+
+        start = self._entry(f"{tensor.name}.frames").start
+        for chunk, sizes in zip(self.layout.chunks(tensor), self._frame_sizes(tensor, file), strict=True):
+            raw = memoryview(bytearray(sum(sizes)))
+            file.read(raw, start)
+            yield partial(decode, *chunk, raw, sizes)
+            start += len(raw)
+
+    def _frame_sizes(self, tensor: StoredTensor, file: FileReader) -> list[list[int]]:
+        """The sizes of the frames of each chunk; ValueError for impossible ones."""
+        entry = self._entry(f"{tensor.name}.sizes")
+        sizes = read_words(file, entry, 0, entry.numel).reshape(entry.shape).astype(np.int64)
+        total = int(sizes.sum())
+        if total + -total % 8 != self._entry(f"{tensor.name}.frames").numel:
+            raise ValueError("its frames do not have the announced length")
+        if sizes.size and int(sizes.max()) > 2 * self.layout.chunk + 1024:
+            raise ValueError("a frame is too long for a chunk")
+        listed: list[list[int]] = sizes.tolist()
+        return listed
+
+    def _form(self, tensor: StoredTensor) -> Form:
+        """The form of a tensor, from the entries that it has."""
+        name, weights = tensor.name, self.layout.kind == "weights"
+        if self.layout.codec == "raw":
+            if weights:
+                return "dense" if name in self._entries else "sparse"
+            return "sparse" if f"{name}.mask" in self._entries else "base"
+        sizes = self._entries.get(f"{name}.sizes")
+        if sizes is None:
+            return "dense" if weights else "base"
+        return "sparse" if sizes.shape[1:] == (self.layout.frames(tensor, "sparse"),) else "dense"
+
+    def _entry(self, name: str) -> StoredTensor:
+        """An entry of the packed file; ValueError if there is none."""
+        if name not in self._entries:
+            raise ValueError(f"it holds no {quotable(name)}")
+        return self._entries[name]
+
+
+class PackedFolder:
+    """A folder that `emp-llm pack` wrote; read-only.
+
+    Attributes:
+        layout: how it is packed.
+        base: the model that was pruned, as the report of the pruning run names it.
+        shards: original name -> packed shard.
+        files: path -> (bytes, BLAKE3) of the other files.
+
+    Raises:
+        UserError: it is no packed folder, it contradicts itself, a path in it leads out of it, or it needs
+            zstandard, which is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / PACK_NAME
+        if not path.is_file():
+            raise UserError(f"{folder}: no {PACK_NAME} in it. Give a folder that emp-llm pack wrote.")
+        check_links(folder)
+        index = read_json(path, unique=True, limit=INDEX_LIMIT)
+        _check_format(path, index.get("format"))
+        try:
+            self.layout = PackLayout(index["kind"], index["codec"], index["block"])
+            self.base: dict[str, Any] = dict(index["base"] or {})
+            self.files = {_plain(name): (_natural(told["bytes"]), str(told["blake3"])) for name, told in index["files"].items()}
+            shards = {_plain(name): dict(told) for name, told in index["shards"].items()}
+            if not shards or shards.keys() & self.files.keys():
+                raise ValueError("it names no shards, or a shard among the other files")
+            if any("/" in name or not name.endswith(".safetensors") for name in shards):
+                raise ValueError("its shards are not plain names of safetensors files")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            damaged(path, error)
+        if self.layout.codec == "zstd":
+            need_zstandard(str(folder))
+        self.shards = {name: PackedShard(folder / packed_name(name), self.layout, told) for name, told in shards.items()}
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files when unpacked."""
+        return sum(shard.size for shard in self.shards.values()) + sum(size for size, _ in self.files.values())
+
+    @property
+    def identity(self) -> str:
+        """The identity of the original checkpoint."""
+        return identity_from_files({name: (shard.size, shard.digest) for name, shard in self.shards.items()})
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model that was pruned, for messages."""
+        name, revision = self.base.get("model"), self.base.get("revision")
+        if not name:
+            return "the model that was pruned"
+        return quotable(str(name)) + (f" at {quotable(str(revision))}" if revision else "")
+
+    def check_file(self, name: str) -> None:
+        """Raise UserError if one of the other files is not the one that was packed."""
+        path, (size, digest) = self.folder / name, self.files[name]
+        if path.stat().st_size != size or file_hash(path) != digest:
+            damaged(path, f"its content is not what {PACK_NAME} says")
+
+
+class PackedCheckpoint(Checkpoint):
+    """The names and shapes of a packed checkpoint, for finding its layers. Its weights cannot be read by their offsets."""
+
+    def __init__(self, packed: PackedFolder) -> None:
+        self.folder = packed.folder
+        self.shards = [shard.path for shard in packed.shards.values()]
+        self.tensors = {tensor.name: tensor for shard in packed.shards.values() for tensor in shard.tensors}
+
+
+def packed_name(shard: str) -> str:
+    """The name of a shard's packed file."""
+    return shard.removesuffix(".safetensors") + SUFFIX
+
+
+def damaged(path: Path, cause: Exception | str) -> NoReturn:
+    """Raise the UserError for an unsound packed file."""
+    if isinstance(cause, ReadError):
+        raise cause
+    why = cause if isinstance(cause, str) else f"it has no {cause}" if isinstance(cause, KeyError) else reason(cause)
+    raise UserError(f"{path}: not a sound packed file ({why}). Download or pack it again.")
+
+
+def _check_format(path: Path, name: Any) -> None:
+    """Raise UserError for a format that this version does not read."""
+    version = str(name).removeprefix("emp-llm pack ")
+    if version.isdecimal() and int(version) > int(FORMAT.rpartition(" ")[2]):
+        raise UserError(
+            f"{path}: a newer emp-llm wrote it ({quotable(str(name))}; this version reads up to {FORMAT!r}). Update emp-llm: "
+            "pip install --upgrade emp-llm"
+        )
+    if name != FORMAT:
+        damaged(path, f"its format is {quotable(str(name))}")
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{quotable(str(value))} is not a size")
+    return value
+
+
+def _plain(name: str) -> str:
+    """A path that stays within its folder on every system; ValueError for any other."""
+    parts = name.split("/")
+    inside = name == str(PurePosixPath(name)) and set(parts).isdisjoint({"", ".", ".."}) and name.isprintable()
+    if not inside or any(letter in name for letter in "\\:"):
+        raise ValueError(f"the path {quotable(name)} leads out of the folder")
+    return name

@@ -1,0 +1,295 @@
+"""Packs checkpoints and unpacks them, chunk by chunk. `packed_format` describes the format."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from blake3 import blake3
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.safetensors_header import BITS, StoredTensor, header_text
+from emp_llm.checkpoint.words import Words, mask_bytes, packed_bytes, read_words, word_bytes, words_in
+from emp_llm.common.errors import UserError
+from emp_llm.common.file_names import EXTRAS, OTHER_WEIGHTS, PACK_NAME, REPORT_NAME
+from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.wording import quotable
+from emp_llm.runtime.bits import booleans, mask_of, nonzero_words, split_planes, zstd_frames
+from emp_llm.runtime.packed_format import (
+    FORMAT,
+    SUFFIX,
+    THREADS,
+    Form,
+    PackedFolder,
+    PackedShard,
+    PackLayout,
+    damaged,
+    packed_name,
+)
+from emp_llm.storage.atomic import write_json
+from emp_llm.storage.background_work import prefetch
+from emp_llm.storage.direct_io import FileReader
+from emp_llm.storage.hashing import file_hash
+from emp_llm.storage.json_files import read_json
+
+
+@dataclass(frozen=True)
+class PackedSizes:
+    """Sizes before and after.
+
+    Attributes:
+        dense_bytes, packed_bytes: of the shards.
+        file_bytes: of the other files.
+        tensors, sparse: the number of all tensors, and of those stored without their zeros.
+    """
+
+    dense_bytes: int
+    packed_bytes: int
+    file_bytes: int
+    tensors: int
+    sparse: int
+
+
+def other_files(checkpoint: Checkpoint, layout: PackLayout) -> list[Path]:
+    """The files of a model folder beside its shards, relative to it, without the hidden files that downloads leave.
+
+    Raises:
+        UserError: a mask alone cannot restore the folder, because it holds other weights or kept weights that moved; or a file
+            belongs to a packed checkpoint.
+    """
+    folder, found = checkpoint.folder, []
+    if layout.kind == "mask" and _is_updated(folder):
+        raise UserError(
+            f"{folder}: its kept weights were fitted, so the dense model and a mask do not make it. Leave out --mask-only."
+        )
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if not path.is_file() or path in checkpoint.shards or any(part.startswith(".") for part in relative.parts):
+            continue
+        if path.name.endswith(SUFFIX):
+            raise UserError(f"{path}: it belongs to a packed checkpoint; move it away.")
+        if layout.kind == "mask" and path.suffix in OTHER_WEIGHTS and relative.parts[0] != EXTRAS:
+            raise UserError(f"{path}: other weights, which do not belong in a mask; move the file away.")
+        found.append(relative)
+    return found
+
+
+def most_bytes(checkpoint: Checkpoint, layout: PackLayout, files: list[Path]) -> int:
+    """An upper bound on the size of the packed folder, in bytes."""
+    others = sum((checkpoint.folder / path).stat().st_size for path in files)
+    if layout.kind == "mask":
+        return others + sum(mask_bytes(words_in(tensor)) for tensor in checkpoint.tensors.values())
+    return others + sum(shard.stat().st_size for shard in checkpoint.shards)
+
+
+def pack_checkpoint(checkpoint: Checkpoint, layout: PackLayout, files: list[Path], folder: Path) -> PackedSizes:
+    """Write the packed files of a checkpoint, and `files` of its folder, into a folder that exists.
+
+    Raises:
+        UserError: a file changed while it was read, or a mask is asked for and there are no zeros.
+    """
+    source, forms = checkpoint.folder, []
+    with progress_bar(sum(shard.stat().st_size for shard in checkpoint.shards), "pack", "B") as bar:
+        for shard in checkpoint.shards:
+            tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.shard == shard]
+            forms += _pack_shard(shard, tensors, layout, folder / packed_name(shard.name), bar)
+    if layout.kind == "mask" and "sparse" not in forms:
+        raise UserError(f"{source}: it has no zeros, so it has no mask. Give a pruned checkpoint.")
+    for path in files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / path, folder / path)
+    shards = {
+        shard.name: {
+            "bytes": shard.stat().st_size,
+            "blake3": file_hash(shard),
+            "packed": {"blake3": file_hash(folder / packed_name(shard.name))},
+            "header": header_text(shard).decode("utf-8"),
+        }
+        for shard in checkpoint.shards
+    }
+    others = {path.as_posix(): {"bytes": (folder / path).stat().st_size, "blake3": file_hash(folder / path)} for path in files}
+    checkpoint.check_unchanged()
+    report = read_json(source / REPORT_NAME) if (source / REPORT_NAME).is_file() else {}
+    base = report["source"] if isinstance(report.get("source"), dict) else None
+    index = {"format": FORMAT, "kind": layout.kind, "codec": layout.codec, "block": layout.chunk, "base": base}
+    write_json(folder / PACK_NAME, index | {"shards": shards, "files": others})
+    return PackedSizes(
+        dense_bytes=sum(shard["bytes"] for shard in shards.values()),  # type: ignore[misc]
+        packed_bytes=sum((folder / packed_name(name)).stat().st_size for name in shards),
+        file_bytes=sum((folder / path).stat().st_size for path in files),
+        tensors=len(forms),
+        sparse=forms.count("sparse"),
+    )
+
+
+def _is_updated(folder: Path) -> bool:
+    """Whether a run moved kept weights of a checkpoint."""
+    fits = read_json(folder / REPORT_NAME).get("fits") if (folder / REPORT_NAME).is_file() else None
+    return isinstance(fits, dict) and any(isinstance(fit, dict) and fit.get("error_after") is not None for fit in fits.values())
+
+
+def _pack_shard(shard: Path, tensors: list[StoredTensor], layout: PackLayout, target: Path, bar: Any) -> list[Form]:
+    """Write a packed shard; returns the form of each tensor.
+
+    The header is known only at the end, and then fills the space that was left for it at the beginning.
+    """
+    # Larger numbers first, so that each tensor begins at a multiple of the size of its own numbers.
+    tensors = sorted(tensors, key=lambda tensor: (-word_bytes(tensor), tensor.start, tensor.end))
+    names, forms = {tensor.name for tensor in tensors}, []
+    most = 10 ** len(str(4 * shard.stat().st_size)) - 1
+    longest = {
+        f"{tensor.name}{suffix}": (tensor.dtype, [*tensor.shape, most, most], most, most)
+        for tensor in tensors
+        for suffix in (".values", ".frames")
+    }
+    entries: dict[str, tuple[str, list[int], int, int]] = {}
+    with FileReader(shard) as source, target.open("wb") as packed:
+        begin = end = len(_header(longest))
+        for tensor in tensors:
+            form, zeros = _form(tensor, layout, names, source)
+            frames = 0 if form == "base" else _write(tensor, layout, form, source, packed, end)
+            length = frames if layout.codec == "zstd" else words_in(tensor) - zeros
+            for name, (dtype, shape) in layout.entries(tensor, form).items():
+                known = [length if side is None else side for side in shape]
+                start, end = end, end + math.prod(known) * BITS[dtype] // 8
+                entries[name] = (dtype, known, start - begin, end - begin)
+            forms.append(form)
+            bar.update(tensor.end - tensor.start)
+        header = _header(entries)[8:].ljust(begin - 8)
+        packed.seek(0)
+        packed.write(len(header).to_bytes(8, "little") + header)
+    return forms
+
+
+def _form(tensor: StoredTensor, layout: PackLayout, names: set[str], source: FileReader) -> tuple[Form, int]:
+    """The form of a tensor, and the number of its zeros; `names` are those of all tensors of its shard."""
+
+    def zeros_in(first: int, count: int) -> int:
+        return count - int(np.count_nonzero(read_words(source, tensor, first, count)))
+
+    words, size = words_in(tensor), word_bytes(tensor)
+    zeros = sum(prefetch((partial(zeros_in, *chunk) for chunk in layout.chunks(tensor)), THREADS))
+    if layout.kind == "mask":
+        return ("sparse" if zeros else "base"), zeros
+    pays = packed_bytes(words, size, zeros) < words * size and BITS[tensor.dtype] >= 8
+    taken = names & {f"{tensor.name}.mask", f"{tensor.name}.values"}
+    return ("sparse" if pays and not taken else "dense"), zeros
+
+
+def _write(tensor: StoredTensor, layout: PackLayout, form: Form, source: FileReader, packed: BinaryIO, position: int) -> int:
+    """Write a tensor from a position; returns the bytes of its frames if they are compressed, else 0."""
+
+    def pieces(first: int, count: int) -> list[Any]:
+        words = read_words(source, tensor, first, count)
+        mask = [mask_of(words)] if form == "sparse" else []
+        if layout.kind == "mask":
+            return mask if layout.codec == "raw" else zstd_frames(mask)
+        values = nonzero_words(words) if form == "sparse" else words
+        return [*mask, values] if layout.codec == "raw" else zstd_frames([*mask, *split_planes(values, tensor.dtype)])
+
+    sizes, places = [], [position, position + mask_bytes(words_in(tensor))]
+    packed.seek(position)
+    for of_chunk in prefetch((partial(pieces, *chunk) for chunk in layout.chunks(tensor)), THREADS):
+        if layout.codec == "zstd":
+            sizes.append([len(frame) for frame in of_chunk])
+            packed.writelines(of_chunk)
+            continue
+        for which, piece in enumerate(of_chunk):  # the mask, and behind it the values; or all words
+            packed.seek(places[which])
+            packed.write(piece.data)
+            places[which] += piece.nbytes
+    if layout.codec == "raw":
+        return 0
+    total = packed.tell() - position
+    packed.write(bytes(-total % 8) + np.array(sizes, dtype="<u4").tobytes())
+    return total + -total % 8
+
+
+def _header(entries: dict[str, tuple[str, list[int], int, int]]) -> bytes:
+    """The header of a safetensors file, from (dtype, shape, start, end) of each entry by its name."""
+    told = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        for name, (dtype, shape, start, end) in entries.items()
+    }
+    raw = json.dumps({"__metadata__": {"format": "pt"}} | told, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    raw = raw.ljust(-(-len(raw) // 8) * 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def check_base(packed: PackedFolder, base: Checkpoint | None) -> None:
+    """Check the checkpoint that a mask was made for; None for a folder with weights.
+
+    Raises:
+        UserError: a mask without a base, or weights with one; or the base is another model than the mask's.
+    """
+    if base is None:
+        if packed.layout.kind == "mask":
+            raise UserError(
+                f"{packed.folder}: a mask holds no weights. Name the model that it is for: --base {packed.base_name}"
+            )
+        return
+    if packed.layout.kind != "mask":
+        raise UserError(f"{packed.folder}: it holds weights, not a mask; leave --base out.")
+    for shard in packed.shards.values():
+        for tensor in shard.tensors:
+            stored = base.tensors.get(tensor.name)
+            if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+                raise UserError(
+                    f"--base {base.folder}: it has no {quotable(tensor.name)} of {tensor.dtype} {list(tensor.shape)}. "
+                    f"It is not the model that the mask is for ({packed.base_name})."
+                )
+    if packed.base.get("identity") not in (None, identity_of(base)):
+        raise UserError(f"--base {base.folder}: its weights are not those that were pruned. Name {packed.base_name}.")
+
+
+def unpack_folder(packed: PackedFolder, base: Checkpoint | None, folder: Path) -> int:
+    """Write the model folder's files into a folder that exists; `base` is that of `check_base`.
+
+    Returns:
+        The number of files.
+
+    Raises:
+        UserError: a packed file is damaged, or the base holds other weights than those the mask was made for.
+    """
+    with progress_bar(sum(shard.size for shard in packed.shards.values()), "unpack", "B") as bar:
+        for name, shard in packed.shards.items():
+            digest = blake3(shard.header)
+            with (folder / name).open("wb") as file:
+                file.write(shard.header)
+                for tensor in shard.tensors:
+                    for words in shard.words(tensor) if base is None else _masked(shard, tensor, base):
+                        raw = words.view(np.uint8).data
+                        digest.update(raw)
+                        file.write(raw)
+                        bar.update(len(raw))
+            if digest.hexdigest() != shard.digest and base is None:
+                damaged(shard.path, "the unpacked shard does not have the announced checksum")
+            if digest.hexdigest() != shard.digest and base is not None:
+                raise UserError(
+                    f"--base {base.folder}: with the mask {shard.path} it does not yield the packed file (another checksum). "
+                    f"Either it is not the exact model that was pruned ({packed.base_name}), or other weights changed after "
+                    "pruning, or one of the two is damaged."
+                )
+    for name in packed.files:
+        source, target = packed.folder / name, folder / name
+        if not source.is_file():
+            raise UserError(f"{source}: it is missing, but {PACK_NAME} names it. Download it again.")
+        packed.check_file(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    return len(packed.shards) + len(packed.files)
+
+
+def _masked(shard: PackedShard, tensor: StoredTensor, base: Checkpoint) -> Iterator[Words]:
+    """The words of a tensor of the base, zero where the mask has a zero bit."""
+    stored = base.tensors[tensor.name]
+    with FileReader(stored.shard) as source:
+        for first, count, mask, _ in shard.chunks(tensor):
+            words = read_words(source, stored, first, count)
+            yield words if mask is None else words * booleans(mask, count)
