@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from emp_llm import Masks, Recipe, masks_of, measure, prune_model, reapply_mask, register_criterion, verify
+from emp_llm import Masks, Recipe, masks_of, measure, prune_model, reapply_mask, verify
 
 MODEL = "scripts/demo/model"
 folder = TemporaryDirectory()
@@ -41,14 +41,13 @@ print("differences:", verify(work / "pruned").differences)
 # %% A criterion of your own, in three lines: the weight's share of its column, times the norm of its input
 
 
-@register_criterion
 def column_share(weight, inputs):  # type: ignore[no-untyped-def]
     size = weight.float().abs()
     return size / size.sum(0) * inputs.norms
 
 
 dense = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-masks = masks_of(dense, Recipe(method="emp-column_share"), activations=report.activations)  # the norms are those of before
+masks = masks_of(dense, Recipe(criterion=column_share), activations=report.activations)  # the norms are those of before
 kept = sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
 print(f"emp-column_share keeps {kept:.1%}")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from emp_llm.run import run as run
     from emp_llm.runtime.masks import Masks
     from emp_llm.runtime.reapply import SparsityCallback, reapply_mask
-    from emp_llm.selection.criteria import InputStatistics, exponential, register_criterion, shift
+    from emp_llm.selection.criteria import InputStatistics, exponential, shift
     from emp_llm.selection.effective import (
         effective_mask,
         effective_mass,
@@ -47,7 +47,6 @@ _HOME = {
     "effective_mass_bound": "selection.effective",
     "loss_change_bound": "selection.effective",
     "InputStatistics": "selection.criteria",
-    "register_criterion": "selection.criteria",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
     "Masks": "runtime.masks",
@@ -104,7 +103,6 @@ __all__ = [
     "prune_model",
     "push",
     "reapply_mask",
-    "register_criterion",
     "report",
     "run",
     "shift",

@@ -6,7 +6,7 @@ keeps, finds the cut, and writes the row while it is in the cache.
 Scores and their squares are summed in the order of `reference.sum_rows`: 64 lanes, then halves. The compiler must not reorder
 them, so there is no fastmath. (Squares of 32-bit floats are exact in float64, so contraction cannot change a bit.)
 
-All compiled code is in this file, because numba's cache notices changes of this file only.
+All compiled code is in this file; its constants are those of `rule`.
 """
 
 import os
@@ -18,12 +18,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from emp_llm.common.compiled import compiler_of
+from emp_llm.selection import rule as constants
 from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures
 
 Array = np.ndarray[Any, Any]
+compiled = compiler_of(__file__, str(constants.__file__))
 
 # Vector loops, in LLVM's IR: numba's own loops would keep the lanes in memory. The 64 lanes of a row are one vector of float64,
 # which LLVM splits into registers. Every operation is one IEEE operation in the order of the definition.
@@ -187,13 +190,13 @@ def bits_of(typing: Any, value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def value16(bits: Any, shift: Any, scale: Any) -> Any:
     """|w| in float32, exactly, from the bits of a 16-bit weight; shift 16, scale 1 for bfloat16; 13, 2^112 for float16."""
     return float_of(np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << shift)) * scale
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def fold(lanes: Array) -> Any:
     """The sum of 64 lanes, folded in halves, in place."""
     half = LANES // 2
@@ -204,7 +207,7 @@ def fold(lanes: Array) -> Any:
     return lanes[0]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def keys32(row: Array, norms: Array, shift: Any, scale: Any, keys: Array) -> None:
     """The keys of |w| * norm, or, without norms, of |w| of 32-bit weights: the bits of the float32 scores."""
     if row.itemsize == 4:
@@ -219,7 +222,7 @@ def keys32(row: Array, norms: Array, shift: Any, scale: Any, keys: Array) -> Non
             keys[j] = bits_of(value16(row[j], shift, scale) * norms[j])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, power: Array) -> None:
     """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite where a score is NaN or infinite.
 
@@ -255,7 +258,7 @@ def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, pow
         power[r] = fold(second)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _infinite16(row: Array) -> Any:
     """Whether float16 weights hold infinity or NaN. `value16` turns these into finite numbers, unlike those of bfloat16."""
     largest = np.uint16(0)
@@ -270,7 +273,7 @@ def _infinite16(row: Array) -> Any:
 COUNTED = 1 << 15  # comparisons for each 16-bit counter, few enough not to overflow it
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _count(keys: Array, least: Any) -> Any:
     """The number of 16-bit keys that are `least` or more."""
     total = 0
@@ -283,7 +286,7 @@ def _count(keys: Array, least: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def kth16(keys: Array, k: Any, guess: Any) -> Any:
     """The k-th largest of 16-bit keys. With a good guess, such as the key of the row before, it takes 3 or 4 counts."""
     low, high = 0, 1 << 16  # at least k keys are `low` or more; fewer than k are `high` or more
@@ -302,13 +305,13 @@ def kth16(keys: Array, k: Any, guess: Any) -> Any:
     return np.uint16(low)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def above16(keys: Array, key: Any) -> Any:
     """The number of 16-bit keys that are larger than `key`."""
     return 0 if key == np.uint16(0xFFFF) else _count(keys, np.uint16(key + np.uint16(1)))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def kth32(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
     """The k-th largest of 32-bit keys, and the number of larger ones.
 
@@ -337,7 +340,7 @@ def kth32(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
     return np.uint32((np.uint32(upper) << np.uint32(16)) | np.uint32(lower)), above
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
     """The index after the first `ties` keys that equal `key`."""
     if ties == 0:
@@ -361,7 +364,7 @@ def end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
 # The cut of each row.
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
     """Keep the weights whose keys are larger than `key`, and those before `end` whose keys equal it."""
     before, keys_before = row[:end], keys[:end]
@@ -374,7 +377,7 @@ def _write(row: Array, keys: Array, key: Any, end: Any) -> None:
             after[j] = 0
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, ahead: Array) -> None:
     """Keep the n largest of every m weights, the first among equal ones: those with fewer than n weights of their m ahead.
 
@@ -397,7 +400,7 @@ def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, ahead
             row[j] = 0
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _places(size: Any, m: Any) -> Array:
     places = np.empty(size if m else 0, np.uint16)
     for j in range(places.size):
@@ -405,7 +408,7 @@ def _places(size: Any, m: Any) -> Array:
     return places
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _zeros(row: Array, magnitude: Any) -> Any:
     """The number of weights that are zero. `magnitude`: a mask of all bits but the sign, in the type of the weights."""
     zeros = 0
@@ -418,12 +421,12 @@ def _zeros(row: Array, magnitude: Any) -> Any:
     return zeros
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _score(key: Any, wide: Any, shift: Any, scale: Any) -> Any:
     return np.float64(float_of(np.uint32(key)) if wide else value16(np.uint16(key), shift, scale))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale: Any, lanes: Array, above: Array) -> None:
     """Lane sums: of the kept scores (`kept` is not 0 for them) into `lanes`, of the scores above `nu_key` into `above`."""
     lanes[:] = 0.0
@@ -436,13 +439,13 @@ def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale:
         above[j] += value if keys[whole + j] > nu_key else 0.0
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _floor(value: Any) -> Any:
     """Floor; a value below an integer by no more than rounding error counts as that integer."""
     return np.floor(value * (1 + RELATIVE_TOLERANCE))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _number(total: Any, power: Any, columns: Any) -> Any:
     """N_eff = (sum s)^2 / sum s^2, the number of order 2 of `reference.Moments`."""
     if total == 0:
@@ -454,7 +457,7 @@ def _number(total: Any, power: Any, columns: Any) -> Any:
     return min(max(number, 1.0), np.float64(columns))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _count_of(number: Any, total: Any, beta: Any, columns: Any) -> Any:
     """clip(floor(beta * N_eff), 1, N); N for a row of zeros. The rule of `rule.counts_at`."""
     if total == 0:
@@ -462,13 +465,13 @@ def _count_of(number: Any, total: Any, beta: Any, columns: Any) -> Any:
     return np.int64(min(max(_floor(beta * number), 1.0), np.float64(columns)))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _share(total: Any, above: Any, ties: Any, value: Any) -> Any:
     """s_eff, the share of the floor(N_eff) largest scores."""
     return 1.0 if total == 0 else min(1.0, (above + np.float64(ties) * value) / total)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def cut16(
     weights: Array,
     shift: Any,
@@ -525,7 +528,7 @@ def cut16(
         zeros[r] = _zeros(row, np.uint16(0x7FFF)) if m or key == 0 else columns - k
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def cut32(
     weights: Array,
     norms: Array,
