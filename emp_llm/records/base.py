@@ -1,7 +1,6 @@
 """Typed records with a format version: one declaration serves writing and reading.
 
-A file record begins with `"format": "emp-llm KIND VERSION"`. Older versions are upgraded while they are read; newer ones are
-refused. Fields are attributes; `record["field"]` works too, as in the JSON.
+A file record begins with `"format": "emp-llm KIND VERSION"`; other versions are refused. Fields are attributes; `record["field"]` works too, as in the JSON.
 """
 
 import re
@@ -58,11 +57,6 @@ class FileRecord(Part, kw_only=True):
         if not self.format:
             self.format = f"emp-llm {self.KIND} {self.VERSION}"
 
-    @classmethod
-    def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
-        """Convert the JSON of an older version to the current version."""
-        return values
-
     def save(self, path: Path) -> None:
         """Write the record atomically, indented."""
         write_bytes(path, self.encoded())
@@ -79,7 +73,7 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
         limit: largest size of the file in bytes.
 
     Raises:
-        UserError: the file cannot be read as JSON, holds another kind of record or a newer version of it, or a field is missing
+        UserError: the file cannot be read as JSON, holds another kind of record or another version of it, or a field is missing
             or wrong.
     """
     return record_of(read_json(path, unique=True, limit=limit), kind, str(path))
@@ -87,28 +81,22 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
 
 def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     """`read_record` for JSON that is already in memory; `where` names the file in errors."""
-    version = version_of(values, kind)
+    version = _version_of(values, kind)
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
-    if version > kind.VERSION:
+    if version != kind.VERSION:
+        remedy = "Upgrade emp-llm: pip install --upgrade emp-llm" if version > kind.VERSION else "Write it again."
         raise UserError(
-            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads versions up to "
-            f"{kind.VERSION}. Upgrade emp-llm: pip install --upgrade emp-llm"
+            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads version {kind.VERSION}. "
+            f"{remedy}"
         )
-    if version < kind.VERSION:
-        values = kind.upgrade(dict(values), version)
     return converted(values, kind, where)
 
 
-def version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
-    """The format version of a record's JSON: 0 for an old file without a format, None for a record of another kind."""
-    name = values.get("format")
-    if name is None:
-        return 0
-    words = name.split() if isinstance(name, str) else []
-    if len(words) < 3 or words[0] != "emp-llm" or " ".join(words[1:-1]) != kind.KIND or not words[-1].isdigit():
-        return None
-    return int(words[-1])
+def _version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
+    """The format version of a record's JSON; None for a record of another kind."""
+    named = re.fullmatch(rf"emp-llm {re.escape(kind.KIND)} ([0-9]{{1,9}})", str(values.get("format")))
+    return None if named is None else int(named[1])
 
 
 def converted(values: Any, kind: type[T], where: str) -> T:

@@ -11,23 +11,21 @@ from emp_llm.records.base import FileRecord, Part
 
 
 class FileEntry(Part, kw_only=True):
-    """A file: its size, and its BLAKE3 hash; SHA-256 in manifests of version 1."""
+    """A file: its size, and its BLAKE3 hash."""
 
     bytes: Annotated[int, Meta(ge=0)]
-    blake3: str | None = None
-    sha256: str | None = None
+    blake3: str
 
 
 class ManifestSource(Part, kw_only=True):
     """The checkpoint that was pruned.
 
     Attributes:
-        identity: of its weights (`checkpoint.identity`); version 1 has `sha256_of_samples`.
+        identity: of its weights (`checkpoint.identity`).
         bytes: size of each shard.
     """
 
     identity: str | None = None
-    sha256_of_samples: str | None = None
     bytes: dict[str, int] = {}
 
 

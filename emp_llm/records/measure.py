@@ -1,13 +1,13 @@
 """The output of `measure`: effective numbers and masses of a model's matrices, by criterion and order."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord
-from emp_llm.records.source import CalibrationRecord, ModelSource, with_revision
+from emp_llm.records.source import CalibrationRecord, ModelSource
 
 
 class CurvePoint(Part, kw_only=True):
@@ -56,8 +56,3 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]
-
-    @classmethod
-    def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
-        """Version 1 may leave out the revision of the source."""
-        return values | {"source": with_revision(values.get("source"))}

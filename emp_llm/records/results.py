@@ -13,7 +13,6 @@ class ModelIdentity(Part, kw_only=True):
     """The measured model: the identity of its weights, and a hash of its config and tokenizer."""
 
     identity: str | None = None
-    sha256_of_samples: str | None = None
     sha256_of_config_and_tokenizer: str | None = None
 
 

@@ -7,7 +7,7 @@ from msgspec import Meta
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import EvaluationRecord
-from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord, with_revision
+from emp_llm.records.source import CalibrationRecord, ModelSource, StageRecord
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=-1e-9, le=1 + 1e-9)]  # between 0 and 1, up to rounding errors
@@ -230,16 +230,3 @@ class RunReport(FileRecord, kw_only=True):
     dtype: str | None = None
     device_map: str | None = None
     push: Any = None
-
-    @classmethod
-    def upgrade(cls, values: dict[str, Any], version: int) -> dict[str, Any]:
-        """Reports before version 2 have no format, fewer fields, and no identity of the source."""
-        empty: dict[str, Any] = {
-            "command": "",
-            "calibration": None,
-            "versions": {},
-            "stages": {},
-            "sizes": None,
-            "warnings": [],
-        }
-        return empty | values | {"source": with_revision(values.get("source"))}

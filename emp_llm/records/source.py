@@ -1,7 +1,5 @@
 """The origin of a number: the model, the text, the recipe, and the stages of the run."""
 
-from typing import Any
-
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import Part
 
@@ -13,18 +11,16 @@ class ModelSource(Part, kw_only=True):
         model: the name or path that the user gave.
         revision: its commit, if it comes from the Hub.
         identity: a hash of all its weights (`checkpoint.identity`).
-        sha256_of_samples: in files of version 1 only: a hash of a few bytes of each tensor.
     """
 
     model: str
     revision: str | None
     identity: str | None = None
-    sha256_of_samples: str | None = None
 
     @property
     def key(self) -> str:
-        """The most reliable known name of the weights: the identity, else the hash of samples, else the model's name."""
-        return self.identity or self.sha256_of_samples or self.model
+        """The most reliable known name of the weights: the identity, else the model's name."""
+        return self.identity or self.model
 
 
 class TextRecord(Part, kw_only=True):
@@ -67,7 +63,6 @@ class CalibrationRecord(Part, kw_only=True):
         execution, propagate, hidden_states: as for `options.calibration.CalibrationOptions`.
         pruned_by: for pruned propagation, the recipe of the masks.
         versions: of the packages.
-        fingerprint: in files of version 1, in place of the identity.
     """
 
     model: str = ""
@@ -86,7 +81,6 @@ class CalibrationRecord(Part, kw_only=True):
     hidden_states: str | None = None
     pruned_by: Recipe | None = None
     versions: dict[str, str] = {}
-    fingerprint: dict[str, Any] | None = None
 
     @property
     def all_texts(self) -> list[TextRecord]:
@@ -102,6 +96,6 @@ class StageRecord(Part, kw_only=True):
     peak_cuda_bytes: float | None = None
 
 
-def with_revision(source: Any) -> Any:
-    """The JSON of a `ModelSource` with the field `revision` added, as null, if it is missing."""
-    return {"revision": None} | source if isinstance(source, dict) else source
+def stage_records(measured: dict[str, dict[str, float]]) -> dict[str, StageRecord]:
+    """Time and memory of stages (`Stopwatch.record`), for a report."""
+    return {name: StageRecord(**entry) for name, entry in measured.items()}
