@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.targets import Target
-from emp_llm.calibration.batch_pass import in_evaluation_mode
+from emp_llm.calibration.data import CalibrationText, data_in_memory, holds_images
+from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError
 from emp_llm.execution.loading import max_context
 from emp_llm.execution.offload import resident_parameter
 from emp_llm.execution.text_inputs import NOT_BY_BLOCKS, reads_twice
-from emp_llm.in_memory.calibration_data import calibration_text, holds_images
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.packing.masks import rows_in
@@ -49,8 +49,8 @@ def fit_model(
     Raises:
         UserError: the data is batches, or as for `RefitPass.run`.
     """
-    text = calibration_text(data, tokenizer, options, max_context(model.config))
-    if text is None:
+    text = data_in_memory(data, tokenizer, options, max_context(model.config))
+    if not isinstance(text, CalibrationText):
         raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
     store = FittedInMemory()
     with in_evaluation_mode(model):

@@ -14,15 +14,19 @@ from transformers import PreTrainedModel
 
 from emp_llm.architecture.targets import Target, check_calibrated
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.batch_pass import in_evaluation_mode, norms_of_batches
-from emp_llm.calibration.calibration import Calibration
-from emp_llm.calibration.images.image_calibration import ImageCalibration
-from emp_llm.calibration.tokens import tokens_signature
+from emp_llm.calibration.data import (
+    IN_MEMORY,
+    CalibrationRows,
+    CalibrationText,
+    check_images,
+    data_in_memory,
+    holds_images,
+)
+from emp_llm.calibration.passes import calibrated, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.timing import Stopwatch
 from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
-from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
 from emp_llm.in_memory.fit_in_memory import check_fit, fit_model, put_weights
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
@@ -38,7 +42,6 @@ from emp_llm.pruning.recipe import check_ranges, recipe_record
 from emp_llm.pruning.row_pruners import PrunedBlock
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.refit.fitted_rows import FittedRows
-from emp_llm.runs.stages.calibrating import check_images
 from emp_llm.runs.stages.refitting import fit_records, fit_warnings
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
@@ -206,43 +209,27 @@ def _norms(model: nn.Module, plan: Plan, pruner: Pruner, recipe: Recipe, how: _C
             f"{filters} is a convolution, which has no norms of input features. Use a magnitude method, or targets without it."
         )
     context = max_context(model.config) if isinstance(model, PreTrainedModel) else None
-    if holds_images(how.data, how.tokenizer):
-        return _norms_of_images(model, plan, how, context)
-    text = calibration_text(how.data, how.tokenizer, how.options, context)
+    images = holds_images(how.data, how.tokenizer)
+    if images:
+        if not isinstance(model, PreTrainedModel):
+            raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
+        check_images(plan.architecture, how.options, how.propagate)
     layers = [layer for layer in plan.layers_to_calibrate() if not is_convolution(model, layer)]
-    if text is not None:
-        check_calibrated(layers)
+    found = data_in_memory(how.data, how.tokenizer, how.options, context)
+    if found is not None:
+        check_calibrated(layers, images)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
-    about = CalibrationRecord(model=name, pruned_by=recipe_record(recipe) if how.propagate == "pruned" else None)
-    if text is None or not isinstance(model, PreTrainedModel):
-        if how.propagate == "pruned":
-            raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = how.data if text is None else list(torch.split(text.tokens, how.options.batch_size))
-        norms, tokens = norms_of_batches(model, layers, batches)
-        return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
-    calibration = Calibration(text, how.options, how.propagate, blocks=recipe.blocks)
-    with in_evaluation_mode(model):
-        norms = calibration.run(model, plan.checkpoint, layers, about, pruner if how.propagate == "pruned" else None)
-    if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
-        norms.about.text.sha256 = tokens_signature(text.tokens)
-    return norms
-
-
-def _norms_of_images(model: nn.Module, plan: Plan, how: _Calibration, context: int | None) -> Activations:
-    """The norms of a calibration on rows with images."""
-    if not isinstance(model, PreTrainedModel):
-        raise UserError("data: rows with images are for models of transformers; give batches to other modules.")
-    check_images(plan.architecture, how.options, how.propagate)
-    layers = plan.layers_to_calibrate()
-    check_calibrated(layers, with_images=True)
-    rows = calibration_rows(how.data, how.tokenizer, how.options, context)
-    name = name_of(model)
-    about = CalibrationRecord(model=Path(name).name if Path(name).is_dir() else name)
-    norms = ImageCalibration(rows, how.options).run(model, plan.checkpoint, layers, about)
-    if norms.about.text is not None and norms.about.text.file == IN_MEMORY:
-        norms.about.text.sha256 = rows.signature
-    return norms
+    pruned = how.propagate == "pruned"
+    about = CalibrationRecord(model=name, pruned_by=recipe_record(recipe) if pruned else None)
+    if isinstance(found, CalibrationRows | CalibrationText) and isinstance(model, PreTrainedModel):
+        masker = pruner if pruned else None
+        return calibrated(model, found, layers, how.options, about, masker=masker, blocks=recipe.blocks)
+    if pruned:
+        raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
+    batches = list(torch.split(found.tokens, how.options.batch_size)) if isinstance(found, CalibrationText) else how.data
+    norms, tokens = norms_of_batches(model, layers, batches)
+    return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
 
 
 def _masks(model: nn.Module, pruner: Pruner, fitted: FittedRows | None) -> tuple[Masks, list[Outcome]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.targets import Target
-from emp_llm.calibration.whole_pass import own_batches
+from emp_llm.calibration.passes import own_batches
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.hidden_states import HiddenStates

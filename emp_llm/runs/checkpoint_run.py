@@ -19,10 +19,10 @@ from emp_llm.runs.stages.stage import Stage
 from emp_llm.storage.output.output_folder import OutputFolder
 
 if TYPE_CHECKING:
-    from emp_llm.calibration.calibration import ForwardPasses
     from emp_llm.evaluation.suites import Suite
     from emp_llm.hub.destination import Destination
     from emp_llm.runs.dry_run import DryRun
+    from emp_llm.runs.stages.calibrating import PreparedCalibration
     from emp_llm.runs.stages.evaluating import PendingEvaluation
 
 logger = logging.getLogger(__name__)
@@ -75,15 +75,15 @@ class CheckpointRun(ABC):
         """Bytes that the output needs."""
 
     @abstractmethod
-    def _calibration(self) -> "ForwardPasses | None":
+    def _calibration(self) -> "PreparedCalibration | None":
         """The text to calibrate on; None if none is needed."""
 
     @abstractmethod
-    def _signature(self, calibration: "ForwardPasses | None") -> dict[str, Any]:
+    def _signature(self, calibration: "PreparedCalibration | None") -> dict[str, Any]:
         """Everything that the bytes of the checkpoint depend on."""
 
     @abstractmethod
-    def _begin(self, calibration: "ForwardPasses | None", signature: dict[str, Any], output: OutputFolder) -> None:
+    def _begin(self, calibration: "PreparedCalibration | None", signature: dict[str, Any], output: OutputFolder) -> None:
         """Prepare the stages that write the checkpoint."""
 
     @abstractmethod

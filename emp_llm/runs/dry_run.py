@@ -108,7 +108,7 @@ def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate:
     width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(key), int)), None)
     if not options.resumable_calibration or not by_blocks or width is None:
         return None
-    from emp_llm.calibration.text_mix import calibration_corpora
+    from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.execution.loading import max_context
 
     corpora = calibration_corpora(options, max_context(checkpoint.config))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
 from emp_llm.checkpoint.identity import identity_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.provenance import command_line, versions
@@ -27,13 +28,7 @@ from emp_llm.pruning.recipe import check_ranges, criterion_record, recipe_record
 from emp_llm.pruning.summary import matrix_records, sizes_record, targets_record, warnings_of
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource, RecipeRecord
-from emp_llm.runs.stages.calibrating import (
-    CalibrateStage,
-    given_norms,
-    may_reach_images,
-    prepare_calibration,
-    warn_if_foreign,
-)
+from emp_llm.runs.stages.calibrating import CalibrateStage, prepare_calibration
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.sweeping.sweep_points import parse_numbers, parse_words
 from emp_llm.selection.arithmetic.definitions import check_beta

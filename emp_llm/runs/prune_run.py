@@ -5,6 +5,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
 from emp_llm.common.file_names import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.quantization import quantization_of
@@ -18,13 +19,7 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
 from emp_llm.runs.checkpoint_run import CheckpointRun
 from emp_llm.runs.dry_run import DryRun, planned_curve, planned_layers, resume_bytes, why_no_curve
-from emp_llm.runs.stages.calibrating import (
-    CalibrateStage,
-    given_norms,
-    may_reach_images,
-    prepare_calibration,
-    warn_if_foreign,
-)
+from emp_llm.runs.stages.calibrating import CalibrateStage, prepare_calibration
 from emp_llm.runs.stages.refitting import RefitStage, fit_disk, fit_memory, fit_records, fit_warnings, refit_stage
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import Stage
@@ -32,7 +27,7 @@ from emp_llm.runs.stages.writing import WriteStage, collected_norms, keep_norms
 from emp_llm.storage.output.output_folder import OutputFolder
 
 if TYPE_CHECKING:
-    from emp_llm.calibration.calibration import ForwardPasses
+    from emp_llm.runs.stages.calibrating import PreparedCalibration
     from emp_llm.runs.stages.evaluating import PendingEvaluation
 
 logger = logging.getLogger(__name__)
@@ -113,14 +108,14 @@ class PruneRun(CheckpointRun):
     def _needed(self) -> int:
         return self._plan.checkpoint.output_bytes + (fit_disk(self._pruner) if self._options.fits else 0)
 
-    def _calibration(self) -> "ForwardPasses | None":
+    def _calibration(self) -> "PreparedCalibration | None":
         options = self._options
         if not options.fits and (not options.needs_activations or self._given is not None):
             return None
         architecture, blocks = self._plan.architecture, options.blocks
         return prepare_calibration(self._models, architecture, options, options.propagate, self._quantization, blocks)
 
-    def _begin(self, calibration: "ForwardPasses | None", signature: dict[str, Any], output: OutputFolder) -> None:
+    def _begin(self, calibration: "PreparedCalibration | None", signature: dict[str, Any], output: OutputFolder) -> None:
         options, record = self._options, recipe_record(self._options)
         pruned = self._options.propagate == "pruned"
         if pruned:
@@ -177,7 +172,7 @@ class PruneRun(CheckpointRun):
             report.warnings = [*fit_warnings(figures, self._pruner, self._options), *report.warnings]
         return report
 
-    def _signature(self, calibration: "ForwardPasses | None") -> dict[str, Any]:
+    def _signature(self, calibration: "PreparedCalibration | None") -> dict[str, Any]:
         options = self._options
         activations: dict[str, Any] | None = None if self._given is None else {"norms": self._given.digest}
         if calibration is not None:

@@ -5,6 +5,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.common.errors import UserError
 from emp_llm.common.provenance import command_line, versions
 from emp_llm.common.ranks import ranks
@@ -14,7 +15,7 @@ from emp_llm.records.run_report import RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
 from emp_llm.runs.checkpoint_run import CheckpointRun
 from emp_llm.runs.dry_run import DryRun, planned_layers
-from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
+from emp_llm.runs.stages.calibrating import CalibrateStage, prepare_calibration
 from emp_llm.runs.stages.refitting import fit_records
 from emp_llm.runs.stages.stage import Stage
 from emp_llm.runs.stages.structure_writing import StructureWriteStage, check_structured_data, structure_recipe
@@ -33,8 +34,8 @@ from emp_llm.structured.language.unit_plan import UnitPlan
 if TYPE_CHECKING:
     import torch
 
-    from emp_llm.calibration.calibration import ForwardPasses
     from emp_llm.refit.fitted_weights import FittedFiles
+    from emp_llm.runs.stages.calibrating import PreparedCalibration
     from emp_llm.runs.stages.evaluating import PendingEvaluation
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class StructureRun(CheckpointRun):
     def _needed(self) -> int:
         return self.plan.checkpoint.output_bytes
 
-    def _calibration(self) -> "ForwardPasses | None":
+    def _calibration(self) -> "PreparedCalibration | None":
         options = self._options
         if not options.fits and (not options.needs_activations or self._given is not None):
             return None

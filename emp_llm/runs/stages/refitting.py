@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from emp_llm.calibration.activations import Activations
-    from emp_llm.calibration.calibration import Calibration, ForwardPasses
     from emp_llm.refit.fitters import Fitted, Fitter
     from emp_llm.refit.refit_pass import RefitPass
+    from emp_llm.runs.stages.calibrating import PreparedCalibration
 
 
 class RefitStage:
@@ -50,7 +50,7 @@ class RefitStage:
         models: RunModels,
         pruner: Pruner,
         recipe: Recipe,
-        calibration: "Calibration",
+        calibration: "PreparedCalibration",
         options: CalibrationOptions,
         work: WorkFolder,
         norms: "Callable[[], Activations | None]",
@@ -94,16 +94,15 @@ def refit_stage(
     models: RunModels,
     pruner: Pruner,
     options: PruneOptions,
-    calibration: "ForwardPasses",
+    calibration: "PreparedCalibration",
     work: WorkFolder,
     norms: "Callable[[], Activations | None]",
 ) -> RefitStage:
     """The stage of a run; raises UserError if its data or its model cannot be used for a fit."""
-    from emp_llm.calibration.calibration import Calibration
 
     check_refittable(pruner, options)
     by_blocks = f"{options.fit_flag} runs block by block"
-    if not isinstance(calibration, Calibration):
+    if not calibration.of_text:
         raise UserError(f"{by_blocks}, on text alone. {options.without_fit}, or leave out image= in --calibration.")
     if pruner.checkpoint.config.get("is_encoder_decoder"):
         raise UserError(f"{by_blocks}, which an encoder-decoder model cannot. {options.without_fit}.")

@@ -17,8 +17,8 @@ from emp_llm.storage.output.output_folder import OutputFolder
 if TYPE_CHECKING:
     import torch
 
-    from emp_llm.calibration.calibration import Calibration
     from emp_llm.refit.fitted_weights import FittedFiles
+    from emp_llm.runs.stages.calibrating import PreparedCalibration
     from emp_llm.structured.language.smaller_config import Changes
     from emp_llm.structured.language.unit_choice import Budgets, Choice
     from emp_llm.structured.language.unit_plan import UnitPlan
@@ -45,7 +45,12 @@ class TaylorStage:
     name = "taylor"
 
     def __init__(
-        self, models: RunModels, plan: "UnitPlan", calibration: "Calibration", options: PruneOptions, output: OutputFolder
+        self,
+        models: RunModels,
+        plan: "UnitPlan",
+        calibration: "PreparedCalibration",
+        options: PruneOptions,
+        output: OutputFolder,
     ) -> None:
         self.sums: dict[str, torch.Tensor] | None = None
         self._models = models
@@ -95,7 +100,7 @@ def taylor_sums(model: Any, plan: "UnitPlan", tokens: "torch.Tensor", options: P
     """
     import torch
 
-    from emp_llm.calibration.whole_pass import own_batches
+    from emp_llm.calibration.passes import own_batches
     from emp_llm.execution.blockwise import BlockwiseModel
     from emp_llm.structured.language.gradients import input_gradients
 
@@ -237,7 +242,7 @@ class UnitRefitStage:
         self,
         models: RunModels,
         choose: ChooseStage,
-        calibration: "Calibration",
+        calibration: "PreparedCalibration",
         options: PruneOptions,
         files: "FittedFiles",
         output: OutputFolder,

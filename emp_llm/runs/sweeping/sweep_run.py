@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.architecture.targets import Coverage
+from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
 from emp_llm.common.errors import UserError
 from emp_llm.common.provenance import command_line
 from emp_llm.common.ranks import ranks
@@ -27,13 +28,7 @@ from emp_llm.records.results import Results
 from emp_llm.records.run_report import PointRecord
 from emp_llm.records.source import ModelSource, RecipeRecord
 from emp_llm.records.sweep import Sweep, SweepMadeBy
-from emp_llm.runs.stages.calibrating import (
-    CalibrateStage,
-    given_norms,
-    may_reach_images,
-    prepare_calibration,
-    warn_if_foreign,
-)
+from emp_llm.runs.stages.calibrating import CalibrateStage, prepare_calibration
 from emp_llm.runs.stages.evaluating import EvaluateStage
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import stage_records
@@ -43,7 +38,7 @@ from emp_llm.runs.sweeping.sweep_points import SweepPoint, plan_points
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
-    from emp_llm.calibration.calibration import ForwardPasses
+    from emp_llm.runs.stages.calibrating import PreparedCalibration
 
 
 _COMMON: tuple[type[Any], ...] = (TargetOptions, ShareOptions, ScoreOptions, CriterionOptions)  # options that all points share
@@ -170,7 +165,7 @@ class SweepRun:
         """Resume the sweep in the folder or begin one, and prepare the stages."""
         options, folder, stopwatch = self._options, self._folder, Stopwatch()
         models = RunModels(self._source, options, options.trust_remote_code, stopwatch)
-        calibration: ForwardPasses | None = None
+        calibration: PreparedCalibration | None = None
         norms_origin: dict[str, Any] | None = None if self._given is None else {"norms": self._given.digest}
         if self._scored and self._given is None:
             calibration = prepare_calibration(models, self._plan.architecture, options, blocks=options.blocks)
@@ -188,7 +183,9 @@ class SweepRun:
         folder.begin(made_by, Sweep(command=command_line(), source=source, suite=self._suite.name))
         self._add_stages(models, calibration, dense, source)
 
-    def _add_stages(self, models: RunModels, calibration: "ForwardPasses | None", dense: Results, source: ModelSource) -> None:
+    def _add_stages(
+        self, models: RunModels, calibration: "PreparedCalibration | None", dense: Results, source: ModelSource
+    ) -> None:
         folder, evaluator = self._folder, Evaluator(self._suite, models.tokenizer)
         if self._given is not None and not folder.activations.is_file():
             self._given.save(folder.activations)
