@@ -9,8 +9,9 @@ from emp_llm.options.base import takes
 from emp_llm.options.commands import CalibrateOptions
 
 if TYPE_CHECKING:
-    from emp_llm.calibration.activations import Activations
-    from emp_llm.calibration.compare import NormsDifference
+    from emp_llm.architecture.architecture import Architecture
+    from emp_llm.architecture.layers import Layer
+    from emp_llm.calibration.activations import Activations, NormsDifference
 
 logger = logging.getLogger(__name__)
 
@@ -24,33 +25,68 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
 
     Returns the norms; with `compare`, the differences of two files, and no model is run.
     """
-    from emp_llm.runs.calibrate_run import CalibrateRun
-    from emp_llm.runs.stages.stage import run_stages
+    from emp_llm.architecture.architecture import Architecture
+    from emp_llm.calibration.activations import compare_norms
+    from emp_llm.calibration.data import calibration_data
+    from emp_llm.calibration.passes import calibrated, model_origin
+    from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.common.progress_bars import progress_of
+    from emp_llm.common.ranks import ranks
+    from emp_llm.execution.device_map import parse_device_map
+    from emp_llm.execution.loading import load_model
+    from emp_llm.execution.quantization import quantization_of
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.storage.output.output_file import OutputFile, check_output_file
 
     options.check()
     if options.compare is not None:
-        from emp_llm.calibration.compare import compare_norms
-
         return compare_norms(*options.compare)
-    with CalibrateRun(options) as job:
-        run_stages([job.calibrate])
-    norms = job.norms
-    logger.info("%s: norms of %s of %s.", options.output, count_of(len(norms.norms), "input"), _layers(norms))
+    parse_device_map(options.device_map)
+    quantization = quantization_of(options.load_in_8bit, options.load_in_4bit)
+    check_output_file(options.output, options.overwrite)
+    source = find_model(options.model, options.revision, options.trust_remote_code)
+    checkpoint = Checkpoint(source.folder)
+    architecture = Architecture.of_checkpoint(checkpoint, options.blocks, options.trust_remote_code)
+    layers = _layers(options, architecture)
+    data = calibration_data(options, architecture, options.trust_remote_code)
+    with OutputFile(options.output) as output, progress_of("calibrate"):
+        about = model_origin(source.name, source.revision, checkpoint, quantization)
+        model = load_model(source.folder, options.device_map, options.dtype, options.trust_remote_code, quantization)
+        norms = calibrated(model, data, layers, options, about, blocks=options.blocks, resume=output.progress)
+        if ranks().main:
+            norms.save(options.output)
+            output.publish()
+    told = [f"{text.file or text.dataset}" for text in norms.about.all_texts]
+    counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
+    logger.info("%s: norms of %s over %s tokens of %s.", options.output, counts, f"{data.number:,}", " and ".join(told))
     return norms
+
+
+def _layers(options: CalibrateOptions, architecture: "Architecture") -> "list[Layer]":
+    """The layers of the options; with images, all linear layers include those of the vision tower."""
+    from emp_llm.architecture.targets import check_calibrated
+    from emp_llm.calibration.data import check_images
+    from emp_llm.calibration.texts import has_images
+
+    selected = architecture.select(options.targets, options.ignore, options.tower)
+    chosen = [target for target in selected if target.layer.kind != "embedding"]
+    architecture.coverage(chosen, options.tower).check(options.targets, options.allow_partial)
+    with_images = has_images(options.text_name)
+    if with_images:
+        check_images(architecture, options)
+        if (options.targets, options.tower) == ("all-linear", "language"):
+            chosen += architecture.select("all-linear", options.ignore, "vision")
+    layers = [target.layer for target in chosen]
+    check_calibrated(layers, with_images)
+    return layers
 
 
 def show(result: "Activations | NormsDifference") -> None:
     """Print the differences of two files. A calibration prints nothing."""
-    from emp_llm.calibration.compare import NormsDifference, difference_table
+    from emp_llm.calibration.activations import NormsDifference, difference_table
 
     if isinstance(result, NormsDifference):
         print(difference_table(result))
-
-
-def _layers(norms: "Activations") -> str:
-    texts = [f"{text.file or text.dataset}" for text in norms.about.all_texts]
-    source = f" over {norms.about.tokens or 0:,} tokens of {' and '.join(texts)}" if texts else ""
-    return f"{count_of(len(norms.input_of), 'layer')}{source}"
 
 
 callable_module(__name__)

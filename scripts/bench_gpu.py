@@ -187,8 +187,7 @@ def _speed(title: str, weight: torch.Tensor, times: dict[str, float], way: str, 
 
 def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Tokens/s of calibrations, and of a plain forward pass."""
-    from emp_llm.calibration.block_pass import calibrate_blocks
-    from emp_llm.calibration.whole_pass import calibrate_model
+    from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
     from emp_llm.execution.blockwise import BlockwiseModel
     from emp_llm.execution.loading import load_model
 

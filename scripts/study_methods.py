@@ -79,8 +79,8 @@ class Study:
     """The dense model of a study, its calibration and its text."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from emp_llm.calibration.calibration import CalibrationText
-        from emp_llm.calibration.corpora import find_corpus
+        from emp_llm.calibration.data import read_text
+        from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import text_tokens
         from emp_llm.execution.loading import load_model, load_tokenizer, max_context
         from emp_llm.options.calibration import CalibrationOptions
@@ -90,7 +90,7 @@ class Study:
         self.model, tokenizer = load_model(folder), load_tokenizer(folder)
         self.options = options
         wanted = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
-        self.tokens = CalibrationText.prepare(wanted, tokenizer, max_context(self.model.config)).tokens
+        self.tokens = read_text(wanted, tokenizer, max_context(self.model.config)).tokens
         self.text = text_tokens(find_corpus(options.text), tokenizer)
         self._norms: Any = None
         self._beta1: dict[str, float] = {}

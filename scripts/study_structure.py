@@ -52,7 +52,7 @@ class StructureStudy:
     """The rows of one model."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        from emp_llm.calibration.corpora import find_corpus
+        from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import text_tokens
         from emp_llm.execution.loading import load_tokenizer
 

@@ -160,7 +160,7 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
 ) -> None:
     """The norms are in the unfinished output, and the state between blocks is not deleted yet."""
     with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.calibration.calibration.delete_progress", _kill)
+        patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
         with pytest.raises(_Killed):
             calibrated(deep, text, tmp_path, "prune")
     assert list(tmp_path.rglob("state-3"))
@@ -179,7 +179,7 @@ def test_no_state_is_left_by_a_sweep_killed_after_its_calibration(
     options |= {"samples": SAMPLES, "seqlen": LENGTH, "methods": "emp-wanda", "execution": "blocks", "device_map": "cpu"}
     options |= {"suite": str(task_suite.parent / "short.toml")}
     with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.calibration.calibration.delete_progress", _kill)
+        patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
         with pytest.raises(_Killed):
             sweep(**options)
     assert (tmp_path / "out" / ".calibration").is_dir()

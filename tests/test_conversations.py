@@ -10,8 +10,8 @@ from conftest import Run
 from msgspec.structs import replace
 from tiny import make_tokenizer
 
-from emp_llm.calibration.corpora import find_corpus, text_rows
-from emp_llm.calibration.tokens import token_ids
+from emp_llm.calibration.data import token_ids
+from emp_llm.calibration.texts import find_corpus, text_rows
 from emp_llm.common.errors import UserError
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"

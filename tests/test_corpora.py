@@ -11,10 +11,9 @@ import torch
 from msgspec.structs import replace
 from tiny import make_tokenizer
 
-from emp_llm.calibration import tokens
-from emp_llm.calibration.corpora import find_corpus
-from emp_llm.calibration.text_mix import calibration_corpora
-from emp_llm.calibration.tokens import token_ids
+from emp_llm.calibration import data as tokens
+from emp_llm.calibration.data import token_ids
+from emp_llm.calibration.texts import calibration_corpora, find_corpus
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus

@@ -18,8 +18,7 @@ from test_solvers import inputs_of, layer, moments, objective
 
 from emp_llm import Recipe, effective_mask, prune_model
 from emp_llm.calibrate import calibrate
-from emp_llm.calibration.block_pass import calibrate_blocks
-from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune

@@ -19,8 +19,7 @@ from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.model_layers import weight_of
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.block_pass import calibrate_blocks
-from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import Matrix, as_tensor
 from emp_llm.common.errors import UserError

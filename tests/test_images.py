@@ -22,8 +22,7 @@ from pictures import CHATS, TEMPLATE, TEXTS, make_images, make_llava, make_pictu
 from emp_llm import Recipe, prune_model
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.images.image_rows import ImageRow
-from emp_llm.calibration.images.row_inputs import RowProcessor
+from emp_llm.calibration.data import ImageRow, RowProcessor
 from emp_llm.common.errors import UserError
 
 SAMPLES, SEQLEN = 5, 24

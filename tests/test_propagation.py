@@ -19,8 +19,7 @@ from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.block_pass import calibrate_blocks, propagated
-from emp_llm.calibration.whole_pass import calibrate_model
+from emp_llm.calibration.passes import calibrate_blocks, calibrate_model, propagated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.execution.blockwise import BlockwiseModel

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from emp_llm.architecture.layers import Layer
-from emp_llm.calibration.corpora import find_corpus
-from emp_llm.calibration.tokens import token_ids
+from emp_llm.calibration.data import token_ids
+from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport

@@ -10,7 +10,7 @@ from conftest import Run
 from test_conversations import CHATS, TEMPLATE, with_template, write
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.calibration import CalibrationText
+from emp_llm.calibration.data import read_text
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
 
@@ -32,7 +32,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tokens(calibration: str, seed: int = 0, **options: Any) -> torch.Tensor:
     chosen = CalibrationOptions(calibration=calibration, seed=seed, **{"seqlen": LENGTH} | options)
-    return CalibrationText.prepare(chosen, with_template(), 128).tokens
+    return read_text(chosen, with_template(), 128).tokens
 
 
 @pytest.mark.usefixtures("texts")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.calibration.tokens import token_ids
+from emp_llm.calibration.data import token_ids
 from emp_llm.common.errors import UserError
 from emp_llm.common.memory import OutOfMemory
 from emp_llm.common.progress_bars import progress_bar

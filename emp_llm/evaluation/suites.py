@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emp_llm.calibration.corpora import corpus_of, read_toml, with_changes
+from emp_llm.calibration.texts import corpus_of, read_toml, with_changes
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable

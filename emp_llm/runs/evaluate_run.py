@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.calibration.corpora import text_rows
+from emp_llm.calibration.texts import text_rows
 from emp_llm.common.errors import UserError
 from emp_llm.common.memory import free_memory
 from emp_llm.common.wording import count_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from emp_llm.calibration.batch_pass import in_evaluation_mode
+from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, reason
 from emp_llm.structured.surgery import changed_units, remove_units, zero_units
 from emp_llm.structured.tracing import Trace, call_model, tensors_in, with_gradients

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from emp_llm.calibration.batch_pass import in_evaluation_mode
+from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError
 from emp_llm.structured.unit_groups import BATCH_NORMS, unit_layers
 

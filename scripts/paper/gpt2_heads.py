@@ -64,7 +64,7 @@ class HeadModel:
     def __init__(self, name: str, calibration: str | None, text: str | None, options: argparse.Namespace) -> None:
         import torch
 
-        from emp_llm.calibration.corpora import find_corpus
+        from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import block_length, text_tokens
         from emp_llm.evaluation.suites import find_suite
         from emp_llm.execution.loading import load_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from emp_llm.calibration.text_mix import calibration_corpora
+from emp_llm.calibration.texts import calibration_corpora
 from emp_llm.cluster.plan_file import Job, JobKind
 from emp_llm.cluster.planning.model_size import ModelSize, model_size
 from emp_llm.cluster.planning.needs import LEAST_HOURS, estimated_needs

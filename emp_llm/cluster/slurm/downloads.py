@@ -117,7 +117,7 @@ def _calibration(job: Job) -> str | None:
 
 
 def _corpora(calibration: str) -> list[Corpus]:
-    from emp_llm.calibration.text_mix import calibration_corpora
+    from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.options.calibration import CalibrationOptions
 
     return calibration_corpora(CalibrationOptions(calibration=calibration), None)
@@ -141,7 +141,7 @@ def _download_text(corpus: Corpus) -> None:
             f"{corpus.source} is streamed from the Hub and never in the cache, and the nodes are offline. Run its calibrations "
             "here (emp-llm run STUDY --only ID), calibrate on a file of it, or set offline = false in the site file."
         )
-    from emp_llm.calibration.corpora import open_data_set
+    from emp_llm.calibration.texts import open_data_set
 
     logger.info("%s: looking in the cache.", corpus.source)
     open_data_set(corpus)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emp_llm.calibration.corpora import read_toml
+from emp_llm.calibration.texts import read_toml
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable

@@ -28,7 +28,7 @@ class RunModels:
     def __init__(self, source: "LocalModel", loading: LoadingOptions, trust_remote_code: bool, stopwatch: Stopwatch) -> None:
         self.source = source
         self._loading = loading
-        self._trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self.stopwatch = stopwatch
         self._dense: PreTrainedModel | None = None
 
@@ -37,14 +37,14 @@ class RunModels:
         """The dense model's tokenizer."""
         from emp_llm.execution.loading import load_tokenizer
 
-        return load_tokenizer(self.source.folder, self._trust_remote_code)
+        return load_tokenizer(self.source.folder, self.trust_remote_code)
 
     @cached_property
     def processor(self) -> Any:
         """The dense model's processor of texts and images."""
         from emp_llm.execution.loading import load_processor
 
-        return load_processor(self.source.folder, self._trust_remote_code)
+        return load_processor(self.source.folder, self.trust_remote_code)
 
     def dense(self, quantization: "Quantization | None" = None) -> "PreTrainedModel":
         """The dense model, loaded at the first call."""
@@ -57,7 +57,7 @@ class RunModels:
         """The model in a folder. The caller owns it."""
         from emp_llm.execution.loading import load_model
 
-        return load_model(folder, self._loading.device_map, self._loading.dtype, self._trust_remote_code, quantization)
+        return load_model(folder, self._loading.device_map, self._loading.dtype, self.trust_remote_code, quantization)
 
     def free(self) -> None:
         """Free the dense model, if it is loaded."""

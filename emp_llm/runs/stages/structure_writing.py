@@ -256,9 +256,8 @@ def _units_record(choice: Any) -> UnitsRecord:
 
 def check_structured_data(options: PruneOptions, calibration: Any) -> None:
     """Raise UserError if a run needs a calibration on text, block by block, and has another."""
-    from emp_llm.calibration.calibration import Calibration
 
-    if not isinstance(calibration, Calibration):
+    if not calibration.of_text:
         raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
     if options.execution == "model" and (options.criterion_name == "taylor" or options.refit):
         what = "--method taylor" if options.criterion_name == "taylor" else "--refit"

@@ -1,0 +1,531 @@
+"""The forward passes of a calibration: data through a model, and the norms of the inputs of its layers.
+
+The whole model runs on one batch after another; or each decoder block runs on all batches before the next one does, so that
+memory holds one block and the hidden states. With pruned propagation, a block's targets are masked once its norms are
+collected, and the batches pass through it again, so that the next block sees the pruned model's inputs (as in Sun et al., A
+Simple and Effective Pruning Approach for Large Language Models, 2023).
+"""
+
+import inspect
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.blocks import body_of, find_blocks
+from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.model_layers import set_to_zero, weight_of
+from emp_llm.architecture.targets import Target
+from emp_llm.architecture.towers import find_towers
+from emp_llm.calibration.activations import Activations
+from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
+from emp_llm.calibration.input_norms import InputSums, input_hooks
+from emp_llm.calibration.resume import CalibrationProgress
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.identity import identity_of
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.memory import enough_memory, ran_out
+from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.provenance import versions
+from emp_llm.common.ranks import ranks
+from emp_llm.common.wording import count_of
+from emp_llm.execution.blockwise import BlockwiseModel, Walk
+from emp_llm.execution.loading import input_device
+from emp_llm.execution.offload import execution_device, is_offloaded
+from emp_llm.execution.quantization import Quantization, quantization_record
+from emp_llm.execution.text_inputs import decoder_ids, reads_twice
+from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.records.source import CalibrationRecord, RecipeRecord
+
+logger = logging.getLogger(__name__)
+Data = CalibrationText | CalibrationRows
+Guard = Callable[[Any], AbstractContextManager[None]]  # a context around the call with a batch, given its first argument
+
+
+class Masker(Protocol):
+    """Computes the masks of a block's targets from the norms of their inputs. The pruner of a run implements it."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """The targets of all blocks."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether it takes the norms relative to the outputs."""
+
+    def mask(self, target: Target, norm: Tensor | None, tokens: int | None = None) -> Tensor:
+        """The mask of a target: bool, shape (outputs, inputs), true where kept.
+
+        Args:
+            target: of the current block.
+            norm: float32, shape (inputs,); None if the layer was not called.
+            tokens: number of tokens in the norm.
+        """
+
+
+def calibrated(
+    model: PreTrainedModel,
+    data: Data,
+    layers: list[Layer],
+    how: CalibrationOptions,
+    about: CalibrationRecord,
+    *,
+    masker: Masker | None = None,
+    blocks: str | None = None,
+    resume: Path | None = None,
+) -> Activations:
+    """The input norms of a model's layers over calibration data, and their origin. Each of several ranks runs its share.
+
+    Args:
+        model: dense, on any devices.
+        data: from `calibration_data` or `data_in_memory`. Rows with images pass through the whole model, one at a time: they
+            differ in length, and padding would count in the experts of a mixture.
+        layers: linear layers, and matrices of experts.
+        how: batch size, execution, and the place of the hidden states.
+        about: the model and, for pruned propagation, the recipe: from `model_origin`.
+        masker: computes the masks of a pruned propagation; None: dense propagation.
+        blocks: name of the list of decoder blocks; None: detected.
+        resume: folder for the state between blocks, from which an interrupted run of the same calibration resumes. The caller
+            deletes it with `delete_progress` when the norms are saved. Several ranks must see one folder.
+
+    Raises:
+        UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
+    """
+    record = msgspec.structs.replace(
+        _with_data(about, data, how),
+        tokens=data.number,
+        dtype=str(model.dtype).removeprefix("torch."),
+        ranks=ranks().count,
+        versions=versions(),
+    )
+    with in_evaluation_mode(model):
+        if isinstance(data, CalibrationRows):
+            if how.batch_size != CalibrationOptions.batch_size:
+                logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
+            norms = _calibrate_rows(model, layers, data, blocks)
+            return replace(norms, about=msgspec.structs.replace(record, execution="model", propagate="dense"))
+        by_itself = is_offloaded(model) and not reads_twice(model)
+        by_blocks = how.execution == "blocks" or masker is not None or (how.execution == "auto" and by_itself)
+        logger.debug(
+            "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
+            count_of(len(layers), "layer"),
+            *data.tokens.shape,
+            how.batch_size,
+            "block by block" if by_blocks else "the whole model at once",
+        )
+        if not by_blocks:
+            norms = calibrate_model(model, layers, data.tokens, how.batch_size, blocks)
+        else:
+            progress = None
+            if resume is not None and how.resumable_calibration:
+                made_of = {
+                    "layers": [layer.name for layer in layers],
+                    "config": model.config.to_json_string(),
+                    "ids": data.signature,
+                }
+                progress = CalibrationProgress(resume, record.as_dict() | made_of)
+            runner = BlockwiseModel(model, blocks, how.hidden_states)
+            norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+    ran = norms.about
+    if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
+        record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
+    return replace(
+        norms,
+        about=msgspec.structs.replace(
+            record, execution=ran.execution, propagate=ran.propagate, hidden_states=ran.hidden_states
+        ),
+    )
+
+
+def calibration_signature(
+    data: Data, how: CalibrationOptions, propagate: Propagate = "dense", quantization: Quantization | None = None
+) -> dict[str, Any]:
+    """Everything that the norms depend on, except the model, as JSON; known before the model is loaded."""
+    execution = "model" if isinstance(data, CalibrationRows) else how.execution
+    about = CalibrationRecord(execution=execution, propagate=propagate, quantization=quantization_record(quantization))
+    return _with_data(about, data, how).as_dict() | {"ids": data.signature}
+
+
+def model_origin(
+    name: str,
+    revision: str | None,
+    checkpoint: Checkpoint,
+    quantization: Quantization | None = None,
+    pruned_by: RecipeRecord | None = None,
+) -> CalibrationRecord:
+    """The part of the origin of norms that concerns the model.
+
+    Args:
+        name: as the user gave it; a folder is recorded without the folders above it.
+        revision: commit on the Hub; None for a folder.
+        checkpoint: of the model, whose weights are hashed.
+        quantization: of the loaded model.
+        pruned_by: the recipe of a pruned propagation.
+    """
+    return CalibrationRecord(
+        model=name if revision is not None else checkpoint.folder.name,
+        revision=revision,
+        identity=ranks().share(identity_of(checkpoint) if ranks().main else None),
+        quantization=quantization_record(quantization),
+        pruned_by=pruned_by,
+    )
+
+
+def fit_origin(data: Data, how: CalibrationOptions, about: CalibrationRecord) -> CalibrationRecord:
+    """The origin of weights that were fitted to calibration data; `about` is the part that concerns the model."""
+    record = _with_data(about, data, how)
+    return msgspec.structs.replace(record, tokens=data.number, execution="blocks", ranks=ranks().count, versions=versions())
+
+
+def _with_data(about: CalibrationRecord, data: Data, how: CalibrationOptions) -> CalibrationRecord:
+    texts = [corpus.record() for corpus in data.corpora]
+    if texts[0].file == IN_MEMORY:
+        texts[0].sha256 = data.signature
+    return msgspec.structs.replace(
+        about,
+        text=texts[0] if len(texts) == 1 else None,
+        texts=texts if len(texts) > 1 else [],
+        seed=data.seed,
+        batch_size=1 if isinstance(data, CalibrationRows) else how.batch_size,
+    )
+
+
+def check_propagate(propagate: str) -> None:
+    """Raise UserError for a value that is none of `Propagate`."""
+    if propagate not in get_args(Propagate):
+        raise UserError(f"propagate={propagate!r} is not one of {', '.join(get_args(Propagate))}.")
+
+
+def delete_progress(folder: Path) -> None:
+    """Delete the state between blocks, once the activations are written."""
+    if ranks().main:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
+    """This rank's share of the batches. The batches do not depend on the number of ranks.
+
+    Args:
+        tokens: int64, shape (samples, length).
+        batch_size: sequences per batch.
+
+    Raises:
+        UserError: there are fewer batches than ranks.
+    """
+    batches = torch.split(tokens, batch_size)
+    if len(batches) < ranks().count:
+        raise UserError(
+            f"--batch-size {batch_size}: {count_of(tokens.shape[0], 'sample')} make "
+            f"{count_of(len(batches), 'batch', 'batches')}, fewer than the {ranks().count} ranks. Lower it, or use fewer ranks."
+        )
+    return list(ranks().part(batches))
+
+
+# The whole model, batch by batch.
+
+
+def calibrate_model(
+    model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4, blocks: str | None = None
+) -> Activations:
+    """Run the calibration tokens through a model and collect the input norms of its layers.
+
+    Args:
+        model: a causal language model, on any devices.
+        layers: linear layers, and matrices of experts.
+        tokens: int64, shape (samples, length).
+        batch_size: sequences per forward pass.
+        blocks: name of the list of decoder blocks; None: detected.
+
+    Returns:
+        Norms over all tokens of all samples; `about` is empty.
+
+    Raises:
+        UserError: a norm is not finite, memory runs out, or the model does not run on text alone.
+    """
+    batches = own_batches(tokens, batch_size)
+    with current_block(model, blocks) as where:
+
+        @contextmanager
+        def guard(ids: Tensor) -> Iterator[None]:
+            hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
+            with _explained(model, hint) if find_towers(model).others else nullcontext(), enough_memory(where, ids):
+                yield
+
+        total = sum(batch.numel() for batch in batches), "tok"
+        return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
+
+
+def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows, blocks: str | None) -> Activations:
+    """The norms over rows with images. Their inputs are made again, row by row; images have the dtype of the model."""
+    if len(data.rows) < ranks().count:
+        raise UserError(
+            f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise --samples, or use fewer."
+        )
+    with current_block(model, blocks) as where:
+
+        @contextmanager
+        def guard(ids: Tensor) -> Iterator[None]:
+            hint = (
+                "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; "
+                "copy them from the original."
+            )
+            with _explained(model, hint), enough_memory(where, ids, ", or use smaller images"):
+                yield
+
+        rows = ranks().part(data.rows)
+        batches = (_with_dtype(data.processor.inputs(row), model.dtype) for row in rows)
+        return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=(len(rows), "batch"))[0]
+
+
+def _with_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    floats = {
+        name: value.to(dtype) for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return inputs | floats
+
+
+@contextmanager
+def _explained(model: PreTrainedModel, hint: str) -> Iterator[None]:
+    """Turn an error of a model that does not take its inputs into a UserError."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:
+        if ran_out(error) or isinstance(error, UserError):
+            raise
+        raise UserError(f"{type(model).__name__}: {hint.format(reason(error))}") from error
+
+
+def norms_of_batches(
+    model: nn.Module,
+    layers: list[Layer],
+    data: Iterable[Any],
+    *,
+    shared: bool = False,
+    guard: Guard = nullcontext,
+    total: tuple[int, str] | None = None,
+) -> tuple[Activations, int]:
+    """The input norms of a model's layers over batches.
+
+    Args:
+        model: on any devices.
+        layers: linear layers, and matrices of experts.
+        data: as for `batches_of`.
+        shared: the data is this rank's share; the sums of all ranks are added.
+        guard: explains errors of the model.
+        total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches, if it is known.
+
+    Returns:
+        The norms, without their origin, and the number of tokens (of rows, for a model without token ids).
+
+    Raises:
+        UserError: a batch cannot be used, or a norm is not finite.
+    """
+    known = isinstance(model, PreTrainedModel)
+    body = body_of(model) if known and not any(layer.kind in ("head", "other") for layer in layers) else model
+    total = total or (len(data) if isinstance(data, Sized) else 0, "batch")
+    device, tokens, bar = execution_device(model), 0, progress_bar(total[0], "calibrate", total[1])
+    with input_hooks(model, layers) as collected, in_evaluation_mode(model), torch.no_grad(), bar:
+        for arguments, counted in batches_of(data):
+            collected.counted = counted
+            first = next(iter(arguments.values()))
+            with guard(first):
+                _call(body, arguments, device)
+            seen = int(counted.sum()) if counted is not None else _tokens(first)
+            tokens += seen
+            bar.update(seen if total[1] == "tok" else 1)
+    if shared:
+        collected.reduce()
+    collected.complete(model, layers)
+    return collected.activations(layers), tokens
+
+
+def batches_of(data: Any) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+    """(keyword arguments for the model, the tokens that count) of each batch of a DataLoader or another iterable.
+
+    A batch is a mapping with `input_ids` and optionally more, a tensor, or a list or tuple that begins with one. The tokens
+    that `attention_mask` leaves out do not count. Labels are left out.
+
+    Raises:
+        UserError: a batch is none of these, or there is none.
+    """
+    empty = True
+    for batch in data:
+        empty = False
+        if isinstance(batch, Mapping):
+            if "input_ids" not in batch and "inputs_embeds" not in batch:
+                raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
+            arguments = {name: value for name, value in batch.items() if name != "labels" and value is not None}
+            mask = arguments.get("attention_mask")
+            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            yield arguments, mask.bool() if isinstance(mask, Tensor) and padded else None
+            continue
+        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        if not isinstance(first, Tensor):
+            raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
+        yield {"": first}, None
+    if empty:
+        raise UserError("data: it gives no batches.")
+
+
+def _call(body: nn.Module, arguments: dict[str, Any], device: torch.device) -> None:
+    """Call a model with a batch, moved to its device. Arguments that it does not take are left out."""
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    if not isinstance(body, PreTrainedModel):
+        if set(moved) == {""}:
+            body(moved[""])
+        else:
+            body(**moved)
+        return
+    if "" in moved:
+        moved["input_ids"] = moved.pop("")
+    if reads_twice(body) and "input_ids" in moved and "decoder_input_ids" not in moved:
+        moved["decoder_input_ids"] = decoder_ids(body, moved["input_ids"])
+    parameters = inspect.signature(body.forward).parameters
+    if not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+        moved = {name: value for name, value in moved.items() if name in parameters}
+    body(**moved, use_cache=False)
+
+
+def _tokens(first: Any) -> int:
+    """The number of tokens of a batch of token ids, or of rows of another tensor."""
+    if not isinstance(first, Tensor):
+        return 0
+    return first.numel() if not first.is_floating_point() else first.shape[:-1].numel()
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside this context; afterwards every module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def current_block(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
+    """Yields a function that returns the name of the decoder block that was entered last, and its device."""
+    path, modules = find_blocks(model, blocks)
+    last = f"{type(model).__name__} before its first block", input_device(model)
+
+    def enter(block: nn.Module, args: object, name: str) -> None:
+        nonlocal last
+        last = name, execution_device(block)
+
+    handles = [b.register_forward_pre_hook(partial(enter, name=f"{path}.{i}")) for i, b in enumerate(modules)]
+    try:
+        yield lambda: last
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# Block by block.
+
+
+def calibrate_blocks(
+    runner: BlockwiseModel,
+    layers: list[Layer],
+    tokens: Tensor,
+    batch_size: int = 4,
+    masker: Masker | None = None,
+    progress: CalibrationProgress | None = None,
+) -> Activations:
+    """Collect the input norms of layers block by block.
+
+    Args:
+        runner: the model.
+        layers: linear layers, and matrices of experts.
+        tokens: int64, shape (samples, length).
+        batch_size: sequences per forward pass.
+        masker: computes the masks of a pruned propagation; None: dense propagation.
+        progress: saves the state between blocks, and restores it.
+
+    Returns:
+        Norms over all tokens of all samples; `about` holds the execution, the propagation and the place of the hidden states.
+
+    Raises:
+        UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
+    """
+    with propagated(runner, layers, tokens, batch_size, masker, progress) as (collected, walk):
+        place = walk.place
+    propagate = "dense" if masker is None else "pruned"
+    about = CalibrationRecord(execution="blocks", propagate=propagate, hidden_states=place)
+    return replace(collected.activations(layers), about=about)
+
+
+@contextmanager
+def propagated(
+    runner: BlockwiseModel,
+    layers: list[Layer],
+    tokens: Tensor,
+    batch_size: int,
+    masker: Masker | None,
+    progress: CalibrationProgress | None = None,
+) -> Iterator[tuple[InputSums, Walk]]:
+    """`calibrate_blocks`; yields the sums, and the walk after the last block, from which logits can be computed."""
+    model = runner.model
+    batches = own_batches(tokens, batch_size)
+    runner.prepare(batches[0])  # before the hooks, so that its passes do not count
+    with input_hooks(model, layers) as collected, runner.walk(batches, "calibrate") as walk:
+        collected.reduce()  # layers before the first block
+        first = progress.restore(collected, walk) if progress is not None else 0
+        for step in walk.steps(first):
+            targets = [t for t in masker.targets if t.name.startswith(f"{step.name}.")] if masker is not None else []
+            step.run(advance=not targets)
+            seen = [name for name in collected.sums if name.startswith(f"{step.name}.")]
+            collected.reduce(seen)  # so that all ranks compute the same masks
+            collected.norms(seen)  # stop here if one is not finite
+            collected.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
+            if masker is not None and targets:
+                collected.paused = True
+                norms = {t: collected.norm(t.name, masker.relative) for t in targets}
+                masks = {t: masker.mask(t, norm, collected.tokens_of(t.name)) for t, norm in norms.items()}
+                with _masked(model, masks):
+                    step.run()
+                collected.paused = False
+            if progress is not None and step.index + 1 < len(runner.blocks):
+                progress.save(step.index + 1, collected, walk)
+        collected.paused = True
+        _run_tail(runner, walk, layers, collected)
+        yield collected, walk
+
+
+@contextmanager
+def _masked(model: PreTrainedModel, masks: dict[Target, Tensor]) -> Iterator[None]:
+    """Inside this context, weights are zero where their masks are false."""
+    dense: list[tuple[Tensor, Tensor]] = []
+    try:
+        for target, mask in masks.items():
+            weight = weight_of(model, target.layer)
+            dense.append((weight, weight.clone()))
+            set_to_zero(weight, ~mask.to(weight.device))
+        yield
+    finally:
+        for weight, before in dense:
+            weight.copy_(before)
+
+
+def _run_tail(runner: BlockwiseModel, walk: Walk, layers: list[Layer], collected: InputSums) -> None:
+    """Collect the layers after the blocks: a projection of the output, and the head if it is a target."""
+    remaining = [layer for layer in layers if layer.name not in collected.input_of and layer.block is None]
+    if not remaining:
+        return
+    body = runner.model if any(layer.kind == "head" for layer in remaining) else body_of(runner.model)
+    with input_hooks(runner.model, remaining) as after:
+        for number in range(len(walk.batches)):
+            walk.tail(number, body)
+    after.reduce()
+    collected.add(after)
