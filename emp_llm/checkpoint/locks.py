@@ -1,0 +1,138 @@
+"""Locks on files, for one run at a time. The system releases a lock when its process ends, even if it is killed."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from emp_llm.common.errors import UserError, reason
+
+logger = logging.getLogger(__name__)
+_TICK = 0.05  # seconds between two tries
+
+
+@contextmanager
+def locked(path: Path, subject: str | None = None) -> Iterator[None]:
+    """Hold the lock of an output file, `.NAME.lock` beside it, in this context. The folder is created if missing.
+
+    Args:
+        path: the output.
+        subject: the output in errors; default: `--output PATH`.
+
+    Raises:
+        UserError: another run holds the lock, or the folder cannot be written.
+    """
+    path, subject = Path(os.path.abspath(path)), subject or f"--output {path}"
+    lock = FileLock(path.with_name(f".{path.name}.lock"), subject)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"{subject}: cannot be written there ({reason(error)}).") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            lock.release()
+
+
+class FileLock:
+    """A lock file that names its holder.
+
+    Args:
+        path: the file; its folder must exist.
+        subject: the locked output, for errors.
+    """
+
+    def __init__(self, path: Path, subject: str) -> None:
+        self.path = path
+        self._subject = subject
+        self._file: int | None = None
+
+    def acquire(self, patience: float = 0.0) -> None:
+        """Take the lock.
+
+        Args:
+            patience: seconds to wait for another process that holds it.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        began = time.monotonic()
+        while self._file is None:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    holder = _read_holder(file)
+                    os.close(file)
+                    if time.monotonic() - began < patience:
+                        time.sleep(_TICK)
+                        continue
+                    raise UserError(
+                        f"{self._subject}: another run is working on it ({holder}). Wait for that run, or stop it."
+                    ) from error
+                logger.warning(
+                    "warning: %s: this file system has no locks; make sure that no other run uses this output.", self.path
+                )
+            if same_file(file, self.path):
+                self._file = file
+            else:  # the previous holder has just deleted the file
+                os.close(file)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError):  # on a full disk, the lock works without naming its holder
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
+
+    @property
+    def descriptor(self) -> int:
+        """The open file. A process that inherits it shares the lock, which then ends with the last of both."""
+        assert self._file is not None
+        return self._file
+
+    def release(self) -> None:
+        """Delete the file and release the lock."""
+        if self._file is not None:
+            if same_file(self._file, self.path):
+                self.path.unlink()
+            os.close(self._file)
+            self._file = None
+
+
+def holder_of(path: Path) -> str | None:
+    """Who holds a lock, in words; None if nobody does."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return _read_holder(file) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    finally:
+        os.close(file)
+    return None
+
+
+def same_file(file: int, path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(file: int) -> str:
+    try:
+        holder = json.loads(os.pread(file, 1000, 0))
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unknown process"
