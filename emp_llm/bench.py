@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.runtime import BenchOptions
 
@@ -42,8 +42,8 @@ def bench(options: BenchOptions) -> Benched:
     """
     import torch
 
-    from emp_llm.common.progress_bars import progress_bar
-    from emp_llm.common.provenance import command_line, processor_name, versions
+    from emp_llm.common.progress import progress_bar
+    from emp_llm.common.machine import command_line, processor_name, versions
     from emp_llm.common.tables import table
     from emp_llm.evaluation.results_file import folder_identity
     from emp_llm.execution.loading import load_model
@@ -120,7 +120,7 @@ class _Measured:
     """
 
     def __init__(self, make: Callable[[], "PreTrainedModel"], prompt: "torch.Tensor", new_tokens: int) -> None:
-        from emp_llm.common.memory import resident_memory
+        from emp_llm.common.machine import resident_memory
 
         self._prompt, self._new_tokens = prompt, new_tokens
         self.prefill: list[float] = []

@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.options.base import takes
 from emp_llm.options.commands import CalibrateOptions
 
@@ -30,13 +30,13 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
     from emp_llm.calibration.data import calibration_data
     from emp_llm.calibration.passes import calibrated, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.common.progress_bars import progress_of
+    from emp_llm.common.progress import progress_of
     from emp_llm.common.ranks import ranks
     from emp_llm.execution.device_map import parse_device_map
     from emp_llm.execution.loading import load_model
     from emp_llm.execution.quantization import quantization_of
     from emp_llm.hub.local_model import find_model
-    from emp_llm.storage.output.output_file import OutputFile, check_output_file
+    from emp_llm.checkpoint.output import OutputFile, check_output_file
 
     options.check()
     if options.compare is not None:

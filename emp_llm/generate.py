@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import PACK_NAME
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.paths import PACK_NAME
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.runtime import GenerateOptions
 
@@ -73,7 +73,7 @@ class Generation:
         import torch
         from transformers import TextIteratorStreamer
 
-        from emp_llm.common.timing import peak_memory
+        from emp_llm.common.machine import peak_memory
 
         if self.figures is not None:
             yield from self._pieces

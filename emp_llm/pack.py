@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.commands import PackOptions
 
@@ -47,7 +47,7 @@ def pack(options: PackOptions) -> Packed:
     from emp_llm.runtime.bits import need_zstandard
     from emp_llm.runtime.packed_format import PackLayout
     from emp_llm.runtime.packing import most_bytes, other_files, pack_checkpoint
-    from emp_llm.storage.output.output_folder import OutputFolder
+    from emp_llm.checkpoint.output import OutputFolder
 
     started = time.monotonic()
     if options.zstd:

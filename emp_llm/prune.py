@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Opt, Options, takes
 from emp_llm.options.calibration import NormOptions, Propagate
@@ -21,7 +21,7 @@ from emp_llm.options.structure import StructureOptions
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.stages import Stopwatch
+    from emp_llm.common.machine import Stopwatch
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.records.run_report import RunReport
 
@@ -76,10 +76,11 @@ def prune(
     _check(recipe, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.stages import Stopwatch, stage
+    from emp_llm.common.machine import Stopwatch
+    from emp_llm.common.machine import stage
     from emp_llm.hub.local_model import find_model
-    from emp_llm.models.one_model import OneModel
-    from emp_llm.models.quantization import quantization_of
+    from emp_llm.execution.one_model import OneModel
+    from emp_llm.execution.quantization import quantization_of
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import counts_of, matched, read_report
     from emp_llm.pruning.dry_run import dry_run
@@ -93,7 +94,8 @@ def prune(
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
     destination, suite = None, None
     if push.push_to_hub is not None:
-        from emp_llm.hub.push import Destination, check_login, push_finished
+        from emp_llm.hub.destination import Destination, check_login
+        from emp_llm.hub.push import push_finished
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
@@ -146,7 +148,7 @@ def prune(
     prepared = None
     if suite is not None:
         from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
-        from emp_llm.models.loading import load_tokenizer
+        from emp_llm.execution.loading import load_tokenizer
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
@@ -227,11 +229,11 @@ def prune(
             report = None  # type: ignore[assignment]
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
-                    outcomes, identity, hashes = write_checkpoint(pruner, out.files, out, moved)
+                    written = write_checkpoint(pruner, out.files, out, moved)
                 if norms is not None and not calibrates:
-                    warn_if_foreign(norms, identity, source.folder)
-                made_of = ModelSource(model=source.name, revision=source.revision, identity=identity)
-                report = report_of(made_of, recipe, pruner, outcomes, chosen.coverage, about)
+                    warn_if_foreign(norms, written.identity, source.folder)
+                made_of = ModelSource(model=source.name, revision=source.revision, identity=written.identity)
+                report = report_of(made_of, recipe, pruner, written.outcomes, chosen.coverage, about)
                 report.dtype, report.device_map = loading.dtype, loading.device_map
                 if moved is not None and update is not None:
                     report.fits = moved.records()
@@ -239,7 +241,7 @@ def prune(
                 report.stages = stage_records(stopwatch.record)
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
-                write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
+                write_manifest(out.files, checkpoint, written.identity, report.recipe, digest, written.hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
@@ -317,7 +319,8 @@ def _check(
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
     from emp_llm.records.run_report import RunReport
-    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
+    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, pruning_table
+    from emp_llm.reporting.fit_tables import fit_lines
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))
@@ -328,7 +331,7 @@ def show(result: "RunReport | DryRun") -> None:
     if result.evaluation is not None:
         print(evaluation_table(result))
     if result.push is not None:
-        from emp_llm.hub.push import pushed_words
+        from emp_llm.hub.pushed import pushed_words
 
         print(pushed_words(result.push))
 

@@ -32,7 +32,7 @@ def show(summary: "RunSummary") -> None:
 
     Exit codes: 1 if a job failed; 75 if the others only need to be run again, which a scheduler may do.
     """
-    from emp_llm.common.wording import count_of
+    from emp_llm.common.errors import count_of
 
     counts = {
         "failed": len(summary.failed),

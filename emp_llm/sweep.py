@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.file_names import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import Opt, Options, Some, takes
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
@@ -108,15 +108,19 @@ def sweep(
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.provenance import command_line
+    from emp_llm.common.machine import command_line
     from emp_llm.common.ranks import ranks
-    from emp_llm.common.stages import Stopwatch, stage
-    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
-    from emp_llm.evaluation.results import new_results, open_results
+    from emp_llm.common.machine import Stopwatch
+    from emp_llm.common.machine import stage
+    from emp_llm.evaluation.evaluate import evaluate_model, prepare_suite
+    from emp_llm.runs.stages.evaluating import evaluation_record
+    from emp_llm.measure import measure
+    from emp_llm.evaluation.results_file import new_results
+    from emp_llm.evaluation.results import open_results
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
-    from emp_llm.models.loading import load_tokenizer
-    from emp_llm.models.one_model import OneModel
+    from emp_llm.execution.loading import load_tokenizer
+    from emp_llm.execution.one_model import OneModel
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import Numbers, counts_of, matched
     from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
@@ -225,11 +229,12 @@ def sweep(
                             out = OutputFolder(point_folder, [source.folder], checkpoint.output_bytes, overwrite=True)
                             of_point.enter_context(out)
                             out.begin(run_signature(checkpoint, recipe, None if digest is None else {"norms": digest}))
-                            outcomes, identity, hashes = write_checkpoint(pruner, out.files, out)
+                            written = write_checkpoint(pruner, out.files, out)
+                            outcomes = written.outcomes
                             files = out.files
                         elif not in_memory:
                             files = of_point.enter_context(_scratch(folder.scratch))
-                            outcomes, _, _ = write_checkpoint(pruner, files)
+                            outcomes = write_checkpoint(pruner, files).outcomes
                         if in_memory:
                             outcomes = of_point.enter_context(pruned(models.get(source.folder), pruner))
                     masks = masks_digest(outcomes, recipe, scores.by_magnitude)
@@ -255,7 +260,7 @@ def sweep(
                     if out is not None:
                         if used is not None:
                             used.save(out.files / ACTIVATIONS_NAME)
-                        write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
+                        write_manifest(out.files, checkpoint, written.identity, report.recipe, digest, written.hashes)
                         out.complete()
             removed = 100 * report.targets.sparsity_of_targets
             logger.info("%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points))

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.commands import UnpackOptions
 
@@ -39,7 +39,7 @@ def unpack(options: UnpackOptions) -> Unpacked:
     from emp_llm.hub.local_model import find_model
     from emp_llm.runtime.packed_format import PackedFolder
     from emp_llm.runtime.packing import check_base, unpack_folder
-    from emp_llm.storage.output.output_folder import OutputFolder
+    from emp_llm.checkpoint.output import OutputFolder
 
     started = time.monotonic()
     packed = PackedFolder(options.packed)

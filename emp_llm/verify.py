@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.options.base import takes
 from emp_llm.options.commands import VerifyOptions
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.options.recipe import Recipe
-    from emp_llm.pruning.output.verification import Findings
+    from emp_llm.pruning.verification import Findings
     from emp_llm.records.manifest import Manifest
 
 
@@ -47,8 +47,8 @@ def verify(options: VerifyOptions) -> Verification:
         UserError: the folder is no finished output, or source or activations are not those of its run.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.pruning.output.manifest import read_manifest
-    from emp_llm.pruning.output.verification import Findings, check_files
+    from emp_llm.pruning.writing import read_manifest
+    from emp_llm.pruning.verification import Findings, check_files
 
     if options.activations is not None and options.source is None:
         raise UserError("--activations is for checking the masks, which needs the dense model too; add --source.")
@@ -74,10 +74,10 @@ def _check_against(
     """Compare bytes and masks with the dense model."""
     from emp_llm.architecture.architecture import Architecture
     from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.common.file_names import MANIFEST_NAME
+    from emp_llm.common.paths import MANIFEST_NAME
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.mask_verification import check_masks
-    from emp_llm.pruning.output.verification import check_other_bytes, check_source
+    from emp_llm.pruning.verification import check_other_bytes, check_source
     from emp_llm.pruning.scores import Scores, input_norms
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
@@ -133,7 +133,7 @@ def _check_units(
 def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:
     """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
     if criterion == "taylor":
-        from emp_llm.common.file_names import TAYLOR_NAME
+        from emp_llm.common.paths import TAYLOR_NAME
         from emp_llm.structured.language.unit_verification import read_tensors
 
         return read_tensors(options.folder / TAYLOR_NAME).get
@@ -165,8 +165,8 @@ def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":
 def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":
     """The norms that decided the masks; None if the criterion needs none."""
     from emp_llm.calibration.activations import Activations
-    from emp_llm.common.file_names import ACTIVATIONS_NAME
-    from emp_llm.pruning.output.verification import check_activations
+    from emp_llm.common.paths import ACTIVATIONS_NAME
+    from emp_llm.pruning.verification import check_activations
 
     if manifest.activations is None:
         return None

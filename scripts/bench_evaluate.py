@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench_helpers import processor
 
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 
 ROOT = Path(__file__).parents[1]
 DEMO_TASKS = "demo_facts,demo_inference,demo_stories"

@@ -42,7 +42,7 @@ from bench_helpers import (
 )
 
 from emp_llm.common.errors import reason
-from emp_llm.common.memory import free_memory
+from emp_llm.common.machine import free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

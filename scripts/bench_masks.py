@@ -25,7 +25,8 @@ from torch import Tensor
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
 from emp_llm.selection.kernels.numpy_rows import prune_words_by_numpy
-from emp_llm.selection.row_pruning import has_kernel, prune_rows, prune_rows_plainly
+from emp_llm.selection.rows import has_kernel, prune_rows
+from emp_llm.selection.row_pruning import prune_rows_plainly
 
 SHAPES = ((11008, 4096), (4096, 11008))
 RUNS: tuple[tuple[str, str, Budget], ...] = (

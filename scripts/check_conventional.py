@@ -20,9 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from emp_llm.architecture.conventional import conventional_structure
 from emp_llm.architecture.structure import structure_of_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.safetensors_header import StoredTensor
+from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 
 
 class NamedCheckpoint(Checkpoint):

@@ -25,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.safetensors_header import read_header
+from emp_llm.checkpoint.headers import read_header
 from emp_llm.common.errors import UserError
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -22,7 +22,7 @@ import torch
 from bench_helpers import forget, layers_in_blocks, make_llama, plain_pass, random_tokens
 
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
-from emp_llm.common.timing import peak_memory
+from emp_llm.common.machine import peak_memory
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.options.calibration import Place

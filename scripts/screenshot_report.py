@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 
 _BROWSERS = (
     "chromium",

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from emp_llm.calibrate import calibrate
-from emp_llm.common.provenance import versions
+from emp_llm.common.machine import versions
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import Suite, find_suite
 from emp_llm.execution.loading import load_model, load_tokenizer

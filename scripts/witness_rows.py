@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from emp_llm.cli import parse
-from emp_llm.common.memory import free_memory
+from emp_llm.common.machine import free_memory
 from emp_llm.evaluate import evaluate
 from emp_llm.evaluation.changes import change_of
 from emp_llm.evaluation.measured_values import Value, formatted, values_of

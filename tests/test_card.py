@@ -10,7 +10,7 @@ from hub_client import Client, card_of, contents, held
 from hub_server import Hub
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.samples import sha256_of_samples
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune

@@ -23,7 +23,7 @@ from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner
-from emp_llm.pruning.recipe import read_report
+from emp_llm.pruning.counts import read_report
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.runtime.sparse_linear import SemiStructuredLinear

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from emp_llm.common.errors import UserError
 from emp_llm.storage import direct_io, stream
 from emp_llm.storage.background_work import BackgroundQueue
-from emp_llm.storage.buffers import PAGE, BufferPool, address_of, bytes_of
-from emp_llm.storage.direct_io import FileReader, FileWriter
-from emp_llm.storage.file_pool import FilePool
+from emp_llm.storage.buffers import PAGE, BufferPool, address_of
+from emp_llm.checkpoint.files import bytes_of
+from emp_llm.checkpoint.files import FileReader
+from emp_llm.storage.direct_io import FileWriter
+from emp_llm.checkpoint.files import FilePool
 from emp_llm.storage.stream import StreamWriter
 
 SIZE = 20 * PAGE + 123

@@ -19,7 +19,7 @@ from conftest import Run
 from safetensors.torch import load_file, save_file
 from suites import TASKS, Models, few_task_files
 
-from emp_llm.common.data_folders import data_folder
+from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.evaluation.results_file import ResultsFile

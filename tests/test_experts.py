@@ -21,13 +21,14 @@ from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import Matrix, as_tensor
+from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner as pruning
-from emp_llm.storage.direct_io import FileReader, FileWriter
+from emp_llm.checkpoint.files import FileReader
+from emp_llm.storage.direct_io import FileWriter
 from emp_llm.storage.output import journal
 from emp_llm.verify import verify
 

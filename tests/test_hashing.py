@@ -11,7 +11,8 @@ from blake3 import blake3
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.storage import hashing
-from emp_llm.storage.hashing import FileHasher, ReadHasher, file_hash
+from emp_llm.storage.hashing import FileHasher, ReadHasher
+from emp_llm.checkpoint.files import file_hash
 from emp_llm.verify import verify
 
 CONTENT = bytes(range(256)) * 40

@@ -33,7 +33,7 @@ from emp_llm.run import run as run_study
 from emp_llm.run import show as show_run
 from emp_llm.status import show as show_status
 from emp_llm.status import status
-from emp_llm.storage.output.lock import FileLock
+from emp_llm.checkpoint.locks import FileLock
 
 Models = Callable[[str], Path]
 SMALL = Needs(memory_gb=0.1, disk_gb=0.1, hours=0.1)

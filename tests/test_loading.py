@@ -20,10 +20,10 @@ from test_blockwise import block_map
 from torch import Tensor
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import OutOfMemory
+from emp_llm.common.machine import OutOfMemory
 from emp_llm.execution.completeness import check_complete
 from emp_llm.execution.loading import load_model, load_tokenizer
-from emp_llm.storage.output.lock import FileLock
+from emp_llm.checkpoint.locks import FileLock
 
 Models = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -13,7 +13,7 @@ import pytest
 from conftest import Run
 from safetensors.torch import load_file, save_file
 
-from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
 from emp_llm.prune import prune

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import OutOfMemory, available_memory
+from emp_llm.common.machine import OutOfMemory, available_memory
 from emp_llm.evaluation.perplexity import _logits
 from emp_llm.execution import offload
 from emp_llm.execution.blockwise import BlockwiseModel

@@ -20,9 +20,9 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.source import CalibrationRecord
-from emp_llm.storage.output.atomic_folder import write_folder
-from emp_llm.storage.output.lock import FileLock
-from emp_llm.storage.output.output_folder import OutputFolder
+from emp_llm.checkpoint.output import write_folder
+from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.storage.output.work_folder import WorkFolder
 
 Models = Callable[[str], Path]

@@ -15,7 +15,7 @@ from conftest import Run
 from emp_llm.cli import COMMANDS
 from emp_llm.common import progress_bars
 from emp_llm.common.errors import UserError
-from emp_llm.common.progress_bars import progress_bar, progress_of
+from emp_llm.common.progress import progress_bar, progress_of
 from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
 

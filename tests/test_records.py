@@ -23,14 +23,14 @@ from emp_llm.cluster.slurm.arrays import grouped_jobs
 from emp_llm.cluster.slurm.notes import Notes
 from emp_llm.cluster.slurm.site import Site
 from emp_llm.collect import collect
-from emp_llm.common.data_folders import data_folder
+from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.image import image
 from emp_llm.measure import measure
 from emp_llm.plan import plan
 from emp_llm.prune import prune
-from emp_llm.pruning.output.manifest import read_manifest
+from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import FileRecord, read_record
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results

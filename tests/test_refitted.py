@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, report, unpack, verify
 from emp_llm.common.errors import UserError
-from emp_llm.pruning.recipe import read_report
+from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.fit_tables import fit_lines
 from emp_llm.update import walk

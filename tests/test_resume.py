@@ -19,7 +19,7 @@ import torture
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
-from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.execution.blockwise import Step
 from emp_llm.prune import prune
@@ -27,7 +27,7 @@ from emp_llm.pruning import pruner as pruning
 from emp_llm.pruning.output.shard_writer import ShardWriter
 from emp_llm.storage.direct_io import FileWriter
 from emp_llm.storage.output import journal
-from emp_llm.storage.output.lock import FileLock
+from emp_llm.checkpoint.locks import FileLock
 
 Models = Callable[[str], Path]
 CASES = [

@@ -185,7 +185,7 @@ def _named(shapes: dict[str, tuple[int, ...]]) -> Checkpoint:
 
     class Named(Checkpoint):
         def __init__(self) -> None:
-            from emp_llm.checkpoint.safetensors_header import StoredTensor
+            from emp_llm.checkpoint.headers import StoredTensor
 
             self.tensors = {name: StoredTensor(Path("x"), name, "F32", shape, 0, 0) for name, shape in shapes.items()}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import SHARED
 
-from emp_llm.common.data_folders import data_folder
+from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.suites import Task, find_suite, suite_of
 from emp_llm.options.commands import EvaluateOptions

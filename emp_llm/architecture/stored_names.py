@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from emp_llm.architecture.experts import ExpertStack
 from emp_llm.architecture.layers import ExpertSlice, Kind, Layer
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.checkpoint.matrices import Matrix
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 

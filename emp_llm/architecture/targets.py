@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from emp_llm.architecture.layers import Kind, Layer
-from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import shortened_list
+from emp_llm.common.errors import shortened_list
 
 logger = logging.getLogger(__name__)
 

@@ -31,13 +31,13 @@ from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
 from emp_llm.calibration.input_norms import InputSums, input_hooks
 from emp_llm.calibration.resume import CalibrationProgress
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.memory import enough_memory, ran_out
-from emp_llm.common.progress_bars import progress_bar
-from emp_llm.common.provenance import versions
+from emp_llm.common.machine import enough_memory, ran_out
+from emp_llm.common.progress import progress_bar
+from emp_llm.common.machine import versions
 from emp_llm.common.ranks import ranks
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.execution.blockwise import BlockwiseModel, Walk
 from emp_llm.execution.loading import input_device
 from emp_llm.execution.offload import execution_device, is_offloaded

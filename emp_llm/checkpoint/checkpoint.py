@@ -1,16 +1,24 @@
-"""Checkpoints on disk: safetensors shards with their index and config, and the position of each tensor's bytes.
+"""Checkpoints on disk: safetensors shards with their index and config, the position of each tensor's bytes, and the identity.
 
-No shard is loaded as a whole: bytes are read by position.
+No shard is loaded as a whole: bytes are read by position. The folder is not trusted. Its identity is a hash of all shards, so
+that different models have different identities. The hashes of a pruned checkpoint's shards are taken from its manifest if that
+describes these files. Otherwise the files are hashed once, and the hashes are cached by path, size and modification time.
 """
 
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emp_llm.checkpoint.folder_checks import check_layer_counts, check_links, check_shard_name, why_not_gguf
-from emp_llm.checkpoint.safetensors_header import StoredTensor, read_header
-from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import (
+from blake3 import blake3
+
+from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool, RunningHash, file_hash, read_json, write_json
+from emp_llm.checkpoint.headers import StoredTensor, read_header
+from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.paths import (
     CARD_NAME,
     EXTRAS,
     INDEX_NAME,
@@ -19,10 +27,8 @@ from emp_llm.common.file_names import (
     PACK_NAME,
     REPORT_NAME,
     SINGLE_NAME,
+    cache_folder,
 )
-from emp_llm.common.wording import quotable
-from emp_llm.storage.file_pool import FilePool
-from emp_llm.storage.json_files import INDEX_LIMIT, read_json
 
 
 class Checkpoint:
@@ -78,9 +84,9 @@ class Checkpoint:
         """Size and modification time (ns) of each shard, when the checkpoint was opened."""
         return {shard.name: state[:2] for shard, state in self._states.items() if state is not None}
 
-    def open_files(self, again: bool = False) -> FilePool:
-        """The shards, open for reading, as a context; `again` as for `FilePool`."""
-        return FilePool(again)
+    def open_files(self, digests: dict[Path, RunningHash] | None = None) -> FilePool:
+        """The shards, open for reading, as a context; `digests` of `FilePool`."""
+        return FilePool(digests)
 
     def check_unchanged(self) -> None:
         """Raise UserError if a shard has changed since the checkpoint was opened."""
@@ -167,3 +173,143 @@ def _why_no_safetensors(folder: Path) -> str:
             "AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR), and the tokenizer likewise."
         )
     return f"{folder}: it holds no {SINGLE_NAME} and no {INDEX_NAME}. Give the folder that save_pretrained wrote."
+
+
+def check_links(folder: Path) -> None:
+    """Refuse links that point out of a model folder. Links of the Hub's cache (snapshots/REVISION to blobs) are allowed.
+
+    Raises:
+        UserError: a link points out of the folder, or is circular.
+    """
+    real = folder.resolve()
+    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else None
+    for path in sorted(folder.rglob("*")):
+        if not path.is_symlink() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        try:
+            end = path.resolve()
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path}: a circular link. Remove it.") from error
+        if real not in end.parents and end.parent != blobs:
+            raise UserError(
+                f"{path}: a link to {end}, which lies outside the model folder. Give the folder that holds the files, or copy "
+                "them into this one."
+            )
+
+
+def why_not_gguf(place: Path | str, files: Iterable[str]) -> str | None:
+    """The refusal of a GGUF file, or of a folder or repository of GGUF files; None if no name ends in ".gguf"."""
+    name = next((file for file in sorted(files) if file.lower().endswith(".gguf")), None)
+    if name is None:
+        return None
+    what = "a GGUF file" if Path(name).name == Path(place).name else f"it holds its weights as GGUF ({quotable(name)})"
+    return (
+        f"{place}: {what}, a format of llama.cpp that cannot be pruned here. Give the safetensors checkpoint of the model that "
+        "it was made from; then convert the pruned checkpoint to GGUF."
+    )
+
+
+def check_shard_name(index: Path, name: str) -> None:
+    """Refuse a shard name in an index unless it is the plain name of a safetensors file in the same folder.
+
+    Raises:
+        UserError: the name is a path, has another suffix, or is not a valid file name.
+    """
+    plain = Path(name).name == name and name.isprintable() and len(name.encode()) <= 255
+    if not plain or "\\" in name or not name.endswith(".safetensors") or name.startswith("."):
+        raise UserError(
+            f"{index}: '{quotable(name)}' is not the plain name of a safetensors file in this folder. Do not trust it."
+        )
+
+
+def check_layer_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
+    """Refuse a config with more layers than the checkpoint has tensors: building the model would take forever.
+
+    Raises:
+        UserError: a count of layers is too large.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict):
+            check_layer_counts(path, value, tensors)
+        elif type(value) is int and key.endswith(("layer", "layers")) and value > max(tensors, 1000):
+            raise UserError(
+                f"{path}: {quotable(key)} is {value}, and the checkpoint has {tensors} tensors; they do not belong together. "
+                "Download the model again."
+            )
+
+
+def identity_of(checkpoint: Checkpoint) -> str:
+    """The identity of a checkpoint: BLAKE3 of its shards' names, sizes and BLAKE3 hashes, in hexadecimal.
+
+    Raises:
+        UserError: a shard cannot be read, or changes while it is read.
+    """
+    hashes = known_hashes(checkpoint)
+    if hashes is None:
+        with ThreadPoolExecutor(2, thread_name_prefix="emp-llm-identity") as threads:
+            hashes = dict(zip(checkpoint.states, threads.map(file_hash, checkpoint.shards), strict=True))
+        checkpoint.check_unchanged()
+        remember_hashes(checkpoint, hashes)
+    return identity_from_hashes(checkpoint, hashes)
+
+
+def known_hashes(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """BLAKE3 of each shard by name, from the manifest or the cache; None if not all are known."""
+    return _hashes_in_manifest(checkpoint) or _hashes_in_cache(checkpoint)
+
+
+def remember_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> None:
+    """Cache the shards' hashes, for their sizes and modification times when the checkpoint was opened."""
+    with suppress(OSError):  # the cache is optional
+        write_json(_cache_file(checkpoint), {"files": _state(checkpoint), "blake3": hashes})
+
+
+def identity_from_hashes(checkpoint: Checkpoint, hashes: dict[str, str]) -> str:
+    """The identity of a checkpoint, given BLAKE3 of each shard by name."""
+    sizes = checkpoint.states
+    return identity_from_files({name: (sizes[name][0], digest) for name, digest in hashes.items()})
+
+
+def identity_from_files(files: dict[str, tuple[int, str]]) -> str:
+    """The identity of a checkpoint, given size and BLAKE3 of each shard by name."""
+    lines = [f"{name} {size} {digest}\n" for name, (size, digest) in sorted(files.items())]
+    return blake3("".join(lines).encode()).hexdigest()
+
+
+def _hashes_in_manifest(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """The hashes in a pruned checkpoint's manifest, if it names these shards and none of them is newer."""
+    path = checkpoint.folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    try:
+        files = read_json(path, limit=INDEX_LIMIT).get("files")
+    except UserError:
+        return None
+    hashes: dict[str, str] = {}
+    for name, (size, modified) in checkpoint.states.items():
+        entry = files.get(name) if isinstance(files, dict) else None
+        if not isinstance(entry, dict) or entry.get("bytes") != size or modified > path.stat().st_mtime_ns:
+            return None
+        if not isinstance(entry.get("blake3"), str):
+            return None
+        hashes[name] = entry["blake3"]
+    return hashes
+
+
+def _hashes_in_cache(checkpoint: Checkpoint) -> dict[str, str] | None:
+    with suppress(OSError, ValueError):
+        entry: Any = json.loads(_cache_file(checkpoint).read_text(encoding="utf-8"))
+        if isinstance(entry, dict) and entry.get("files") == _state(checkpoint):
+            hashes = entry.get("blake3")
+            if isinstance(hashes, dict) and hashes.keys() == checkpoint.states.keys():
+                return {str(name): str(digest) for name, digest in hashes.items()}
+    return None
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    return {name: list(state) for name, state in checkpoint.states.items()}
+
+
+def _cache_file(checkpoint: Checkpoint) -> Path:
+    key = blake3(str(checkpoint.folder.resolve()).encode()).hexdigest()[:32]
+    return cache_folder() / "identities" / f"{key}.json"

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import quotable
+from emp_llm.common.errors import quotable
 from emp_llm.records.base import FileRecord, Part, record_of
-from emp_llm.storage.atomic import write_bytes
+from emp_llm.checkpoint.files import write_bytes
 
 PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]

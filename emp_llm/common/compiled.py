@@ -9,7 +9,7 @@ from typing import TypeVar
 from blake3 import blake3
 from numba import config, njit
 
-from emp_llm.common.cache_folder import cache_folder
+from emp_llm.common.paths import cache_folder
 
 F = TypeVar("F", bound=Callable[..., object])
 _lock = Lock()

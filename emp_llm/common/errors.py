@@ -1,4 +1,4 @@
-"""Errors that the user can fix."""
+"""Errors that the user can fix, and the text of messages: counts with nouns, sizes with units, untrusted text made safe."""
 
 import re
 
@@ -24,3 +24,37 @@ def reason(error: BaseException, whole: bool = False) -> str:
         words = " ".join(re.split(r"\n\s*\n", text)[0].split()).rstrip(".")
         return (words if len(words) <= 400 else f"{words[:397]}...") or type(error).__name__
     return text.splitlines()[0].strip().rstrip(".") if text else type(error).__name__
+
+
+def count_of(number: int, noun: str, nouns: str | None = None) -> str:
+    """A count with its noun: "1 difference", "2,500 differences". `nouns` is an irregular plural."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or noun + 's'}"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes with a decimal unit: "221.2 kB"."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.95:  # more is rounded to 1000.0
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.2f} TB"
+
+
+def shortened_list(names: list[str] | tuple[str, ...], number: int = 3) -> str:
+    """The first few names and the number of the others: "a, b, c and 4 more"."""
+    listed = ", ".join(names[:number])
+    return listed if len(names) <= number else f"{listed} and {len(names) - number} more"
+
+
+def quotable(text: str) -> str:
+    """Text from a file, made safe to quote in a message: printable, at most 120 characters."""
+    text = text if text.isprintable() and text else ascii(text)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Text from a file, made safe for a page or figure: no control characters, at most `limit` characters."""
+    text = "".join(letter if letter.isprintable() else "�" for letter in text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME
+from emp_llm.common.paths import REPORT_NAME
 from emp_llm.evaluation.evaluated_model import made_by_of
 from emp_llm.evaluation.results_file import difference, read_results
-from emp_llm.pruning.recipe import read_report
+from emp_llm.pruning.counts import read_report
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, Results
 

@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.progress_bars import shows_bars
+from emp_llm.common.progress import shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
 from emp_llm.evaluation.task_progress import task_progress

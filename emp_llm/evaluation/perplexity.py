@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.data import token_ids
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import OutOfMemory
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.machine import OutOfMemory
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import max_context

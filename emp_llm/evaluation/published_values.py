@@ -4,10 +4,10 @@ from pathlib import PurePath
 
 import msgspec
 
-from emp_llm.common.data_folders import data_folder
+from emp_llm.common.paths import data_folder
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.records.base import converted
-from emp_llm.storage.json_files import read_json
+from emp_llm.checkpoint.files import read_json
 
 _BLOCK = 2048
 _RECIPE = {

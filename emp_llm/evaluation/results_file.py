@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import PACK_NAME, REPORT_NAME
-from emp_llm.common.provenance import command_line, versions
+from emp_llm.common.paths import PACK_NAME, REPORT_NAME
+from emp_llm.common.machine import command_line, versions
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.execution.quantization import Quantization, quantization_record
@@ -22,8 +22,8 @@ from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pruned_by
 from emp_llm.records.run_report import RunReport
 from emp_llm.runtime.packed_format import PackedFolder
-from emp_llm.storage.json_files import INDEX_LIMIT
-from emp_llm.storage.output.signature import first_difference
+from emp_llm.checkpoint.files import INDEX_LIMIT
+from emp_llm.checkpoint.output import first_difference
 
 # The numbers depend on these files as well as on the weights: the config, and the tokenizer in any of its forms.
 _CONFIG_AND_TOKENIZER = (

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.progress import progress_bar
 
 # The modules of lm-eval that draw bars while a task is prepared and run.
 _MODULES = ("lm_eval.models.huggingface", "lm_eval.api.model", "lm_eval.api.task")

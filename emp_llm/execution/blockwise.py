@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from emp_llm.architecture.blocks import body_of, find_blocks
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.memory import enough_for_weights, enough_memory, ran_out
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.machine import enough_for_weights, enough_memory, ran_out
+from emp_llm.common.progress import progress_bar
 from emp_llm.execution.block_calls import Call, InseparableBlocks, TensorPool, check_independence, record_calls, run_tail
 from emp_llm.execution.hidden_states import HiddenStates, check_place, choose_place
 from emp_llm.execution.loading import input_device

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.common.wording import count_of, shortened_list
+from emp_llm.common.errors import count_of, shortened_list
 from emp_llm.execution.offload import offloaded_files
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.ranks import ranks
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

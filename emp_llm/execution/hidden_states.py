@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import available_memory
+from emp_llm.common.machine import available_memory
 from emp_llm.options.calibration import Place
-from emp_llm.storage.buffers import tensor_bytes
-from emp_llm.storage.direct_io import read_exactly, write_exactly
+from emp_llm.checkpoint.files import tensor_bytes
+from emp_llm.checkpoint.files import read_exactly, write_exactly
 
 
 class HiddenStates:

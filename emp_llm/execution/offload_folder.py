@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from emp_llm.common.errors import UserError
-from emp_llm.storage.output.lock import FileLock
+from emp_llm.checkpoint.locks import FileLock
 
 logger = logging.getLogger(__name__)
 _PREFIX = "emp-llm-offload-"

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.common.memory import free_memory
-from emp_llm.common.timing import Stopwatch
+from emp_llm.common.machine import free_memory
+from emp_llm.common.machine import Stopwatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

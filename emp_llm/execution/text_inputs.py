@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.architecture.towers import find_towers
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.memory import ran_out
+from emp_llm.common.machine import ran_out
 from emp_llm.execution.loading import input_device
 
 NOT_BY_BLOCKS = (

@@ -8,7 +8,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import EXTRAS, OTHER_WEIGHTS
+from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS
 from emp_llm.hub.explained_errors import LOG_IN, hub_errors_explained
 from emp_llm.hub.retries import HUB_ERRORS, with_retries
 

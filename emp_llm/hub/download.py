@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from emp_llm.checkpoint.folder_checks import why_not_gguf
+from emp_llm.checkpoint.checkpoint import why_not_gguf
 from emp_llm.common.errors import UserError
 from emp_llm.hub.explained_errors import BAD_TOKEN, RESUME, unreachable
 from emp_llm.hub.retries import HUB_ERRORS, status_of, with_retries

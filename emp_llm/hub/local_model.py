@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.checkpoint.folder_checks import why_not_gguf
+from emp_llm.checkpoint.checkpoint import why_not_gguf
 from emp_llm.common.errors import UserError
 
 

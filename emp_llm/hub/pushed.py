@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from emp_llm.common.tables import table
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 
 
 @dataclass(frozen=True)

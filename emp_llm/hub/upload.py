@@ -20,7 +20,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.hub.destination import Destination, is_weights
 from emp_llm.hub.explained_errors import hub_errors_explained
 from emp_llm.hub.retries import HUB_ERRORS, WAITS, is_transient, signatures_hidden, status_of, wait_to_retry, with_retries
-from emp_llm.storage.hashing import file_hash
+from emp_llm.checkpoint.files import file_hash
 
 logger = logging.getLogger(__name__)
 _TEXT = (".json", ".md", ".txt", ".jinja", ".py")

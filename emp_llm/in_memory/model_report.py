@@ -11,11 +11,10 @@ from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
-from emp_llm.packing.masks import Masks, rows_in
-from emp_llm.pruning.output.manifest import write_manifest
+from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
+from emp_llm.runtime.masks import Masks, rows_in
+from emp_llm.pruning.writing import write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
-from emp_llm.storage.buffers import Block
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class ModelReport:
 
     def _check_zeros(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
         """Raise UserError unless every removed weight is zero in a checkpoint."""
-        masks: dict[str, Block] = {}
+        masks: dict[str, NDArray[Any]] = {}
         with checkpoint.open_files() as files:
             for target in targets:
                 name, matrix = target.layer.parameter, target.matrix

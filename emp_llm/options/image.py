@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import LoudnessOptions, Opt
-from emp_llm.selection.arithmetic.definitions import check_beta
+from emp_llm.selection.rule import check_beta
 
 PixelGroup = Literal["channel", "patch", "both"]
 PixelMean = Literal["group", "channel"]

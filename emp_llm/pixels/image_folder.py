@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.provenance import command_line, versions
+from emp_llm.common.machine import command_line, versions
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.pixels.fidelity import SSIM_WINDOW, check_skimage, peak_signal_to_noise, structural_similarity_of
 from emp_llm.pixels.image_record import ImageRecord, PixelGroupRecord
 from emp_llm.pixels.panels import panels
 from emp_llm.pixels.picture import Picture, read_picture
 from emp_llm.pixels.pruned_pixels import PrunedPixels, prune_pixels
-from emp_llm.storage.output.atomic_folder import check_folder, write_folder
+from emp_llm.checkpoint.output import check_folder, write_folder
 
 logger = logging.getLogger(__name__)
 RECORD_NAME, FIGURE_NAME = "image.json", "figure.png"

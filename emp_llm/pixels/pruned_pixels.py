@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.sums import sum_rows, sum_vector
+from emp_llm.selection.reference import sum_rows, sum_vector
 from emp_llm.selection.effective import effective_mask
 
 _ROWS = 1 << 12  # patches at a time: their sums stay in a core's cache

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from emp_llm.architecture.targets import Target
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import percent_cell
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Counts, Pruner
@@ -38,8 +38,8 @@ from emp_llm.selection.rule import (
     spread_counts,
     uniform_counts,
 )
-from emp_llm.storage.file_pool import FilePool
-from emp_llm.storage.json_files import INDEX_LIMIT
+from emp_llm.checkpoint.files import FilePool
+from emp_llm.checkpoint.files import INDEX_LIMIT
 
 logger = logging.getLogger(__name__)
 REPORT_LIMIT = 4 * INDEX_LIMIT  # mixtures have tens of thousands of matrices, each with an entry in the report
@@ -194,7 +194,7 @@ def effective_numbers(scores: Scores) -> list[GroupNumbers]:
     order, group = 2.0 if scores.recipe.order is None else scores.recipe.order, scores.recipe.group
     pruner, groups = Pruner(scores, Counts(group, KeepRule(beta=1.0, order=order))), []
     total = sum(target.matrix.numel for target in scores.targets)
-    with scores.checkpoint.open_files(again=True) as files, progress_bar(total, "effective numbers", "W") as bar:
+    with scores.checkpoint.open_files() as files, progress_bar(total, "effective numbers", "W") as bar:
         if group == "row":  # the kernels compute N_eff
             for target in scores.targets:
                 numbers = np.zeros((2, target.matrix.rows))
@@ -323,7 +323,7 @@ def _outlier_shares(scores: Scores) -> list[tuple[int, int]]:
     for target in targets:
         blocks.setdefault(_block_of(target), []).append(target)
     total = 2 * sum(target.matrix.numel for target in targets)
-    with scores.checkpoint.open_files(again=True) as files, progress_bar(total, "outliers", "W") as bar:
+    with scores.checkpoint.open_files() as files, progress_bar(total, "outliers", "W") as bar:
         outliers = {key: _outliers(scores, key, members, files, bar) for key, members in blocks.items()}
     scores.checkpoint.check_unchanged()
     sizes = {key: sum(target.matrix.numel for target in members) for key, members in blocks.items()}

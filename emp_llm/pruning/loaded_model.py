@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from emp_llm.architecture.model_layers import weight_of
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import as_tensor
+from emp_llm.checkpoint.matrices import as_tensor
 from emp_llm.execution.offload import is_offloaded
 from emp_llm.pruning.masks import CHUNK_WEIGHTS, Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes
@@ -62,7 +62,7 @@ def pruned(model: PreTrainedModel, pruner: Pruner) -> Iterator[Outcomes]:
 
 def _stored_rows(checkpoint: Checkpoint, targets: list[Target]) -> Iterator[tuple[Target, int, Tensor]]:
     """(target, first row, rows) of each chunk of the checkpoint's weights."""
-    with checkpoint.open_files(again=True) as files:
+    with checkpoint.open_files() as files:
         for target in targets:
             reader = files.reader(target.matrix.stored.shard)
             for first, last in target.matrix.row_blocks(CHUNK_WEIGHTS):

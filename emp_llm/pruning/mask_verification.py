@@ -4,16 +4,16 @@ import numpy as np
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import as_tensor
-from emp_llm.checkpoint.words import Words
-from emp_llm.common.progress_bars import progress_bar
-from emp_llm.common.wording import count_of
+from emp_llm.checkpoint.matrices import as_tensor
+from emp_llm.checkpoint.matrices import Words
+from emp_llm.common.progress import progress_bar
+from emp_llm.common.errors import count_of
 from emp_llm.options.recipe import SEARCHES, Recipe, parse_pattern
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
-from emp_llm.pruning.output.verification import Findings
+from emp_llm.pruning.verification import Findings
 from emp_llm.pruning.scores import Scores
-from emp_llm.storage.direct_io import FileReader
+from emp_llm.checkpoint.files import FileReader
 
 _CHUNK_WEIGHTS = 1 << 20
 
@@ -32,7 +32,7 @@ def check_masks(pruned: Checkpoint, scores: Scores, findings: Findings) -> None:
     pruner = Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True)
     by_matrix = counts_of(scores, group="matrix") if recipe.name == "sparsegpt" and recipe.pattern is None else None
     total = sum(target.matrix.numel for target in targets)
-    with scores.checkpoint.open_files(again=True) as files, progress_bar(total, "decide", "W") as bar:
+    with scores.checkpoint.open_files() as files, progress_bar(total, "decide", "W") as bar:
         selector = pruner.search(targets, files) if recipe.group == "all" else None
         for target in targets:
             if recipe.group == "matrix":

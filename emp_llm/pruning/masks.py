@@ -13,19 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emp_llm.architecture.targets import Target
-from emp_llm.checkpoint.matrix import as_tensor
-from emp_llm.checkpoint.words import Words
+from emp_llm.checkpoint.matrices import as_tensor
+from emp_llm.checkpoint.matrices import Words
 from emp_llm.common.errors import UserError
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.progress import progress_bar
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.pruning.scores import Scores, naming_rows
 from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics
 from emp_llm.selection.rows import prune_words, words_supported
 from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, RowFigures
-from emp_llm.storage.background_work import prefetch
-from emp_llm.storage.buffers import BufferPool
-from emp_llm.storage.direct_io import FileReader
-from emp_llm.storage.file_pool import FilePool
+from emp_llm.checkpoint.files import prefetch
+from emp_llm.checkpoint.files import FileReader
+from emp_llm.checkpoint.files import FilePool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 CHUNK_WEIGHTS = 1 << 21
 _SMALL = 1 << 24  # numpy prunes this many weights in the time that loading the compiled kernel takes
-ReadCallback = Callable[[FileReader, int, Words], None]
 
 
 @dataclass(frozen=True)
@@ -114,24 +112,16 @@ class Pruner:
         self.counts = counts
         self.targets = scores.targets
         self.checkpoint = scores.checkpoint
-        self.buffers = BufferPool()
         self._device, self._reference = device, reference or device != "cpu"
         self._chunk_weights = chunk_weights
         self._compiled = sum(target.matrix.numel for target in scores.targets) > _SMALL
 
-    def read(self, target: Target, files: FilePool, on_read: ReadCallback | None = None) -> Iterator[tuple[int, Words]]:
-        """(first row, bits) of each chunk of a target's rows, with the next ones read ahead.
-
-        Args:
-            on_read: called with the file, the first row and the bits of each chunk, in the reading thread.
-        """
+    def read(self, target: Target, files: FilePool) -> Iterator[tuple[int, Words]]:
+        """(first row, bits) of each chunk of a target's rows, with the next ones read ahead."""
         matrix, reader = target.matrix, files.reader(target.matrix.stored.shard)
 
         def job(first: int, last: int) -> tuple[int, Words]:
-            words = matrix.read(reader, first, last, self.buffers)
-            if on_read is not None:
-                on_read(reader, first, words)
-            return first, words
+            return first, matrix.read(reader, first, last)
 
         return prefetch(partial(job, first, last) for first, last in matrix.row_blocks(self._chunk_weights))
 
@@ -141,7 +131,6 @@ class Pruner:
             for first, words in self.read(target, files):
                 with naming_rows(target, first, words):
                     yield self._score(target, first, words)
-                self.buffers.give(words)
 
     def search(self, targets: Sequence[Target], files: FilePool) -> "GroupSelector | None":
         """The cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut.
@@ -160,29 +149,25 @@ class Pruner:
                 selector.search(scores)
         return selector
 
-    def pruned(
-        self, target: Target, files: FilePool, selector: "GroupSelector | None" = None, on_read: ReadCallback | None = None
-    ) -> Iterator[Chunk]:
-        """The chunks of a target after pruning. Their memory is reused when the next one is taken.
+    def pruned(self, target: Target, files: FilePool, selector: "GroupSelector | None" = None) -> Iterator[Chunk]:
+        """The chunks of a target after pruning.
 
         Args:
             selector: of the target's group, if a group is larger than a row.
-            on_read: as for `read`.
 
         Raises:
             UserError: the target holds NaN or infinity.
         """
-        for first, words in self.read(target, files, on_read):
+        for first, words in self.read(target, files):
             with naming_rows(target, first, words):
                 figures = self._prune(target, first, words, selector)
             yield Chunk(first, words, figures)
-            self.buffers.give(words)
 
     def decide(self, on_chunk: Callable[[Target, Chunk], None], moved: "MovedWeights | None" = None) -> Outcomes:
         """Prune all targets in memory; nothing is written.
 
         Args:
-            on_chunk: called with a target and each of its pruned chunks, in order. The memory of a chunk is reused afterwards.
+            on_chunk: called with a target and each of its pruned chunks, in order. 
             moved: rows whose kept weights moved, in place of the pruned ones.
 
         Raises:
@@ -190,7 +175,7 @@ class Pruner:
         """
         outcomes = []
         total = sum(target.matrix.numel for target in self.targets)
-        with self.checkpoint.open_files(again=True) as files, progress_bar(total, "decide", "W") as bar:
+        with self.checkpoint.open_files() as files, progress_bar(total, "decide", "W") as bar:
             selector = self.search(self.targets, files) if self.counts.group == "all" else None
             for target in self.targets:
                 if self.counts.group == "matrix":
@@ -218,7 +203,7 @@ class Pruner:
             import torch
 
             mask = torch.empty((target.matrix.rows, target.matrix.columns), dtype=torch.bool)
-            with self.checkpoint.open_files(again=True) as files:
+            with self.checkpoint.open_files() as files:
                 if self.counts.group == "all":
                     everything.extend([] if everything else [self.search(self.targets, files)])
                     selector = everything[0]
@@ -324,7 +309,6 @@ def measure_targets(pruners: Sequence[Pruner]) -> list[Outcomes]:
                     with naming_rows(target, first, words):
                         rows.put(first, pruner._prune(target, first, words.copy(), None))
                 bar.update(words.size)
-                reader.buffers.give(words)
             for rows, pruner, found in zip(statistics, pruners, outcomes, strict=True):
                 found.append(pruner.outcome(target, rows, None))
     reader.checkpoint.check_unchanged()

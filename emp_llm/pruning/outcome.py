@@ -11,15 +11,14 @@ import numpy as np
 
 from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.words import mask_bytes, packed_bytes, word_bytes, words_in
-from emp_llm.common.file_names import REPORT_NAME
-from emp_llm.common.provenance import command_line, versions
-from emp_llm.common.wording import shortened_list
+from emp_llm.checkpoint.matrices import mask_bytes, packed_bytes, word_bytes, words_in
+from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.machine import command_line, versions
+from emp_llm.common.errors import shortened_list
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, SizesRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource
 from emp_llm.selection.rule import RowFigures, mass_bound
-from emp_llm.storage.buffers import Block
 
 if TYPE_CHECKING:
     from emp_llm.pruning.masks import Pruner
@@ -43,11 +42,11 @@ class Outcome:
     """
 
     target: Target
-    kept: Block
-    kept_mass: Block
-    mass: Block
-    n_eff: Block | None
-    s_eff: Block | None
+    kept: NDArray[Any]
+    kept_mass: NDArray[Any]
+    mass: NDArray[Any]
+    n_eff: NDArray[Any] | None
+    s_eff: NDArray[Any] | None
     zeros: int
 
 
@@ -62,12 +61,17 @@ class RowStatistics:
     """The figures of one target's rows, filled in chunk by chunk.
 
     Attributes:
-        columns: float64, shape (rows,), by the names of `RowFigures`.
+        table: float64, shape (fields of `RowFigures`, rows).
     """
 
     def __init__(self, rows: int) -> None:
         # Allocated at once: small arrays allocated between large chunks would keep the heap from shrinking.
-        self.columns: dict[str, Block] = {name: np.zeros(rows) for name in RowFigures._fields}
+        self.table = np.zeros((len(RowFigures._fields), rows))
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The figures by name; views."""
+        return dict(zip(RowFigures._fields, self.table, strict=True))
 
     def put(self, first: int, figures: RowFigures) -> None:
         """Store the figures of a chunk of rows; figures that are None stay zero."""
@@ -75,7 +79,7 @@ class RowStatistics:
             if values is not None:
                 self.columns[name][first : first + len(values)] = values
 
-    def outcome(self, target: Target, n_eff: Block | None, s_eff: Block | None) -> Outcome:
+    def outcome(self, target: Target, n_eff: NDArray[Any] | None, s_eff: NDArray[Any] | None) -> Outcome:
         """The target's outcome, when all chunks are stored."""
         columns = self.columns
         zeros, kept = int(columns["zeros"].sum()), columns["kept"].astype(np.int64)
@@ -246,7 +250,7 @@ def _matrix_record(outcome: Outcome, bounded: bool) -> MatrixRecord:
     return record
 
 
-def quartiles(values: Block) -> Quartiles:
+def quartiles(values: NDArray[Any]) -> Quartiles:
     """Minimum, lower quartile, median, upper quartile and maximum."""
     least, q1, median, q3, most = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
     return Quartiles(min=least, q1=q1, median=median, q3=q3, max=most)

@@ -11,15 +11,15 @@ from blake3 import blake3
 
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix, as_tensor, dequantised_rows, torch_dtype
-from emp_llm.checkpoint.safetensors_header import StoredTensor, read_header
-from emp_llm.checkpoint.words import Words
+from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, as_tensor, dequantised_rows, torch_dtype
+from emp_llm.checkpoint.headers import StoredTensor, read_header
+from emp_llm.checkpoint.matrices import Words
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Recipe
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.storage.buffers import Block, tensor_bytes
-from emp_llm.storage.hashing import file_hash
+from emp_llm.checkpoint.files import tensor_bytes
+from emp_llm.checkpoint.files import file_hash
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,11 @@ class Scores:
         """The criterion that scores a target."""
         return MAGNITUDE if target.name in self.by_magnitude else self.criterion
 
-    def factors_of(self, target: Target) -> Block | None:
+    def factors_of(self, target: Target) -> NDArray[Any] | None:
         """The norms by which magnitudes are multiplied, float32, shape (columns,); None for magnitude alone."""
         if not self.criterion_of(target).needs_norms:
             return None
-        found: Block = np.ascontiguousarray(self.norms[target.name].norms.detach().cpu().float().numpy())
+        found: NDArray[Any] = np.ascontiguousarray(self.norms[target.name].norms.detach().cpu().float().numpy())
         return found
 
     def of(self, target: Target, first: int, weights: "Tensor") -> "Tensor":
@@ -176,7 +176,7 @@ class Scores:
         import torch
 
         matrix = target.matrix
-        with self.checkpoint.open_files(again=True) as files, torch.no_grad():
+        with self.checkpoint.open_files() as files, torch.no_grad():
             words = matrix.read(files.reader(matrix.stored.shard), 0, matrix.rows)
             weight = dequantised_rows(matrix, 0, as_tensor(words, matrix.stored.dtype))
             try:
@@ -245,7 +245,7 @@ class GivenScores:
         """The scores of rows first to last - 1 of a target, on the CPU; UserError if they are complex numbers."""
         tensor, matrix = self._tensors[self._name(target)], target.matrix
         if isinstance(tensor, StoredTensor):
-            from emp_llm.storage.direct_io import FileReader
+            from emp_llm.checkpoint.files import FileReader
 
             with FileReader(tensor.shard) as file:
                 words = Matrix(tensor, matrix.transposed, matrix.expert).read(file, first, last)

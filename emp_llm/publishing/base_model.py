@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants
 from huggingface_hub.repocard import metadata_load
 
-from emp_llm.common.file_names import CARD_NAME
+from emp_llm.common.paths import CARD_NAME
 from emp_llm.hub.retries import HUB_ERRORS
 from emp_llm.publishing.public import cached_repository
 from emp_llm.records.source import ModelSource

@@ -10,18 +10,18 @@ import msgspec
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.identity import identity_of
+from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.samples import sha256_of_samples
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.file_names import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
 from emp_llm.evaluation.results_file import read_results
 from emp_llm.hub.destination import Destination
 from emp_llm.hub.pushed import Pushed
 from emp_llm.hub.upload import upload
-from emp_llm.pruning.output.manifest import read_manifest
-from emp_llm.pruning.output.verification import Findings, check_files
-from emp_llm.pruning.recipe import read_report
+from emp_llm.pruning.writing import read_manifest
+from emp_llm.pruning.verification import Findings, check_files
+from emp_llm.pruning.counts import read_report
 from emp_llm.publishing.base_model import find_origin
 from emp_llm.publishing.card import Card, by_suite, is_ours
 from emp_llm.publishing.public import local_folder, public
@@ -30,8 +30,8 @@ from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.speed_tables import split_benches
-from emp_llm.storage.atomic import write_text
-from emp_llm.storage.hashing import file_hash
+from emp_llm.checkpoint.files import write_text
+from emp_llm.checkpoint.files import file_hash
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.wording import quotable
-from emp_llm.storage.atomic import write_bytes
-from emp_llm.storage.json_files import JSON_LIMIT, read_json
+from emp_llm.common.errors import quotable
+from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.files import JSON_LIMIT, read_json
 
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 R = TypeVar("R", bound="FileRecord")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.records.base import Part
 from emp_llm.records.source import TextRecord
 

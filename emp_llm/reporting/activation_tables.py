@@ -5,13 +5,13 @@ from pathlib import Path, PurePath
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, percent_cell
-from emp_llm.common.wording import printable
+from emp_llm.common.errors import printable
 from emp_llm.evaluation.measured_values import formatted, values_of
 from emp_llm.gating.kept_table import kept_rows, mean_kept
-from emp_llm.pruning.recipe import REPORT_LIMIT
+from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.results import Results
-from emp_llm.storage.json_files import read_json
+from emp_llm.checkpoint.files import read_json
 
 ACTIVATION_NOTE = (
     "Each token keeps β x N_eff of the hidden features of its MLP, by Algorithm 1 on their magnitudes. No weight changes. "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emp_llm.common.tables import Rows
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results

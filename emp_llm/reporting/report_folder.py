@@ -8,7 +8,7 @@ import msgspec
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, csv_table, table
-from emp_llm.common.wording import count_of, printable
+from emp_llm.common.errors import count_of, printable
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.records.bench import Bench
@@ -24,7 +24,7 @@ from emp_llm.reporting.page_tables import change_rows, difference_rows, matrix_r
 from emp_llm.reporting.speed_tables import speed_figures, split_benches
 from emp_llm.reporting.studies.reading import read_points
 from emp_llm.reporting.studies.study import Study, studies
-from emp_llm.storage.output.atomic_folder import check_folder, write_folder
+from emp_llm.checkpoint.output import check_folder, write_folder
 
 _SUMMARY = "report.json"
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.evaluation.changes import shown_change
 from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.evaluated_model import models_of_report

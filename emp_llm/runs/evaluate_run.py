@@ -6,8 +6,8 @@ from pathlib import Path
 
 from emp_llm.calibration.texts import text_rows
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import free_memory
-from emp_llm.common.wording import count_of
+from emp_llm.common.machine import free_memory
+from emp_llm.common.errors import count_of
 from emp_llm.evaluation.comparison import check_format, compare
 from emp_llm.evaluation.earlier_results import results_to_compare
 from emp_llm.evaluation.evaluated_model import model_of_results

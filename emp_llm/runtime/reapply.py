@@ -15,16 +15,16 @@ from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.model_layers import weight_of
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.safetensors_header import StoredTensor
-from emp_llm.checkpoint.words import read_words, words_in
+from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.matrices import read_words, words_in
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import PACK_NAME, REPORT_NAME
-from emp_llm.pruning.recipe import read_report
+from emp_llm.common.paths import PACK_NAME, REPORT_NAME
+from emp_llm.pruning.counts import read_report
 from emp_llm.records.source import RecipeRecord
 from emp_llm.runtime.bits import Bytes, booleans, mask_of
 from emp_llm.runtime.masks import Masks, check_merged, check_whole, rows_in
 from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout
-from emp_llm.storage.direct_io import FileReader
+from emp_llm.checkpoint.files import FileReader
 
 Source = Path | str | Mapping[str, Tensor]
 

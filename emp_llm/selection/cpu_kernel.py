@@ -22,6 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from emp_llm.common.compiled import compiler_of
+from emp_llm.common.machine import available_cores
 from emp_llm.selection import rule as constants
 from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures
 
@@ -657,7 +658,7 @@ def _threads() -> int:
     requested = os.environ.get("OMP_NUM_THREADS", "")
     if requested.isdigit() and int(requested):
         return int(requested)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    return available_cores()
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emp_llm.common.errors import UserError
-from emp_llm.selection.arithmetic.sums import sum_rows
+from emp_llm.selection.reference import sum_rows
 from emp_llm.structured.tracing import beside_model, call_model, with_gradients
 from emp_llm.structured.unit_groups import unit_count, unit_layers
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from emp_llm.common.errors import UserError
-from emp_llm.selection.arithmetic.definitions import NonFiniteError
-from emp_llm.selection.bounds import mass_bound
+from emp_llm.selection.rule import NonFiniteError
+from emp_llm.selection.rule import mass_bound
 from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
-from emp_llm.selection.row_selection import Selection, select_rows
+from emp_llm.selection.reference import Selection, select_rows
 
 UnitScope = Literal["layer", "all"]
 

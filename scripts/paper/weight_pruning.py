@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
-from emp_llm.selection.row_selection import select_rows
+from emp_llm.selection.reference import select_rows
 from emp_llm.structured import gradient_scores
 
 Scores = dict[str, Tensor]

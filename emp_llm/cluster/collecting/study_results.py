@@ -6,14 +6,14 @@ from pathlib import Path
 from emp_llm.cluster.collecting.study_status import StudyStatus
 from emp_llm.cluster.plan_file import Job
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME, SWEEP_NAME
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results, models_of_report
-from emp_llm.pruning.recipe import REPORT_LIMIT
+from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.sweep import Sweep
-from emp_llm.storage.json_files import INDEX_LIMIT
+from emp_llm.checkpoint.files import INDEX_LIMIT
 
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job
 

@@ -16,7 +16,8 @@ from emp_llm.cluster.planning.workload import Work
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import PruneOptions
-from emp_llm.runs.sweeping.sweep_points import SweepPoint, parse_words, plan_points
+from emp_llm.sweep import SweepPoint, plan_points
+from emp_llm.options.lists import parse_words
 
 ParseWords = Callable[[JobKind, list[str]], Any]
 

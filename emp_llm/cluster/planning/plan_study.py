@@ -9,7 +9,7 @@ from emp_llm.cluster.planning.needs import assumptions
 from emp_llm.cluster.planning.study_table import planned
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import table
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.options.jobs.planning import PlanOptions
 
 

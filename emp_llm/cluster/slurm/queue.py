@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emp_llm.cluster.slurm.script import EXPORTED
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import printable
+from emp_llm.common.errors import printable
 
 _PATIENCE = 300  # seconds for an answer
 _ANSWER = re.compile(r"(\d+)(;\S+)?\s*")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from emp_llm.cluster.slurm.arrays import JobArray
 from emp_llm.cluster.slurm.site import Site
-from emp_llm.common.data_folders import data_folder
+from emp_llm.common.paths import data_folder
 
 FOLDER_NAME = "slurm"  # in the study
 # Variables of the login node that tasks get. No other goes to Slurm, because any might hold a secret.

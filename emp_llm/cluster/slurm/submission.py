@@ -16,12 +16,12 @@ from emp_llm.cluster.slurm.queue import check_sbatch, sbatch_words, submit_scrip
 from emp_llm.cluster.slurm.script import FOLDER_NAME, list_text, script_text
 from emp_llm.cluster.slurm.site import Site, read_site
 from emp_llm.common.errors import UserError
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.options.jobs.submitting import SubmitOptions
-from emp_llm.storage.atomic import write_text
-from emp_llm.storage.output.lock import FileLock
+from emp_llm.checkpoint.files import write_text
+from emp_llm.checkpoint.locks import FileLock
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from emp_llm.common.wording import printable
+from emp_llm.common.errors import printable
 from emp_llm.reporting.figures.sparsity import sparsity_figures
 from emp_llm.reporting.figures.style import (
     COLOURS,

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.wording import printable
+from emp_llm.common.errors import printable
 
 WIDTH = 8.0  # inches
 _DPI = 150

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.wording import printable
+from emp_llm.common.errors import printable
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.evaluation.measured_values import values_of
 from emp_llm.options.recipe import MatchBy

@@ -7,12 +7,12 @@ from pathlib import Path, PurePath
 from typing import Any, get_args
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME, SWEEP_NAME
-from emp_llm.common.wording import printable
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
+from emp_llm.common.errors import printable
 from emp_llm.evaluation.evaluated_model import model_of_results, models_of_report
 from emp_llm.options.recipe import MatchBy
 from emp_llm.pruning.outcome import ALL_KEPT
-from emp_llm.pruning.recipe import REPORT_LIMIT
+from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import FileRecord, record_of, version_of
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
@@ -29,7 +29,7 @@ from emp_llm.reporting.studies.point_parts import (
     suite_result_of,
     whole_group_of,
 )
-from emp_llm.storage.json_files import read_json
+from emp_llm.checkpoint.files import read_json
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
 

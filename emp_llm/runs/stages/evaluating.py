@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import REPORT_NAME
+from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
-from emp_llm.common.timing import Stopwatch
-from emp_llm.common.wording import count_of
+from emp_llm.common.machine import Stopwatch
+from emp_llm.common.errors import count_of
 from emp_llm.evaluation.earlier_results import dense_measures
 from emp_llm.evaluation.evaluator import Evaluator, is_complete
 from emp_llm.evaluation.results_file import ResultsFile, new_results
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.options.commands import PruneOptions
-from emp_llm.pruning.output.manifest import EVALUATION_FOLDER
+from emp_llm.pruning.writing import EVALUATION_FOLDER
 from emp_llm.records.evaluation import EvaluationRecord, Measures, SuiteRecord
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.runs.stages.stage import Stage, stage_records
-from emp_llm.storage.atomic import write_json
-from emp_llm.storage.json_files import read_json
-from emp_llm.storage.output.lock import FileLock
+from emp_llm.checkpoint.files import write_json
+from emp_llm.checkpoint.files import read_json
+from emp_llm.checkpoint.locks import FileLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

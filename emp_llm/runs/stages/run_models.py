@@ -4,8 +4,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emp_llm.common.memory import free_memory
-from emp_llm.common.timing import Stopwatch
+from emp_llm.common.machine import free_memory
+from emp_llm.common.machine import Stopwatch
 from emp_llm.options.model import LoadingOptions
 
 if TYPE_CHECKING:

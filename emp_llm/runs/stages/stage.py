@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from emp_llm.common.progress_bars import progress_of
-from emp_llm.common.timing import Stopwatch, memory_words
+from emp_llm.common.progress import progress_of
+from emp_llm.common.machine import Stopwatch, memory_words
 from emp_llm.records.source import StageRecord
 
 logger = logging.getLogger(__name__)

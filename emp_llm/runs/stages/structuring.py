@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import TAYLOR_NAME
+from emp_llm.common.paths import TAYLOR_NAME
 from emp_llm.common.ranks import ranks
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import count_of
 from emp_llm.options.commands import PruneOptions
-from emp_llm.pruning.recipe import budget_of, read_report
+from emp_llm.pruning.recipe import budget_of
+from emp_llm.pruning.counts import read_report
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.selection.budgets import Budget, TotalBudget
-from emp_llm.storage.output.output_folder import OutputFolder
+from emp_llm.checkpoint.output import OutputFolder
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ class TaylorStage:
     def run(self) -> None:
         from safetensors.torch import save
 
-        from emp_llm.storage.atomic import write_bytes
+        from emp_llm.checkpoint.files import write_bytes
 
         model = self._models.dense()
         with self._models.stopwatch(self.name):
@@ -95,7 +96,7 @@ def taylor_sums(model: Any, plan: "UnitPlan", tokens: "torch.Tensor", options: P
     """
     import torch
 
-    from emp_llm.calibration.whole_pass import own_batches
+    from emp_llm.calibration.passes import own_batches
     from emp_llm.execution.blockwise import BlockwiseModel
     from emp_llm.structured.language.gradients import input_gradients
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.memory import enough_memory
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.machine import enough_memory
+from emp_llm.common.progress import progress_bar
 from emp_llm.execution.blockwise import BlockwiseModel, Walk
 from emp_llm.execution.hidden_states import HiddenStates, choose_place
 from emp_llm.execution.offload import BlockLoader, execution_device

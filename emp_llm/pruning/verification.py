@@ -13,15 +13,15 @@ import numpy as np
 from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.identity import identity_of
-from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.checkpoint.samples import sha256_of_samples
 from emp_llm.common.errors import UserError
-from emp_llm.common.file_names import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
-from emp_llm.common.progress_bars import progress_bar
+from emp_llm.common.paths import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
+from emp_llm.common.progress import progress_bar
 from emp_llm.records.manifest import FileEntry, Manifest
-from emp_llm.storage.direct_io import read_exactly
-from emp_llm.storage.hashing import file_hash
+from emp_llm.checkpoint.files import read_exactly
+from emp_llm.checkpoint.files import file_hash
 
 _CHUNK = 1 << 24
 

@@ -1,4 +1,4 @@
-"""A lock on a file, for one run at a time. The system releases it when the process ends, even if it is killed."""
+"""Locks on files, for one run at a time. The system releases a lock when its process ends, even if it is killed."""
 
 import errno
 import fcntl
@@ -7,14 +7,40 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, reason
 
 logger = logging.getLogger(__name__)
 _TICK = 0.05  # seconds between two tries
+
+
+@contextmanager
+def locked(path: Path, subject: str | None = None) -> Iterator[None]:
+    """Hold the lock of an output file, `.NAME.lock` beside it, in this context. The folder is created if missing.
+
+    Args:
+        path: the output.
+        subject: the output in errors; default: `--output PATH`.
+
+    Raises:
+        UserError: another run holds the lock, or the folder cannot be written.
+    """
+    path, subject = Path(os.path.abspath(path)), subject or f"--output {path}"
+    lock = FileLock(path.with_name(f".{path.name}.lock"), subject)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"{subject}: cannot be written there ({reason(error)}).") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            lock.release()
 
 
 class FileLock:
@@ -57,7 +83,7 @@ class FileLock:
                 logger.warning(
                     "warning: %s: this file system has no locks; make sure that no other run uses this output.", self.path
                 )
-            if _same(file, self.path):
+            if same_file(file, self.path):
                 self._file = file
             else:  # the previous holder has just deleted the file
                 os.close(file)
@@ -75,7 +101,7 @@ class FileLock:
     def release(self) -> None:
         """Delete the file and release the lock."""
         if self._file is not None:
-            if _same(self._file, self.path):
+            if same_file(self._file, self.path):
                 self.path.unlink()
             os.close(self._file)
             self._file = None
@@ -96,7 +122,8 @@ def holder_of(path: Path) -> str | None:
     return None
 
 
-def _same(file: int, path: Path) -> bool:
+def same_file(file: int, path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:

@@ -1,5 +1,7 @@
-"""Names of files in model folders and output folders."""
+"""Names of files in model folders and output folders, and the folders for cached results and for data that users edit."""
 
+import os
+from importlib import resources
 from pathlib import Path
 
 SINGLE_NAME = "model.safetensors"
@@ -15,3 +17,16 @@ STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept heads and ne
 TAYLOR_NAME = Path(EXTRAS) / "taylor.safetensors"  # sums of |gradient x activation|, from which heads and neurons are scored
 # Other formats of weights. A copy of such a file would add the dense model to a pruned one.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")
+
+
+def cache_folder() -> Path:
+    """$EMP_LLM_CACHE, else emp_llm in $XDG_CACHE_HOME or ~/.cache. The folder may not exist yet."""
+    root = os.environ.get("EMP_LLM_CACHE")
+    return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emp_llm"
+
+
+def data_folder(name: str) -> Path:
+    """The path of `calibration/`, `eval/` or `slurm/` (of `scripts/`). The wheel holds them in `emp_llm/data`."""
+    packaged = Path(str(resources.files("emp_llm"))) / "data" / name
+    checkout = Path(__file__).parents[2]
+    return packaged if packaged.is_dir() else checkout / "scripts" / name if name == "slurm" else checkout / name

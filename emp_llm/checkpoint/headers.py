@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.wording import quotable
-from emp_llm.storage.json_files import parse_json, unique_keys
+from emp_llm.common.errors import quotable
+from emp_llm.checkpoint.files import parse_json, unique_keys
 
 HEADER_LIMIT = 100_000_000  # the limit in safetensors
 _DIMENSIONS = 32

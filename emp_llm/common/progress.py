@@ -1,48 +1,82 @@
-"""Progress of long work: a bar on a terminal; elsewhere, a line in the log every 30 seconds. Only the first rank shows it."""
+"""What a command tells while it works: nothing, as usual, or more; and the progress of long work, of the first rank only.
+
+Progress is a bar on a terminal; elsewhere, a line in the log every 30 seconds.
+"""
 
 import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from emp_llm.common.loudness import is_quiet
+from emp_llm.common.errors import format_bytes
+from emp_llm.common.machine import available_cores, available_memory, memory_words
 from emp_llm.common.ranks import ranks
 
 logger = logging.getLogger(__name__)
 _SECONDS = 30.0  # between two lines
 
 
-class Bar(Protocol):
-    """The part of a tqdm bar's interface that the package uses."""
+class _Shown:
+    """The current settings: whether progress is hidden, and the stage whose progress is shown."""
 
-    def update(self, n: float = 1) -> Any: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> Any: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    quiet = False
+    stage = ""
 
 
-class _Silent:
-    """A bar that shows nothing."""
+def is_quiet() -> bool:
+    """Whether progress is hidden."""
+    return _Shown.quiet
 
-    def update(self, n: float = 1) -> None:
+
+@contextmanager
+def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
+    """Inside this context, emp-llm logs more or less than usual; if neither is asked for, nothing changes.
+
+    Args:
+        name: of the command, for the log.
+        verbose: log at level DEBUG, on the first rank.
+        quiet: log warnings only, and show no progress.
+    """
+    package = logging.getLogger("emp_llm")
+    level, was_quiet = package.level, _Shown.quiet
+    if quiet:
+        package.setLevel(logging.WARNING)
+        _Shown.quiet = True
+    if verbose and ranks().main:
+        package.setLevel(logging.DEBUG)
+    start = time.perf_counter()
+    try:
+        if verbose:
+            memory = available_memory()
+            left = "" if memory is None else f", {format_bytes(memory)} of memory available"
+            logger.debug("emp-llm %s: %s CPU cores%s.", name, available_cores(), left)
+        yield
+        if verbose:
+            logger.debug("emp-llm %s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
+    finally:
+        package.setLevel(level)
+        _Shown.quiet = was_quiet
+
+
+class Bar:
+    """Progress that nobody sees; and what the package uses of tqdm's bars."""
+
+    def update(self, n: float = 1) -> Any:
         pass
 
     def close(self) -> None:
         pass
 
-    def __enter__(self) -> "_Silent":
+    def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any = None, *_: object) -> None:
         pass
 
 
-class _Lines(_Silent):
+class _Lines(Bar):
     """A bar that logs a line from time to time: the share that is done, the rate since the last line, the remaining time."""
 
     def __init__(self, total: float, title: str, unit: str) -> None:
@@ -50,7 +84,7 @@ class _Lines(_Silent):
         self._done = self._last_done = 0.0
         self._start = self._last_time = time.monotonic()
 
-    def __exit__(self, kind: object = None, *_: object) -> None:
+    def __exit__(self, kind: Any = None, *_: object) -> None:
         if kind is None:
             from tqdm import tqdm
 
@@ -80,20 +114,14 @@ class _Lines(_Silent):
         self._last_time, self._last_done = now, self._done
 
 
-class _Stage:
-    """The stage whose progress is shown."""
-
-    name = ""
-
-
 @contextmanager
 def progress_of(stage: str) -> Iterator[None]:
     """Put the name of a stage in front of the titles of all progress in this context."""
-    before, _Stage.name = _Stage.name, stage
+    before, _Shown.stage = _Shown.stage, stage
     try:
         yield
     finally:
-        _Stage.name = before
+        _Shown.stage = before
 
 
 def shows_bars() -> bool:
@@ -112,11 +140,11 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
         leave: the finished bar stays on the terminal.
     """
     if not ranks().main or is_quiet():
-        return _Silent()
-    title = title if _Stage.name in ("", title) else f"{_Stage.name}: {title}"
+        return Bar()
+    title = title if _Shown.stage in ("", title) else f"{_Shown.stage}: {title}"
     if not sys.stderr.isatty():
         return _Lines(total, title, unit)
     from tqdm import tqdm
 
-    bar: Bar = tqdm(total=total, desc=title, unit=unit, unit_scale=True, leave=leave)
-    return bar
+    bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=True, leave=leave)
+    return bar  # type: ignore[no-any-return]

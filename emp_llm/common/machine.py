@@ -1,19 +1,41 @@
-"""Available memory, and an out-of-memory error that names the options to lower."""
+"""The machine and the process: cores, memory with errors that name the options to lower, time of stages, versions, command."""
 
+import contextlib
 import gc
+import logging
 import os
+import platform
+import resource
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emp_llm.common.errors import UserError
-from emp_llm.common.wording import count_of
+from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.progress import progress_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
+_PACKAGES = ("emp-llm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "lm-eval")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+# getrusage counts in kB on Linux, in bytes on macOS.
+_RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def available_cores() -> int:
+    """The number of CPU cores that this process may use: those of its affinity where the system has one, else all."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class OutOfMemory(UserError):
@@ -117,3 +139,96 @@ def enough_for_weights(name: str, device: "torch.device") -> Iterator[None]:
             f"{name}: out of memory on {device}; the weights do not fit. Keep fewer there (--device-map disk, or a JSON map), "
             "or use --dtype bfloat16."
         ) from error
+
+
+class Stopwatch:
+    """Times stages: `with stopwatch("prune"): ...`. `record` holds the seconds and peak bytes of each stage."""
+
+    def __init__(self) -> None:
+        self.record: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with suppress(OSError):
+            _CLEAR_REFS.write_text("5")  # resets the peak of resident memory, if Linux allows it
+        for device in range(_gpus()):
+            sys.modules["torch"].cuda.reset_peak_memory_stats(device)
+        start = time.perf_counter()
+        yield
+        entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3), "peak_bytes": peak_memory()}
+        if _gpus():
+            cuda: Any = sys.modules["torch"].cuda
+            entry["peak_cuda_bytes"] = max(cuda.max_memory_allocated(device) for device in range(_gpus()))
+        self.record[name] = entry
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """A stage of a run: its name in the progress, and a line with its time and memory for --verbose."""
+    start = time.perf_counter()
+    logger.debug("%s: begins.", name)
+    with progress_of(name):
+        yield
+    logger.debug("%s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
+
+
+def peak_memory() -> int:
+    """Peak resident memory of this process in bytes: since the last reset on Linux, since its start elsewhere."""
+    with suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT
+
+
+def memory_words() -> str:
+    """The peak memory of this process as text, and that of its GPUs."""
+    words = f"peak memory {format_bytes(peak_memory())}"
+    if _gpus():
+        cuda: Any = sys.modules["torch"].cuda
+        words += f", on the GPU {format_bytes(max(cuda.max_memory_allocated(device) for device in range(_gpus())))}"
+    return words
+
+
+def _gpus() -> int:
+    """Number of GPUs that this process may have used; 0 before torch is imported."""
+    torch: Any = sys.modules.get("torch")
+    return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_available() else 0
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that can change a result."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
+    installed = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return installed
+
+
+def command_line() -> str:
+    """The running command, quoted for a shell."""
+    program = Path(sys.argv[0])
+    if program.parent.name == "emp_llm" and program.suffix == ".py":
+        start = ["emp-llm"] if program.stem == "__main__" else ["emp-llm", program.stem]
+    else:
+        start = [program.name]
+    return shlex.join(start + sys.argv[1:])
+
+
+def processor_name() -> str:
+    """The name of the CPU."""
+    return cpu_fields().get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_fields() -> dict[str, str]:
+    """The description of the last core in /proc/cpuinfo; empty without this file."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key.strip(): " ".join(value.split()) for key, value in pairs}

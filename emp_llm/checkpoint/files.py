@@ -1,0 +1,310 @@
+"""Files: reads and writes at any position, atomic writes, hashes, JSON from untrusted files, and disk errors as sentences."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from blake3 import blake3
+
+from emp_llm.checkpoint.locks import same_file
+from emp_llm.common.errors import ReadError, UserError, quotable, reason
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+T = TypeVar("T")
+PIECE = 1 << 22  # bytes copied or hashed at a time
+JSON_LIMIT = 1 << 24
+INDEX_LIMIT = 1 << 26  # the largest published index has 9 MB
+_AHEAD = 3  # results that wait for their use; bounds their memory
+_OPEN = 64
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors of disks, networks and permissions. Other system errors are defects of the program.
+_FAULTS = {
+    *_FULL,
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.ESTALE),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET, errno.ENOLCK),
+}
+
+
+class FileReader:
+    """A file to read at any position. Use it as a context.
+
+    Args:
+        path: the file.
+        digest: hashes the bytes that are read.
+
+    Raises:
+        ReadError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, digest: "RunningHash | None" = None) -> None:
+        self.path, self._digest = path, digest
+        with reading(path):
+            self.file = os.open(path, os.O_RDONLY)
+
+    def read(self, raw: memoryview, offset: int) -> None:
+        """Fill `raw` from a position.
+
+        Raises:
+            UserError: the file is too short.
+            ReadError: the file cannot be read.
+        """
+        read_exactly(self.file, raw, offset, self.path)
+        if self._digest is not None:
+            self._digest.add(offset, raw)
+
+    def close(self) -> None:
+        os.close(self.file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FilePool:
+    """Files to read by path. Each is opened at its first use; the context closes them.
+
+    Args:
+        digests: hashes of files by path, taken while they are read.
+    """
+
+    def __init__(self, digests: "dict[Path, RunningHash] | None" = None) -> None:
+        self._digests = digests or {}
+        self._readers: dict[Path, FileReader] = {}  # most recently used last
+
+    def reader(self, path: Path) -> FileReader:
+        """An open file, for the next piece of work; only a few are open at a time."""
+        self._readers[path] = self._readers.pop(path, None) or FileReader(path, self._digests.get(path))
+        if len(self._readers) > _OPEN:
+            self._readers.pop(next(iter(self._readers))).close()
+        return self._readers[path]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+class RunningHash:
+    """The hash of a file, taken from bytes in memory as long as they come in order; the others are read at the end.
+
+    Args:
+        path: the file.
+        kind: "blake3", or "sha256".
+    """
+
+    def __init__(self, path: Path, kind: str = "blake3") -> None:
+        self._path, self._end = path, 0
+        self._digest: Any = blake3() if kind == "blake3" else hashlib.sha256()
+
+    def add(self, offset: int, raw: memoryview) -> None:
+        """Bytes of the file from `offset` on."""
+        if offset == self._end:
+            self._digest.update(raw)
+            self._end += len(raw)
+
+    def finish(self) -> str:
+        """The hash of the file in hexadecimal; ReadError if the rest cannot be read."""
+        size = self._path.stat().st_size
+        if self._end < size:
+            buffer = memoryview(bytearray(PIECE))
+            with FileReader(self._path) as file:
+                while self._end < size:
+                    piece = buffer[: min(PIECE, size - self._end)]
+                    file.read(piece, self._end)
+                    self.add(self._end, piece)
+        return str(self._digest.hexdigest())
+
+
+def file_hash(path: Path, kind: str = "blake3") -> str:
+    """The hash of a file in hexadecimal: "blake3", or "sha256" for the Hub."""
+    return RunningHash(path, kind).finish()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a system error into a ReadError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ReadError(f"{path}: it cannot be read ({reason(error)}). Run the command again when it is readable.") from error
+
+
+def read_exactly(file: int, raw: memoryview, offset: int, path: Path) -> None:
+    """Fill all of `raw` from a position; `path` names the file in the error."""
+    while raw:
+        with reading(path):
+            got = os.preadv(file, [raw], offset)
+        if got == 0:
+            end = offset + len(raw)
+            raise UserError(f"{path}: it ends before byte {end}; it changed while it was read. Run the command again.")
+        raw, offset = raw[got:], offset + got
+
+
+def write_exactly(file: int, raw: memoryview, offset: int) -> None:
+    """Write all of `raw` at a position."""
+    while raw:
+        written = os.pwrite(file, raw, offset)
+        raw, offset = raw[written:], offset + written
+
+
+def prefetch(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:
+    """The results of jobs, in order. Threads run the next few jobs while the caller uses a result."""
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="emp-llm-read") as thread:
+        try:
+            for job in jobs:
+                waiting.append(thread.submit(job))
+                if len(waiting) >= _AHEAD + threads - 1:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+def bytes_of(array: "NDArray[Any]") -> memoryview:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view("u1").data
+
+
+def tensor_bytes(tensor: "Tensor") -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype."""
+    import torch
+
+    return bytes_of(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file's content in one step, even if the machine crashes. It is on disk on return; its folder is created.
+
+    The temporary file is named `.NAME.partial` and locked; another writer of the same file waits for it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    file = -1
+    while file < 0 or not same_file(file, partial):  # the writer before has renamed it
+        if file >= 0:
+            os.close(file)
+        file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+    with open(file, "wb") as stream:
+        try:
+            os.ftruncate(file, 0)
+            stream.write(content)
+            stream.flush()
+            os.fsync(file)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    sync_path(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_bytes` of text in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_bytes` of JSON."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file's content, or a folder's list of names, to disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync_path` of a folder and everything in it."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)
+
+
+def read_json(path: Path, unique: bool = False, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Args:
+        unique: refuse objects that hold a key twice.
+        limit: largest size of the file in bytes.
+
+    Raises:
+        UserError: the file is not a JSON object, is too large, or is nested too deeply.
+    """
+    try:
+        with path.open("rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > limit:
+                raise ValueError(f"it has {size:,} bytes, and {limit:,} are allowed")
+            value = parse_json(file.read(size), **{"object_pairs_hook": unique_keys} if unique else {})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({reason(error)}). Download it again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object.")
+    return value
+
+
+def parse_json(raw: bytes, **hooks: Any) -> Any:
+    """JSON from bytes, with hooks of `json.loads`; ValueError if it is nested too deeply or is not Unicode text."""
+    try:
+        value = json.loads(raw.decode("utf-8"), **hooks)
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails on half a surrogate pair, which is not text
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half a surrogate pair") from error
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for `parse_json`: ValueError for an object that holds a key twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"{quotable(twice)} occurs twice in it")
+    return content
+
+
+def how_to_resume(kept: Sequence[Path]) -> str:
+    """A sentence on resuming from the work in these folders; empty if none of them exists."""
+    folders = " and ".join(str(path) for path in kept if path.is_dir())
+    return f"Finished work is kept in {folders}; the same command resumes from there." if folders else ""
+
+
+def explain_disk_error(
+    error: BaseException | None, output: Path, kept: Sequence[Path], option: str = "--output"
+) -> UserError | None:
+    """The UserError for an error of the disk or network; None for any other error.
+
+    Args:
+        output: the path that was being written.
+        kept: folders that may hold finished work.
+        option: the option that names the output.
+    """
+    if not isinstance(error, OSError) or error.errno not in _FAULTS:
+        return None
+    problem = f"{error.filename or 'a file'} cannot be read or written ({reason(error)})."
+    if error.errno in _FULL:
+        problem = f"the disk is full. Free some space, or choose another {option}."
+    return UserError(f"{option} {output}: {problem} {how_to_resume(kept)}".rstrip())

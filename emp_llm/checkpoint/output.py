@@ -1,0 +1,374 @@
+"""Outputs that appear complete or not at all, and the finished work of an interrupted run, from which the next one resumes.
+
+An output folder NAME is written in a hidden folder beside it:
+
+    .NAME.partial/lock            held by the running process
+    .NAME.partial/manifest.json   the signature of the run, and its finished work
+    .NAME.partial/fitted/         weights of finished blocks of a refit
+    .NAME.partial/SHARD.npy       statistics of the rows of a finished shard
+    .NAME.partial/files/          renamed to NAME when everything is finished
+    .NAME.partial/replaced/       an older NAME, between the two renames
+
+The manifest is replaced atomically, and only after the work that it lists is on disk.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
+from emp_llm.checkpoint.locks import FileLock
+from emp_llm.common.errors import UserError, format_bytes, reason
+from emp_llm.common.paths import INDEX_NAME, PACK_NAME, REPORT_NAME, SINGLE_NAME
+from emp_llm.common.ranks import ranks
+
+logger = logging.getLogger(__name__)
+_FORMAT = "emp-llm work 3"
+
+
+class OutputFolder:
+    """A folder that is written under another name, and renamed when it is complete.
+
+        with OutputFolder(...) as out:
+            out.begin(signature)
+            ...                      # write into out.files; out.note(part=...) when a part is finished
+            out.complete()
+
+    Without `complete`, or after an error, the path is unchanged. Finished work stays in `work`, for the same run to resume; if
+    no work is finished, nothing is left behind.
+
+    Args:
+        path: the output.
+        sources: input folders; they are never changed.
+        needed: bytes that will be written.
+        overwrite: replace an older checkpoint at the path, and discard the work of an unfinished run with other options.
+        option: the option that names the path, for errors.
+
+    Raises:
+        UserError: the path exists and may not be replaced; it is a source, inside one or around one; or the disk has too
+            little space.
+    """
+
+    def __init__(
+        self, path: Path, sources: Sequence[Path], needed: int, overwrite: bool = False, option: str = "--output"
+    ) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.work = self.path.with_name(f".{self.path.name}.partial")
+        self.files = self.work / "files"
+        self.fitted = self.work / "fitted"
+        self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
+        self._option, self._subject, self._overwrite = option, f"{option} {path}", overwrite
+        self._old = self.work / "replaced"
+        self._manifest = self.work / "manifest.json"
+        self._lock = FileLock(self.work / "lock", self._subject)
+        self._state: dict[str, Any] = {}
+        self._created: list[Path] = []
+        real = self.path.resolve()
+        for origin in (source.resolve() for source in sources):
+            if real == origin or real in origin.parents or origin in real.parents:
+                raise UserError(f"{self._subject}: it is the input folder, lies inside it or contains it; name another folder.")
+        self._check_path()
+        self._check_space(needed)
+
+    def __enter__(self) -> Self:
+        try:
+            for folder in reversed([folder for folder in self.path.parents if not folder.exists()]):
+                folder.mkdir()
+                self._created.append(folder)
+            self._open()
+            try:
+                self._restore_old()  # if an earlier run stopped between the two renames
+                if self._old.is_dir():  # or after them
+                    shutil.rmtree(self._old)
+                self._check_path()  # another run may have written it in the meantime
+            except BaseException:
+                self._close()
+                raise
+        except OSError as error:
+            self._lock.release()
+            raise UserError(f"{self._option} {self.path}: cannot be written there ({reason(error)}).") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            self._close()
+        if not self.path.exists():
+            for folder in reversed(self._created):
+                with contextlib.suppress(OSError):  # not empty: another process uses it by now
+                    folder.rmdir()
+        _explain(error, self.path, (self.work, self.calibration), self._option)
+
+    def begin(self, signature: dict[str, Any]) -> None:
+        """Resume the work of an earlier run with this signature, or start with no work.
+
+        Args:
+            signature: everything that the result depends on, as JSON.
+
+        Raises:
+            UserError: an unfinished run with another signature left work, and `overwrite` is false.
+        """
+        signature = {"format": _FORMAT} | signature
+        if self.started and self.files.is_dir():
+            difference = describe_difference(self._state.get("signature", {}), signature)
+            if difference is None:
+                logger.info("%s: resuming the work of an earlier run.", self.work)
+                return
+            if not self._overwrite:
+                raise UserError(
+                    f"{self._subject}: {self.work} holds the work of an unfinished run with {difference}. Repeat its command "
+                    "to resume it; to start over, add --overwrite or delete that folder."
+                )
+            logger.info("%s: discarding the work of an unfinished run with %s.", self.work, difference)
+        self._empty()
+        self.files.mkdir()
+        self._state = {"signature": signature}
+
+    @property
+    def started(self) -> bool:
+        """Whether there is finished work."""
+        return self._state.keys() > {"signature"}
+
+    def get(self, part: str) -> Any:
+        """What is noted of a part of the work; None if it is not finished."""
+        return self._state.get(part)
+
+    def note(self, **parts: Any) -> None:
+        """Note finished parts of the work, as JSON. The work itself must already be on disk."""
+        self._state = self._state | parts
+        write_json(self._manifest, self._state)
+
+    def forget(self) -> None:
+        """Discard the notes of finished work, because the work is not valid."""
+        self._manifest.unlink(missing_ok=True)
+        self._state = {}
+
+    def complete(self) -> None:
+        """Rename the folder to its final name, replacing an older output."""
+        sync_tree(self.files)
+        self._check_path()
+        if self.path.exists():
+            os.replace(self.path, self._old)
+        try:
+            os.replace(self.files, self.path)
+        except OSError:
+            self._restore_old()
+            raise
+        sync_path(self.path.parent)
+        shutil.rmtree(self.calibration, ignore_errors=True)  # of an unfinished run with other options
+        self._remove()
+
+    def _open(self) -> None:
+        """Create the work folder if missing, lock it, and read its manifest."""
+        while True:
+            self.work.mkdir(exist_ok=True)
+            try:
+                self._lock.acquire()
+                break
+            except FileNotFoundError:  # another run has just deleted the folder
+                continue
+        try:
+            self._state = read_json(self._manifest) if self._manifest.is_file() else {}
+        except UserError as error:
+            logger.warning("warning: %s This run starts over.", error)
+
+    def _close(self) -> None:
+        """Release the work folder. Delete it unless it holds finished work, or an older output that the next run restores."""
+        if self.started or self._old.is_dir():
+            self._lock.release()
+        else:
+            self._remove()
+
+    def _remove(self) -> None:
+        """Delete the work folder; the lock goes last, so that no other run starts in a folder that is being deleted."""
+        if self.work.is_dir():
+            self._empty()
+            self._lock.release()
+            with contextlib.suppress(OSError):  # not empty: another run already has it
+                self.work.rmdir()
+
+    def _empty(self) -> None:
+        """Delete everything in the work folder but the lock; the manifest first."""
+        self.forget()
+        for entry in self.work.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry != self._lock.path:
+                entry.unlink(missing_ok=True)
+
+    def _restore_old(self) -> None:
+        """Restore the older output, unless the new one is in its place."""
+        if self._old.is_dir() and not self.path.exists():
+            os.replace(self._old, self.path)
+
+    def _check_path(self) -> None:
+        if os.path.lexists(self.path):
+            if not self._overwrite:
+                self._remove_leftover()
+                raise UserError(f"{self._subject}: it exists; name another folder, or add --overwrite.")
+            if not _replaceable(self.path):
+                raise UserError(
+                    f"{self._subject}: it is not a model folder, so --overwrite does not replace it; remove it yourself."
+                )
+
+    def _remove_leftover(self) -> None:
+        """Delete the work folder of a run that was killed after it had put its output in place."""
+        if self.work.is_dir() and not self.files.is_dir():
+            with contextlib.suppress(OSError, UserError):  # another run holds it
+                self._lock.acquire()
+                self._remove()
+
+    def _check_space(self, needed: int) -> None:
+        parent = next(folder for folder in self.path.parents if folder.exists())
+        free = shutil.disk_usage(parent).free
+        with contextlib.suppress(OSError):  # an unfinished run may have written a part already
+            needed -= sum(path.stat().st_blocks * 512 for path in self.files.rglob("*"))
+        if free < needed:
+            raise UserError(
+                f"{self._option} {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "
+                f"Free some space, or choose another {self._option}."
+            )
+
+
+class OutputFile:
+    """`with OutputFile(path) as out: ...; write it; out.complete()`. Only the first rank locks the output.
+
+    Args:
+        path: the file. Until `complete`, finished work is kept beside it, in the folder `progress`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.progress = self.path.with_name(f".{self.path.name}.progress")
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), f"--output {path}")
+
+    def __enter__(self) -> Self:
+        if ranks().main:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+            except OSError as error:
+                raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):
+            self._lock.release()
+        _explain(error, self.path, (self.progress,), "--output")
+
+    def complete(self) -> None:
+        """Flush the written file to disk, and delete the work kept beside it."""
+        sync_path(self.path)
+        sync_path(self.path.parent)
+        shutil.rmtree(self.progress, ignore_errors=True)
+
+
+def check_output_file(path: Path, overwrite: bool) -> None:
+    """Raise UserError if a file cannot be written, or exists and may not be replaced."""
+    if path.is_dir() or next(folder for folder in path.absolute().parents if folder.exists()).is_file():
+        raise UserError(f"--output {path}: it is a folder, or lies in a file; name a file in a folder.")
+    if path.exists() and not overwrite:
+        raise UserError(f"--output {path}: it exists; name another file, or add --overwrite.")
+
+
+def check_folder(path: Path, overwrite: bool, expected: str, option: str = "--output") -> None:
+    """Check that a folder can be written.
+
+    Args:
+        path: the output.
+        overwrite: replace an older output.
+        expected: a file that every output of this kind holds; a folder without it is never replaced.
+        option: the option that names the path, for errors.
+
+    Raises:
+        UserError: the path exists and may not be replaced.
+    """
+    path = Path(os.path.abspath(path))
+    if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
+        return
+    if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
+        raise UserError(f"{option} {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
+    if not overwrite:
+        raise UserError(f"{option} {path}: it exists; name another folder, or add --overwrite.")
+
+
+def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str, option: str = "--output") -> None:
+    """Write small files, given by relative name, into a folder that appears when all of them are on disk.
+
+    Args:
+        path, overwrite, expected, option: of `check_folder`.
+
+    Raises:
+        UserError: the path exists and may not be replaced; or the disk fails or is full.
+    """
+    path = Path(os.path.abspath(path))
+    check_folder(path, overwrite, expected, option)
+    aside: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+        new, old = aside / "new", aside / "old"
+        new.mkdir()
+        for name, content in files.items():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_bytes(content)
+        sync_tree(new)
+        try:
+            if path.exists():
+                os.replace(path, old)
+            os.replace(new, path)
+        except BaseException:  # `aside` is deleted below; move the older output out of it first
+            if old.exists() and not path.exists():
+                os.replace(old, path)
+            raise
+        sync_path(path.parent)
+    except OSError as error:
+        _explain(error, path, (), option)
+        raise
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The path and both values of the first field in which two nested records differ; None if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*new, *old]):
+            difference = first_difference(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+            if difference is not None:
+                return difference
+        return None
+    return None if old == new else (name, old, new)
+
+
+def describe_difference(old: Any, new: Any) -> str | None:
+    """`first_difference` in words, from the point of view of the new run; None if the records are equal."""
+    difference = first_difference(old, new)
+    if difference is None:
+        return None
+    name, *values = difference
+    if name.startswith("source.files."):
+        return f"another source: {name.removeprefix('source.files.')} has another size or modification time"
+    before, now = (text if len(text) <= 40 else f"{text[:37]}..." for text in map(str, values))
+    return f"{name} {before}, this one has {now}"
+
+
+def _explain(error: BaseException | None, path: Path, kept: Sequence[Path], option: str) -> None:
+    """After an error: raise the sentence for a failing disk, or say how to resume."""
+    explanation = explain_disk_error(error, path, kept, option)
+    if explanation is not None:
+        raise explanation from error
+    if error is not None and (sentence := how_to_resume(kept)):
+        logger.warning("%s", sentence)
+
+
+def _replaceable(path: Path) -> bool:
+    if not path.is_dir() or path.is_symlink():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return not names or bool(names & {INDEX_NAME, SINGLE_NAME, PACK_NAME, REPORT_NAME})

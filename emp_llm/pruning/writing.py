@@ -1,0 +1,307 @@
+"""Writing a pruned checkpoint: pruned rows, an exact copy of all other bytes, and the manifest.
+
+A shard is written in order, under its final name in the work folder. When it is on the disk, its hash and the statistics of its
+rows are noted there, and an interrupted run resumes after it; a shard that is not finished is written again.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_from_hashes, known_hashes, remember_hashes
+from emp_llm.checkpoint.files import (
+    INDEX_LIMIT,
+    PIECE,
+    FilePool,
+    FileReader,
+    RunningHash,
+    bytes_of,
+    file_hash,
+    prefetch,
+    sync_path,
+    write_exactly,
+)
+from emp_llm.checkpoint.matrices import Words
+from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.errors import ReadError, UserError
+from emp_llm.common.machine import versions
+from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME
+from emp_llm.common.progress import Bar, progress_bar
+from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
+from emp_llm.pruning.masks import Pruner
+from emp_llm.records.base import read_record
+from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
+from emp_llm.options.recipe import CountBy, ScoreMap
+from emp_llm.selection.rule import Group
+
+if TYPE_CHECKING:
+    from emp_llm.refit.moved_rows import FittedRows
+    from emp_llm.selection.reference import GroupSelector
+
+EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
+
+
+@dataclass(frozen=True)
+class Written:
+    """A written checkpoint.
+
+    Attributes:
+        outcomes: of the targets.
+        identity: of the source (`identity_of`).
+        hashes: BLAKE3 of each shard, by name.
+    """
+
+    outcomes: Outcomes
+    identity: str
+    hashes: dict[str, str]
+
+
+def write_checkpoint(
+    pruner: Pruner, folder: Path, output: OutputFolder | None = None, moved: "MovedWeights | None" = None
+) -> Written:
+    """Write the shards and side files of a pruned checkpoint. Everything is on disk on return.
+
+    Args:
+        pruner: decides the masks, and how many weights stay.
+        folder: exists; empty, or with the files of an interrupted run.
+        output: notes the finished shards; None: nothing is noted.
+        moved: rows whose kept weights moved; None if none did.
+
+    Raises:
+        UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
+    """
+    checkpoint = pruner.checkpoint
+    for relative in checkpoint.side_files():
+        (folder / relative.parent).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.folder / relative, folder / relative)
+    known = known_hashes(checkpoint)
+    sources = {} if known else {shard: RunningHash(shard) for shard in checkpoint.shards}
+    total = sum(shard.stat().st_size for shard in checkpoint.shards)
+    try:
+        with checkpoint.open_files(sources) as files, progress_bar(total, "prune", "B") as bar:
+            write = _write_together if pruner.counts.group == "all" else _write_shards
+            outcomes, whole, hashes = write(pruner, folder, files, bar, output, moved)
+        read = known or {shard.name: digest.finish() for shard, digest in sources.items()}
+        checkpoint.check_unchanged()
+    except ReadError:
+        raise
+    except UserError:  # the source is damaged or has changed, so the work based on it is not valid
+        if output is not None:
+            output.forget()
+        raise
+    if known is None:
+        remember_hashes(checkpoint, read)
+    found = Outcomes([outcomes[target.name] for target in pruner.targets], whole)
+    return Written(found, identity_from_hashes(checkpoint, read), hashes)
+
+
+def _write_shards(
+    pruner: Pruner, folder: Path, files: FilePool, bar: Bar, output: OutputFolder | None, moved: "MovedWeights | None"
+) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
+    """Write shard by shard, in the order of the bytes, after those that an earlier run finished."""
+    outcomes: dict[str, Outcome] = {}
+    hashes: dict[str, str] = dict((output and output.get("shards")) or {})
+
+    def finish(shard: Path, digest: RunningHash, statistics: list[RowStatistics]) -> None:
+        sync_path(folder / shard.name)
+        hashes[shard.name] = digest.finish()
+        pruner.checkpoint.check_unchanged()
+        if output is not None:
+            _save_statistics(output.work / f"{shard.name}.npy", statistics)
+            output.note(shards=dict(hashes))
+
+    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-sync") as behind:
+        finishing = []
+        for shard in pruner.checkpoint.shards:
+            targets = _targets_in(pruner, shard)
+            if output is not None and shard.name in hashes:
+                statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
+                for target, rows in zip(targets, statistics, strict=True):
+                    outcomes[target.name] = pruner.outcome(target, rows, None)
+                bar.update(shard.stat().st_size)
+                continue
+            digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
+            with _ShardFile(folder / shard.name, digest, bar) as file:
+                for (start, end), target in zip(_gaps(targets, shard), [*targets, None], strict=True):
+                    file.copy(reader, start, end)
+                    if target is not None:
+                        selector = pruner.search([target], files)
+                        statistics.append(RowStatistics(target.matrix.rows))
+                        file.put_rows(target, pruned_rows(pruner, target, files, selector, statistics[-1], moved))
+                        outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
+            finishing.append(behind.submit(finish, shard, digest, statistics))
+            if len(finishing) > 1:
+                finishing.pop(0).result()
+        for last in finishing:
+            last.result()
+    return outcomes, None, hashes
+
+
+def _write_together(
+    pruner: Pruner, folder: Path, files: FilePool, bar: Bar, output: OutputFolder | None, moved: "MovedWeights | None"
+) -> tuple[dict[str, Outcome], tuple[float, float] | None, dict[str, str]]:
+    """Write the targets of all shards in their order, as one group: of equal scores, the first in this order are kept."""
+    digests = {shard: RunningHash(folder / shard.name) for shard in pruner.checkpoint.shards}
+    selector = pruner.search(pruner.targets, files)
+    for shard, digest in digests.items():
+        with _ShardFile(folder / shard.name, digest, bar) as file:
+            for start, end in _gaps(_targets_in(pruner, shard), shard):
+                file.copy(files.reader(shard), start, end)
+    outcomes = {}
+    for target in pruner.targets:
+        shard, statistics = target.matrix.stored.shard, RowStatistics(target.matrix.rows)
+        with _ShardFile(folder / shard.name, digests[shard], bar) as file:
+            file.put_rows(target, pruned_rows(pruner, target, files, selector, statistics, moved))
+        outcomes[target.name] = pruner.outcome(target, statistics, selector)
+    for shard in digests:
+        sync_path(folder / shard.name)
+    return outcomes, pruner.whole(selector), {shard.name: digest.finish() for shard, digest in digests.items()}
+
+
+def pruned_rows(
+    pruner: Pruner,
+    target: Target,
+    files: FilePool,
+    selector: "GroupSelector | None",
+    statistics: RowStatistics,
+    moved: "MovedWeights | None",
+) -> Iterator[tuple[int, Words]]:
+    """(first row, bits) of each chunk of a target's rows after pruning and refit, in order. Fills in the statistics."""
+    for chunk in pruner.pruned(target, files, selector):
+        figures = chunk.figures
+        if moved is not None:
+            figures = moved.replace(target, chunk.first, chunk.words, figures)
+        statistics.put(chunk.first, figures)
+        yield chunk.first, chunk.words
+
+
+class _ShardFile:
+    """A shard that is being written, as a context; it is created if missing.
+
+    Args:
+        path: the file.
+        digest: its hash so far.
+        bar: progress, in bytes.
+    """
+
+    def __init__(self, path: Path, digest: RunningHash, bar: Bar) -> None:
+        self._digest, self._bar = digest, bar
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def copy(self, source: FileReader, start: int, end: int) -> None:
+        """Copy bytes start to end - 1 of the source."""
+
+        def read(first: int) -> tuple[int, memoryview]:
+            raw = bytes_of(np.empty(min(PIECE, end - first), dtype=np.uint8))
+            source.read(raw, first)
+            return first, raw
+
+        self._put(prefetch(partial(read, first) for first in range(start, end, PIECE)))
+
+    def put_rows(self, target: Target, rows: Iterable[tuple[int, Words]]) -> None:
+        """Write rows of a target, given as (first row, bits)."""
+        for first, words in rows:
+            self._put(target.matrix.pieces(first, words))
+
+    def _put(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        for offset, raw in pieces:
+            write_exactly(self._file, raw, offset)
+            self._digest.add(offset, raw)
+            self._bar.update(len(raw))
+
+
+def _targets_in(pruner: Pruner, shard: Path) -> list[Target]:
+    """The targets of a shard in the order of their bytes."""
+    own = (target for target in pruner.targets if target.matrix.stored.shard == shard)
+    return sorted(own, key=lambda target: target.matrix.start)
+
+
+def _gaps(targets: list[Target], shard: Path) -> Iterator[tuple[int, int]]:
+    """(start, end) of the bytes before each target of a shard, given in order, and of those after the last."""
+    position = 0
+    for target in targets:
+        yield position, target.matrix.start
+        position = target.matrix.end
+    yield position, shard.stat().st_size
+
+
+def _save_statistics(path: Path, statistics: list[RowStatistics]) -> None:
+    np.save(path, np.concatenate([each.table for each in statistics], axis=1) if statistics else np.empty(0))
+    sync_path(path)
+
+
+def _saved_statistics(path: Path, targets: list[Target]) -> list[RowStatistics]:
+    table, first, statistics = np.load(path), 0, []
+    for target in targets:
+        statistics.append(RowStatistics(target.matrix.rows))
+        statistics[-1].table[:] = table[:, first : first + target.matrix.rows]
+        first += target.matrix.rows
+    return statistics
+
+
+def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str, Any] | None) -> dict[str, Any]:
+    """Everything that the bytes of a pruned checkpoint depend on, as JSON. Known before any weight is read.
+
+    Args:
+        activations: identifies the norms; None if none are needed.
+    """
+    return {
+        "emp-llm": versions().get("emp-llm", "unknown"),
+        "source": {"files": {name: list(state) for name, state in checkpoint.states.items()}},
+        "recipe": recipe.recorded().as_dict(),
+        "activations": activations,
+    }
+
+
+def write_manifest(
+    folder: Path,
+    checkpoint: Checkpoint,
+    identity: str | None,
+    recipe: Recipe,
+    norms: str | None,
+    hashes: dict[str, str],
+) -> None:
+    """Write the manifest of a finished checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        checkpoint, identity: the source; no identity for a model that was pruned in memory.
+        recipe: of the run, as records hold it.
+        norms: digest of the norms; None if none were needed.
+        hashes: BLAKE3 of files by name, as far as known; the other files are hashed now.
+    """
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder))
+        hidden = path.name.startswith(".")  # a temporary file of an interrupted run
+        if not hidden and name not in (MANIFEST_NAME, REPORT_NAME) and not name.startswith(EVALUATION_FOLDER):
+            files[name] = FileEntry(bytes=path.stat().st_size, blake3=hashes.get(name) or file_hash(path))
+    Manifest(
+        emp_llm=versions().get("emp-llm", "unknown"),
+        source=ManifestSource(identity=identity, bytes={name: state[0] for name, state in checkpoint.states.items()}),
+        recipe=recipe,
+        activations=None if norms is None else NormsRecord(norms=norms),
+        files=files,
+    ).save(folder / MANIFEST_NAME)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished checkpoint; UserError if it is missing or invalid."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise UserError(f"{folder}: no {MANIFEST_NAME} in it; give the --output folder of a finished prune.")
+    return read_record(path, Manifest, INDEX_LIMIT)
