@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import count_of, format_bytes
+from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.runtime import BenchOptions
 
@@ -42,8 +41,8 @@ def bench(options: BenchOptions) -> Benched:
     """
     import torch
 
-    from emp_llm.common.progress import progress_bar
     from emp_llm.common.machine import command_line, processor_name, versions
+    from emp_llm.common.progress import progress_bar
     from emp_llm.common.tables import table
     from emp_llm.evaluation.results_file import folder_identity
     from emp_llm.execution.loading import load_model

@@ -30,13 +30,13 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
     from emp_llm.calibration.data import calibration_data
     from emp_llm.calibration.passes import calibrated, model_origin
     from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.progress import progress_of
     from emp_llm.common.ranks import ranks
     from emp_llm.execution.device_map import parse_device_map
     from emp_llm.execution.loading import load_model
     from emp_llm.execution.quantization import quantization_of
     from emp_llm.hub.local_model import find_model
-    from emp_llm.checkpoint.output import OutputFile, check_output_file
 
     options.check()
     if options.compare is not None:

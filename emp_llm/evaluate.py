@@ -1,17 +1,70 @@
 """`emp-llm evaluate`: checkpoint -> results.json, and a table with its baselines."""
 
-from typing import TYPE_CHECKING
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from emp_llm.cli import callable_module, run
-from emp_llm.options.base import takes
-from emp_llm.options.commands import EvaluateOptions
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.options.base import Opt, Options, takes
+from emp_llm.options.evaluation import SuiteOptions
+from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
+from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
 
 if TYPE_CHECKING:
-    from emp_llm.runs.evaluate_run import Evaluated, Prepared
+    from emp_llm.evaluation.suites import Suite
+    from emp_llm.records.results import Results
+
+logger = logging.getLogger(__name__)
 
 
-@takes(EvaluateOptions)
-def evaluate(options: EvaluateOptions) -> "Evaluated | Prepared":
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModelOptions(ModelOptions):
+    """The model to evaluate."""
+
+    model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsOptions(Options):
+    """The results, and what they are compared with."""
+
+    output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None
+    overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False
+    baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None
+    beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
+    batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
+    runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
+    form: Annotated[Literal["terminal", "markdown", "csv"], Opt("Format of the table.", flag="--format")] = "terminal"
+    prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results, and their table with the baselines."""
+
+    results: "Results"
+    table: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The content of the cache: a line for each model, text and task."""
+
+    suite: str
+    prepared: list[str]
+
+
+@takes(EvaluatedModelOptions, SuiteOptions, LoadingOptions, QuantizationOptions, ResultsOptions)
+def evaluate(
+    model: EvaluatedModelOptions,
+    suite_options: SuiteOptions,
+    loading: LoadingOptions,
+    quantized: QuantizationOptions,
+    how: ResultsOptions,
+) -> Evaluated | Prepared:
     """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in a table.
 
     Results are written after every task, and the same command resumes after the last finished one. A baseline that is a model
@@ -20,20 +73,113 @@ def evaluate(options: EvaluateOptions) -> "Evaluated | Prepared":
 
     Returns the results and the table; with --prepare, the content of the cache.
     """
-    from emp_llm.runs.evaluate_run import EvaluateRun
-    from emp_llm.runs.stages.stage import run_stages
+    from emp_llm.checkpoint.locks import FileLock
+    from emp_llm.common.machine import free_memory
+    from emp_llm.common.progress import stage
+    from emp_llm.common.ranks import ranks
+    from emp_llm.evaluation.comparison import check_format, compare
+    from emp_llm.evaluation.earlier_results import results_to_compare
+    from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
+    from emp_llm.evaluation.evaluated_model import model_of_results
+    from emp_llm.evaluation.harness import Harness, parse_batch_size
+    from emp_llm.evaluation.results_file import new_results, open_results
+    from emp_llm.evaluation.suites import suite_of
+    from emp_llm.execution.device_map import parse_device_map
+    from emp_llm.execution.loading import load_model, load_tokenizer
+    from emp_llm.execution.quantization import quantization_of
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.runtime.loader import load, run_device
 
-    job = EvaluateRun(options)
-    if options.prepare:
-        return job.prepare()
-    run_stages(job.stages)
-    return job.evaluated
+    check_format(how.form)
+    _check(loading, quantized, how)
+    parse_device_map(loading.device_map)
+    size, quantization = parse_batch_size(how.batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
+    suite, trust = suite_of(suite_options), model.trust_remote_code
+    given = Path(how.baseline) if how.baseline is not None and how.baseline.endswith(".json") else None
+    names = [name for name in (model.model, how.baseline if given is None else None) if name]
+    sources = [find_model(name, model.revision if name == model.model else None, trust) for name in names]
+    if how.prepare:
+        return _prepared(suite, [source.name for source in sources])
+    if not model.model:
+        raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
+    base, _, changes = suite.name.partition(",")  # "perplexity-seqlen=512" of "perplexity,seqlen=512"
+    marks = [sources[0].short_name, quantization, Path(base).stem, *filter(None, changes.split(","))]
+    output = how.output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
+
+    # What is measured: (model, mark in the name of its file, quantisation, runtime); the last is --model.
+    wanted = [(sources[0], "", quantization, how.runtime)]
+    if len(sources) > 1:
+        wanted = [(sources[1], "-baseline", None, "dense"), *wanted]
+        if quantization is not None:
+            wanted.insert(1, (sources[0], "-unquantised", None, "dense"))
+            wanted.insert(2, (sources[1], f"-baseline-{quantization}", quantization, "dense"))
+    with ExitStack() as stack:
+        runs = []
+        for source, mark, bits, runtime in wanted:
+            path = output.with_name(f"{output.stem}{mark}.json") if mark else output
+            if ranks().main and path.absolute().parent.is_dir():
+                lock = FileLock(path.with_name(f".{path.name}.lock"), f"--output {path}")
+                lock.acquire()
+                stack.callback(lock.release)
+            results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, runtime)
+            runs.append((source, path, bits, runtime, open_results(path, results, how.overwrite)))
+        made_by = runs[-1][-1].made_by
+        beside = [results_to_compare(path, "--beside", made_by) for path in how.beside or []]
+        first = [] if given is None else [results_to_compare(given, "--baseline", made_by)]
+
+        # The data of the suite is read before any model is measured.
+        unfinished = [run for run in runs if missing(suite, run[-1].measures)]
+        harness = Harness(suite.tasks) if suite.tasks and unfinished else None
+        prepared = {run[1]: prepare_suite(suite, load_tokenizer(run[0].folder, trust), size, harness) for run in unfinished}
+        for source, path, bits, runtime, results in runs:
+            if path not in prepared:
+                logger.info("%s: already finished; not measured again.", path)
+                if ranks().main and not results.complete:  # a run was interrupted just before this
+                    results.complete = True
+                    results.save(path)
+                continue
+            with stage(f"evaluate {source.short_name}"):
+                if runtime == "sparse":
+                    device = run_device(loading.device_map)
+                    loaded = load(source.folder, device=device, dtype=loading.dtype, trust_remote_code=trust)
+                else:
+                    loaded = load_model(source.folder, loading.device_map, loading.dtype, trust, bits)
+                evaluate_model(loaded, prepared.pop(path), results, path)
+                del loaded
+                free_memory()
+            logger.info("results in %s", path)
+    every = [*first, *(results for *_, results in runs), *beside]
+    return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], how.form))
 
 
-def show(result: "Evaluated | Prepared") -> None:
+def _check(loading: LoadingOptions, quantized: QuantizationOptions, how: ResultsOptions) -> None:
+    """Raise UserError for invalid or conflicting options."""
+    loading.check_loading()
+    check_runtime(how.runtime)
+    if how.runtime == "dense":
+        return
+    if quantized.load_in_8bit or quantized.load_in_4bit:
+        raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
+    if DEVICE_NAME.fullmatch(loading.device_map) is None:
+        raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {loading.device_map}.")
+
+
+def _prepared(suite: "Suite", models: list[str]) -> Prepared:
+    """Load every text and data set of a suite once, so that they are in the cache."""
+    from emp_llm.calibration.texts import text_rows
+    from emp_llm.evaluation.harness import Harness
+
+    lines = list(models)
+    if suite.corpus is not None:
+        rows = sum(1 for _ in text_rows(suite.corpus))
+        lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
+    if suite.tasks:
+        lines += [f"task {name}: {count_of(count, 'example')}" for name, count in Harness(suite.tasks).examples().items()]
+    return Prepared(suite.name, lines)
+
+
+def show(result: Evaluated | Prepared) -> None:
     """Print the table, or the content of the cache."""
-    from emp_llm.runs.evaluate_run import Prepared
-
     if isinstance(result, Prepared):
         print("\n".join(["in the cache:", *(f"  {line}" for line in result.prepared)]))
     else:

@@ -8,9 +8,8 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.paths import PACK_NAME
-from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import takes
 from emp_llm.options.runtime import GenerateOptions
 

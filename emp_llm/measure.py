@@ -51,9 +51,9 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     text.check_calibration()
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
-    from emp_llm.common.machine import command_line, versions
+    from emp_llm.checkpoint.output import OutputFile, check_output_file
+    from emp_llm.common.machine import command_line, stage, versions
     from emp_llm.common.ranks import ranks
-    from emp_llm.common.machine import stage
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import Numbers, counts_of, curve_points, kept_of_outcomes
@@ -62,7 +62,6 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.records.measure import Measure, MeasureEntry
     from emp_llm.records.source import ModelSource
-    from emp_llm.checkpoint.output import OutputFile, check_output_file
 
     if ranks().count > 1:
         raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")

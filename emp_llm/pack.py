@@ -44,10 +44,10 @@ def pack(options: PackOptions) -> Packed:
         UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there are no zeros to mask.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
+    from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.runtime.bits import need_zstandard
     from emp_llm.runtime.packed_format import PackLayout
     from emp_llm.runtime.packing import most_bytes, other_files, pack_checkpoint
-    from emp_llm.checkpoint.output import OutputFolder
 
     started = time.monotonic()
     if options.zstd:

@@ -77,10 +77,10 @@ def prune(
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch
-    from emp_llm.common.machine import stage
-    from emp_llm.hub.local_model import find_model
+    from emp_llm.common.progress import stage
     from emp_llm.execution.one_model import OneModel
     from emp_llm.execution.quantization import quantization_of
+    from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import counts_of, matched, read_report
     from emp_llm.pruning.dry_run import dry_run
@@ -95,7 +95,7 @@ def prune(
     destination, suite = None, None
     if push.push_to_hub is not None:
         from emp_llm.hub.destination import Destination, check_login
-        from emp_llm.hub.push import push_finished
+        from emp_llm.publishing.publish import publish_finished
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
@@ -252,7 +252,7 @@ def prune(
         report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
     if destination is not None and ranks().main:
         with stage("push"):
-            report.push = push_finished(path, destination)
+            report.push = publish_finished(path, destination)
     logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
     return report
 
@@ -319,8 +319,9 @@ def _check(
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
     from emp_llm.records.run_report import RunReport
-    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, pruning_table
     from emp_llm.reporting.fit_tables import fit_lines
+    from emp_llm.reporting.fit_tables import fit_lines
+    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, pruning_table
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))

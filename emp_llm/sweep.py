@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.errors import UserError, reason
+from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
-from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.options.base import Opt, Options, Some, takes
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
@@ -108,19 +107,15 @@ def sweep(
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import command_line
+    from emp_llm.common.machine import Stopwatch, command_line, stage
     from emp_llm.common.ranks import ranks
-    from emp_llm.common.machine import Stopwatch
-    from emp_llm.common.machine import stage
-    from emp_llm.evaluation.evaluate import evaluate_model, prepare_suite
-    from emp_llm.runs.stages.evaluating import evaluation_record
-    from emp_llm.measure import measure
-    from emp_llm.evaluation.results_file import new_results
-    from emp_llm.evaluation.results import open_results
+    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, prepare_suite
+    from emp_llm.evaluation.results_file import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
-    from emp_llm.hub.local_model import find_model
     from emp_llm.execution.loading import load_tokenizer
     from emp_llm.execution.one_model import OneModel
+    from emp_llm.hub.local_model import find_model
+    from emp_llm.measure import measure
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import Numbers, counts_of, matched
     from emp_llm.pruning.loaded_model import holds_stored_weights, pruned

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import count_of
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.options.base import takes
 from emp_llm.options.commands import VerifyOptions
 
@@ -47,8 +46,8 @@ def verify(options: VerifyOptions) -> Verification:
         UserError: the folder is no finished output, or source or activations are not those of its run.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.pruning.writing import read_manifest
     from emp_llm.pruning.verification import Findings, check_files
+    from emp_llm.pruning.writing import read_manifest
 
     if options.activations is not None and options.source is None:
         raise UserError("--activations is for checking the masks, which needs the dense model too; add --source.")
@@ -77,8 +76,8 @@ def _check_against(
     from emp_llm.common.paths import MANIFEST_NAME
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.mask_verification import check_masks
-    from emp_llm.pruning.verification import check_other_bytes, check_source
     from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.verification import check_other_bytes, check_source
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     check_source(dense, manifest)

@@ -193,7 +193,7 @@ def test_a_calibrated_run_resumes_without_calibrating(
     options: Values = {"method": "emp-wanda", "calibration": text, "samples": 4, "seqlen": 64, "device_map": "cpu"}
     options |= {"output": tmp_path / "out", "evaluate": task_suite.with_name("short.toml"), "propagate": "pruned"}
     with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.runs.stages.evaluating.evaluation_record", lambda *_: 1 / 0)
+        patch.setattr("emp_llm.evaluation.evaluate.evaluation_record", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prune(evaluable("llama"), **options)
     monkeypatch.setattr("emp_llm.calibration.calibration.Calibration.run", None)

@@ -11,11 +11,9 @@ from emp_llm.architecture.conventional import conventional_structure
 from emp_llm.architecture.layers import Layer, Tower, is_router, tower_of
 from emp_llm.architecture.structure import Structure, structure_of_model, structure_of_names
 from emp_llm.architecture.targets import Coverage, Target, in_scope, is_named
-from emp_llm.checkpoint.matrices import FP8_DTYPE, block_scales
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import shortened_list
+from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
+from emp_llm.common.errors import UserError, shortened_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.errors import quotable
+from emp_llm.common.errors import UserError, quotable, reason
 
 # The generating models of transformers, by auto class; a type in several of them is built as its config.json says.
 _GENERATE = {

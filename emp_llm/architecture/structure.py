@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from emp_llm.architecture.layers import Layer, Tower, named_tower, stored_layers
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import count_of, shortened_list
+from emp_llm.common.errors import UserError, count_of, shortened_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

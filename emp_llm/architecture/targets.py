@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from emp_llm.architecture.layers import Kind, Layer
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import shortened_list
+from emp_llm.common.errors import UserError, shortened_list
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.common.errors import UserError, reason
+from emp_llm.checkpoint.files import tensor_bytes, write_bytes
+from emp_llm.common.errors import UserError, count_of, reason
 from emp_llm.common.tables import table
-from emp_llm.common.errors import count_of
 from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import record_of
 from emp_llm.records.source import CalibrationRecord
-from emp_llm.checkpoint.files import write_bytes
-from emp_llm.checkpoint.files import tensor_bytes
 
 METADATA_KEY = "emp_llm"
 _REMEDY = "Create one with: emp-llm calibrate --model MODEL --output FILE"

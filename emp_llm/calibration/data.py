@@ -31,15 +31,14 @@ from emp_llm.calibration.texts import (
     text_in,
     text_rows,
 )
+from emp_llm.checkpoint.files import tensor_bytes
+from emp_llm.common.errors import UserError, count_of, quotable, reason
 from emp_llm.common.paths import cache_folder
-from emp_llm.common.errors import UserError, reason
 from emp_llm.common.progress import progress_bar
-from emp_llm.common.errors import count_of, quotable
 from emp_llm.execution.loading import load_processor, load_tokenizer, max_context
 from emp_llm.execution.text_inputs import NOT_BY_BLOCKS
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
-from emp_llm.checkpoint.files import tensor_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -30,21 +30,19 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
 from emp_llm.calibration.input_norms import InputSums, input_hooks
 from emp_llm.calibration.resume import CalibrationProgress
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.machine import enough_memory, ran_out
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.common.errors import UserError, count_of, reason
+from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
-from emp_llm.common.machine import versions
 from emp_llm.common.ranks import ranks
-from emp_llm.common.errors import count_of
 from emp_llm.execution.blockwise import BlockwiseModel, Walk
 from emp_llm.execution.loading import input_device
 from emp_llm.execution.offload import execution_device, is_offloaded
 from emp_llm.execution.quantization import Quantization, quantization_record
 from emp_llm.execution.text_inputs import decoder_ids, reads_twice
 from emp_llm.options.calibration import CalibrationOptions, Propagate
-from emp_llm.records.source import CalibrationRecord, RecipeRecord
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.source import CalibrationRecord
 
 logger = logging.getLogger(__name__)
 Data = CalibrationText | CalibrationRows
@@ -160,7 +158,7 @@ def model_origin(
     revision: str | None,
     checkpoint: Checkpoint,
     quantization: Quantization | None = None,
-    pruned_by: RecipeRecord | None = None,
+    pruned_by: Recipe | None = None,
 ) -> CalibrationRecord:
     """The part of the origin of norms that concerns the model.
 

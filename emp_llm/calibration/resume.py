@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 
 from emp_llm.calibration.input_norms import InputSums
-from emp_llm.common.errors import UserError, reason
+from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly, write_json
+from emp_llm.common.errors import UserError, format_bytes, reason
 from emp_llm.common.ranks import ranks
-from emp_llm.common.errors import format_bytes
 from emp_llm.execution.blockwise import Walk
-from emp_llm.checkpoint.files import write_json
-from emp_llm.checkpoint.files import tensor_bytes
-from emp_llm.checkpoint.files import read_exactly, write_exactly
 
 logger = logging.getLogger(__name__)
 _FORMAT = "emp-llm calibration state 3"

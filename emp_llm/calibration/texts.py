@@ -20,9 +20,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.paths import data_folder
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.errors import quotable
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus

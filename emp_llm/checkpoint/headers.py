@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.errors import quotable
 from emp_llm.checkpoint.files import parse_json, unique_keys
+from emp_llm.common.errors import UserError, quotable, reason
 
 HEADER_LIMIT = 100_000_000  # the limit in safetensors
 _DIMENSIONS = 32

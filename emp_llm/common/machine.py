@@ -1,8 +1,6 @@
 """The machine and the process: cores, memory with errors that name the options to lower, time of stages, versions, command."""
 
-import contextlib
 import gc
-import logging
 import os
 import platform
 import resource
@@ -17,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.common.progress import progress_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-logger = logging.getLogger(__name__)
 _PACKAGES = ("emp-llm", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "lm-eval")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -160,16 +156,6 @@ class Stopwatch:
             cuda: Any = sys.modules["torch"].cuda
             entry["peak_cuda_bytes"] = max(cuda.max_memory_allocated(device) for device in range(_gpus()))
         self.record[name] = entry
-
-
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    """A stage of a run: its name in the progress, and a line with its time and memory for --verbose."""
-    start = time.perf_counter()
-    logger.debug("%s: begins.", name)
-    with progress_of(name):
-        yield
-    logger.debug("%s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
 
 
 def peak_memory() -> int:

@@ -148,3 +148,13 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
 
     bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=True, leave=leave)
     return bar  # type: ignore[no-any-return]
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """A stage of a run: its name in the progress, and a line with its time and memory for --verbose."""
+    start = time.perf_counter()
+    logger.debug("%s: begins.", name)
+    with progress_of(name):
+        yield
+    logger.debug("%s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())

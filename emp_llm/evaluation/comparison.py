@@ -9,9 +9,8 @@ import math
 from pathlib import PurePath
 from typing import get_args
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import Rows, csv_table, markdown_table, table
-from emp_llm.common.errors import count_of
 from emp_llm.evaluation.changes import UNPAIRED, change_of, shown_change
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.evaluation.measured_values import Value, in_percent, value_cell, values_of

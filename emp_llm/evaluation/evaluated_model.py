@@ -50,12 +50,12 @@ def models_of_report(report: RunReport) -> list[EvaluatedModel]:
 def made_by_of(evaluation: EvaluationRecord, report: RunReport) -> MadeBy:
     """Everything that the numbers of a run's evaluation depend on."""
     return MadeBy(
-        model=ModelIdentity(identity=report.source.identity, sha256_of_samples=report.source.sha256_of_samples),
+        model=ModelIdentity(identity=report.source.identity),
         limit=evaluation.limit,
         text=evaluation.text,
         tasks=evaluation.tasks,
         batch_size=evaluation.batch_size,
-        dtype=report.recipe.dtype,
-        device_map=report.recipe.device_map,
+        dtype=report.dtype,
+        device_map=report.device_map,
         versions=report.versions,
     )

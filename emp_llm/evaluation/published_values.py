@@ -4,10 +4,10 @@ from pathlib import PurePath
 
 import msgspec
 
+from emp_llm.checkpoint.files import read_json
 from emp_llm.common.paths import data_folder
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.records.base import converted
-from emp_llm.checkpoint.files import read_json
 
 _BLOCK = 2048
 _RECIPE = {
@@ -57,7 +57,7 @@ def published_row(model: EvaluatedModel) -> PublishedRow | None:
         return None
     if pruned is not None and any(getattr(pruned, key) not in (None, value) for key, value in _RECIPE.items()):
         return None
-    source, method = (pruned.of, pruned.method) if pruned else (model.model, "dense")
+    source, method = (pruned.of, pruned.recipe.method) if pruned else (model.model, "dense")
     for file in sorted((data_folder("eval") / "published").glob("*.json")):
         results = converted(read_json(file)["results"], dict[str, dict[str, _Values]], str(file))
         for name, methods in results.items():

@@ -8,22 +8,20 @@ from typing import Any
 
 import torch
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import INDEX_LIMIT
+from emp_llm.checkpoint.output import first_difference
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.common.machine import command_line, versions
+from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
 from emp_llm.execution.quantization import Quantization, quantization_record
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.records.base import read_record
-from emp_llm.records.evaluation import Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pruned_by
 from emp_llm.records.run_report import RunReport
 from emp_llm.runtime.packed_format import PackedFolder
-from emp_llm.checkpoint.files import INDEX_LIMIT
-from emp_llm.checkpoint.output import first_difference
 
 # The numbers depend on these files as well as on the weights: the config, and the tokenizer in any of its forms.
 _CONFIG_AND_TOKENIZER = (
@@ -98,45 +96,30 @@ def folder_identity(folder: Path) -> str | None:
     return identity_of(Checkpoint(folder))
 
 
-class ResultsFile:
-    """A results file, written atomically. Under several ranks the first writes it, and all hold the same content.
+def open_results(path: Path, results: Results, overwrite: bool = False) -> Results:
+    """Results with the earlier measures of their file. Under several ranks, all hold the same.
 
     Args:
-        path: the file.
+        path: the file; it need not exist.
         results: from `new_results`. If the file holds results of the same model and suite, their measurements are added.
         overwrite: measure everything again, whatever the file holds.
 
     Raises:
         UserError: the file holds other results (the first field that differs is named), or cannot be written.
     """
-
-    def __init__(self, path: Path, results: Results, overwrite: bool = False) -> None:
-        self.path = Path(path)
-        parent = next(folder for folder in self.path.absolute().parents if folder.exists())
-        if self.path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
-        if self.path.exists() and not overwrite:
-            self._add_earlier_measures(results)
-        self.results: Results = ranks().share(results)
-
-    def _add_earlier_measures(self, results: Results) -> None:
-        older = read_results(self.path, "--output")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
+    if path.exists() and not overwrite:
+        older = read_results(path, "--output")
         field = difference(older.made_by.as_dict(), results.made_by.as_dict())
         if field is not None:
-            raise UserError(f"--output {self.path}: it holds other results ({field}). Name another file, or add --overwrite.")
+            raise UserError(f"--output {path}: it holds other results ({field}). Name another file, or add --overwrite.")
         results.command = older.command
         results.take(older.measures)
-
-    def save(self, measures: Measures, complete: bool = False) -> None:
-        """Write the measurements so far."""
-        self.results.take(measures)
-        self.results.complete = complete
-        if not ranks().main:
-            return
-        try:
-            self.results.save(self.path)
-        except OSError as error:
-            raise UserError(f"--output {self.path}: cannot be written ({error.strerror}).") from error
+        results.complete = older.complete
+    shared: Results = ranks().share(results)
+    return shared
 
 
 def read_results(path: Path, option: str) -> Results:

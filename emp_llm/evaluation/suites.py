@@ -21,9 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import corpus_of, read_toml, with_changes
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import data_folder
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import quotable
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus

@@ -14,9 +14,8 @@ from typing import Any
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, shortened_list
 from emp_llm.common.ranks import ranks
-from emp_llm.common.errors import count_of, shortened_list
 from emp_llm.execution.offload import offloaded_files
 
 logger = logging.getLogger(__name__)

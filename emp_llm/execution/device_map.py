@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from emp_llm.common.errors import UserError, reason
+from emp_llm.common.errors import UserError, count_of, reason
 from emp_llm.common.ranks import ranks
-from emp_llm.common.errors import count_of
 
 _NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -8,11 +8,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import available_memory
 from emp_llm.options.calibration import Place
-from emp_llm.checkpoint.files import tensor_bytes
-from emp_llm.checkpoint.files import read_exactly, write_exactly
 
 
 class HiddenStates:

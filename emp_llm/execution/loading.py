@@ -13,10 +13,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from emp_llm.architecture.skeleton import NoModelClassError, read_config
-from emp_llm.common.errors import UserError, reason
+from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import OutOfMemory, ran_out
 from emp_llm.common.progress import shows_bars
-from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.execution.completeness import check_complete, load_report
 from emp_llm.execution.device_map import parse_device_map
 from emp_llm.execution.offload_folder import OffloadFolder

@@ -13,8 +13,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from emp_llm.common.errors import UserError
 from emp_llm.checkpoint.locks import FileLock
+from emp_llm.common.errors import UserError
 
 logger = logging.getLogger(__name__)
 _PREFIX = "emp-llm-offload-"

@@ -4,8 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.common.machine import free_memory
-from emp_llm.common.machine import Stopwatch
+from emp_llm.common.machine import Stopwatch, free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

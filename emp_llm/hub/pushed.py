@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from emp_llm.common.tables import table
 from emp_llm.common.errors import count_of, format_bytes
+from emp_llm.common.tables import table
 
 
 @dataclass(frozen=True)

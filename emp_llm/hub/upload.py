@@ -16,11 +16,11 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 from huggingface_hub.utils._runtime import is_xet_available
 
+from emp_llm.checkpoint.files import file_hash
 from emp_llm.common.errors import UserError
 from emp_llm.hub.destination import Destination, is_weights
 from emp_llm.hub.explained_errors import hub_errors_explained
 from emp_llm.hub.retries import HUB_ERRORS, WAITS, is_transient, signatures_hidden, status_of, wait_to_retry, with_retries
-from emp_llm.checkpoint.files import file_hash
 
 logger = logging.getLogger(__name__)
 _TEXT = (".json", ".md", ".txt", ".jinja", ".py")

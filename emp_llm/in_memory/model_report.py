@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 from torch import nn
 
 from emp_llm.architecture.architecture import Architecture
@@ -12,9 +14,9 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
-from emp_llm.runtime.masks import Masks, rows_in
 from emp_llm.pruning.writing import write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
+from emp_llm.runtime.masks import Masks, rows_in
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,12 @@ from emp_llm.architecture.layers import MIXES_TOKENS, Layer
 from emp_llm.architecture.model_layers import model_layers
 from emp_llm.architecture.structure import Structure, structure_of_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.matrices import Matrix
+from emp_llm.checkpoint.files import FilePool, FileReader, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.execution.offload import resident_parameter
 from emp_llm.runtime.masks import check_merged
-from emp_llm.checkpoint.files import tensor_bytes
-from emp_llm.checkpoint.files import FileReader
-from emp_llm.checkpoint.files import FilePool
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}

@@ -10,8 +10,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.progress import loudness
-from emp_llm.common.progress import progress_of
+from emp_llm.common.progress import loudness, progress_of
 
 T = TypeVar("T")
 R = TypeVar("R")

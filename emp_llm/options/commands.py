@@ -7,11 +7,9 @@ from typing import Annotated, Any, Literal
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import LoudnessOptions, Opt, Options
 from emp_llm.options.calibration import CalibrationOptions
-from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import OutputOptions
 from emp_llm.options.recipe import Tower, check_targets
-from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
 
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
 TableFormat = Literal["terminal", "markdown", "csv"]
@@ -49,33 +47,6 @@ class CalibrateOptions(
         check_targets(self.tower, self.blocks)
         self.check_loading()
         self.check_calibration()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(LoudnessOptions, QuantizationOptions, LoadingOptions, SuiteOptions, OutputOptions, ModelOptions):
-    """Options of `evaluate`."""
-
-    model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
-    output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None
-    overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False
-    baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None
-    beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
-    batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
-    runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
-    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
-    prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
-
-    def check(self) -> None:
-        """Raise UserError for invalid or conflicting options."""
-        self.check_loading()
-        check_runtime(self.runtime)
-        if self.runtime == "dense":
-            return
-        if self.load_in_8bit or self.load_in_4bit:
-            raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
-        if DEVICE_NAME.fullmatch(self.device_map) is None:
-            raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {self.device_map}.")
-
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.targets import Coverage, Target, check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import quotable
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.options.recipe import Recipe
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emp_llm.architecture.targets import Target
+from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import progress_bar
@@ -38,8 +39,6 @@ from emp_llm.selection.rule import (
     spread_counts,
     uniform_counts,
 )
-from emp_llm.checkpoint.files import FilePool
-from emp_llm.checkpoint.files import INDEX_LIMIT
 
 logger = logging.getLogger(__name__)
 REPORT_LIMIT = 4 * INDEX_LIMIT  # mixtures have tens of thousands of matrices, each with an entry in the report

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.common.ranks import ranks
 from emp_llm.common.errors import format_bytes
+from emp_llm.common.ranks import ranks
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import curve_points, kept_at_betas

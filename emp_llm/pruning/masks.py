@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emp_llm.architecture.targets import Target
-from emp_llm.checkpoint.matrices import as_tensor
-from emp_llm.checkpoint.matrices import Words
+from emp_llm.checkpoint.files import FilePool, prefetch
+from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
@@ -22,9 +22,6 @@ from emp_llm.pruning.scores import Scores, naming_rows
 from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics
 from emp_llm.selection.rows import prune_words, words_supported
 from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, RowFigures
-from emp_llm.checkpoint.files import prefetch
-from emp_llm.checkpoint.files import FileReader
-from emp_llm.checkpoint.files import FilePool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,7 +164,7 @@ class Pruner:
         """Prune all targets in memory; nothing is written.
 
         Args:
-            on_chunk: called with a target and each of its pruned chunks, in order. 
+            on_chunk: called with a target and each of its pruned chunks, in order.
             moved: rows whose kept weights moved, in place of the pruned ones.
 
         Raises:

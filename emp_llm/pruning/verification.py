@@ -12,16 +12,13 @@ import numpy as np
 
 from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import file_hash, read_exactly
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.checkpoint.samples import sha256_of_samples
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.records.manifest import FileEntry, Manifest
-from emp_llm.checkpoint.files import read_exactly
-from emp_llm.checkpoint.files import file_hash
 
 _CHUNK = 1 << 24
 
@@ -65,19 +62,15 @@ def _file_difference(path: Path, entry: FileEntry) -> str | None:
         return "it is missing."
     if (size := path.stat().st_size) != entry.bytes:
         return f"it has {size:,} bytes; the manifest says {entry.bytes:,}."
-    for title, kind, wanted in (("BLAKE3", "blake3", entry.blake3), ("SHA-256", "sha256", entry.sha256)):
-        if wanted is not None and (found := file_hash(path, kind)) != wanted:
-            return f"its {title} is {found}; the manifest says {wanted}."
-    return None if entry.blake3 or entry.sha256 else "the manifest holds no hash of it."
+    found = file_hash(path)
+    return None if found == entry.blake3 else f"its BLAKE3 is {found}; the manifest says {entry.blake3}."
 
 
 def check_source(source: Checkpoint, manifest: Manifest) -> None:
     """Raise UserError if a checkpoint is not the model that was pruned, or the manifest does not identify that model."""
-    identity, samples = manifest.source.identity, manifest.source.sha256_of_samples
-    if identity is None and samples is None:
+    if manifest.source.identity is None:
         raise UserError(f"--source {source.folder}: {MANIFEST_NAME} does not identify the model that was pruned.")
-    same = identity_of(source) == identity if identity is not None else sha256_of_samples(source) == samples
-    if not same:
+    if identity_of(source) != manifest.source.identity:
         raise UserError(
             f"--source {source.folder}: its weights are not those that were pruned. Give the model that {REPORT_NAME} names."
         )

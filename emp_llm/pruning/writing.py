@@ -4,9 +4,10 @@ A shard is written in order, under its final name in the work folder. When it is
 rows are noted there, and an interrupted run resumes after it; a shard that is not finished is written again.
 """
 
+from emp_llm.options.recipe import Recipe
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +19,16 @@ import numpy as np
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_from_hashes, known_hashes, remember_hashes
 from emp_llm.checkpoint.files import (
-    INDEX_LIMIT,
-    PIECE,
-    FilePool,
-    FileReader,
-    RunningHash,
-    bytes_of,
-    file_hash,
-    prefetch,
-    sync_path,
-    write_exactly,
+        INDEX_LIMIT,
+        PIECE,
+        FilePool,
+        FileReader,
+        RunningHash,
+        bytes_of,
+        file_hash,
+        prefetch,
+        sync_path,
+        write_exactly,
 )
 from emp_llm.checkpoint.matrices import Words
 from emp_llm.checkpoint.output import OutputFolder
@@ -35,16 +36,14 @@ from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME
 from emp_llm.common.progress import Bar, progress_bar
-from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
-from emp_llm.options.recipe import CountBy, ScoreMap
-from emp_llm.selection.rule import Group
 
 if TYPE_CHECKING:
-    from emp_llm.refit.moved_rows import FittedRows
     from emp_llm.selection.reference import GroupSelector
+    from emp_llm.update.moved import MovedWeights
 
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
 
@@ -174,7 +173,7 @@ def pruned_rows(
     statistics: RowStatistics,
     moved: "MovedWeights | None",
 ) -> Iterator[tuple[int, Words]]:
-    """(first row, bits) of each chunk of a target's rows after pruning and refit, in order. Fills in the statistics."""
+    """(first row, bits) of each chunk of a target's rows after pruning and any update, in order. Fills in the statistics."""
     for chunk in pruner.pruned(target, files, selector):
         figures = chunk.figures
         if moved is not None:

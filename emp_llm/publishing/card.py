@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from huggingface_hub import EvalResult, ModelCardData
 
+from emp_llm.common.errors import count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.common.errors import count_of
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
 from emp_llm.hub.destination import Destination

@@ -1,6 +1,6 @@
 """The words of a model card: methods, and the meaning of its columns."""
 
-from emp_llm.records.source import RecipeRecord
+from emp_llm.options.recipe import Recipe
 
 METHOD_WORDS = {
     "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
@@ -32,7 +32,7 @@ GLOSSARY = (
 )
 
 
-def method_words(recipe: RecipeRecord) -> str:
+def method_words(recipe: Recipe) -> str:
     """The method of a run in words."""
     how = METHOD_WORDS.get(recipe.method, recipe.method)
     if recipe.structure is not None:
@@ -45,6 +45,6 @@ def method_words(recipe: RecipeRecord) -> str:
         how += ", with a sparsity for each block by its outliers (OWL)"
     if recipe.count_by == "magnitude":
         how += ", and as many weights in each group as its magnitudes are worth"
-    if recipe.refit is not None:
+    if recipe.refit:
         how += ", with a refit of the kept weights"
     return how

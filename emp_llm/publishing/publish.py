@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.checkpoint.samples import sha256_of_samples
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
@@ -19,9 +18,9 @@ from emp_llm.evaluation.results_file import read_results
 from emp_llm.hub.destination import Destination
 from emp_llm.hub.pushed import Pushed
 from emp_llm.hub.upload import upload
-from emp_llm.pruning.writing import read_manifest
-from emp_llm.pruning.verification import Findings, check_files
 from emp_llm.pruning.counts import read_report
+from emp_llm.pruning.verification import Findings, check_files
+from emp_llm.pruning.writing import read_manifest
 from emp_llm.publishing.base_model import find_origin
 from emp_llm.publishing.card import Card, by_suite, is_ours
 from emp_llm.publishing.public import local_folder, public
@@ -30,8 +29,6 @@ from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.speed_tables import split_benches
-from emp_llm.checkpoint.files import write_text
-from emp_llm.checkpoint.files import file_hash
 
 logger = logging.getLogger(__name__)
 
@@ -186,10 +183,7 @@ def _evaluated(folder: Path, results: dict[Path, Results]) -> list[EvaluatedMode
         if path.suffix != ".json" or path.name.startswith("."):
             raise UserError(f"--results {path}: it is pushed beside the model, so its name must end in .json.")
         model = measured.made_by.model
-        if model.identity is not None:
-            this = model.identity == identity_of(checkpoint)
-        else:
-            this = model.sha256_of_samples == sha256_of_samples(checkpoint)
+        this = model.identity == identity_of(checkpoint)
         evaluated[path] = model_of_results(measured, this)
     for suite in by_suite(list(evaluated.values())):
         if not any(each.this for each in suite):

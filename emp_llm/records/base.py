@@ -1,6 +1,7 @@
 """Typed records with a format version: one declaration serves writing and reading.
 
-A file record begins with `"format": "emp-llm KIND VERSION"`; other versions are refused. Fields are attributes; `record["field"]` works too, as in the JSON.
+A file record begins with `"format": "emp-llm KIND VERSION"`; other versions are refused. Fields are attributes;
+`record["field"]` works too, as in the JSON.
 """
 
 import re
@@ -9,10 +10,8 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.errors import quotable
-from emp_llm.checkpoint.files import write_bytes
-from emp_llm.checkpoint.files import JSON_LIMIT, read_json
+from emp_llm.checkpoint.files import JSON_LIMIT, read_json, write_bytes
+from emp_llm.common.errors import UserError, quotable, reason
 
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 R = TypeVar("R", bound="FileRecord")
@@ -81,19 +80,19 @@ def read_record(path: Path, kind: type[R], limit: int = JSON_LIMIT) -> R:
 
 def record_of(values: dict[str, Any], kind: type[R], where: str) -> R:
     """`read_record` for JSON that is already in memory; `where` names the file in errors."""
-    version = _version_of(values, kind)
+    version = version_of(values, kind)
     if version is None:
         raise UserError(f"{where}: this is not {_article(kind.KIND)} of emp-llm; give one.")
     if version != kind.VERSION:
         remedy = "Upgrade emp-llm: pip install --upgrade emp-llm" if version > kind.VERSION else "Write it again."
         raise UserError(
-            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads version {kind.VERSION}. "
-            f"{remedy}"
+            f"{where}: it has format version {version} of {_article(kind.KIND)}, and this emp-llm reads version "
+            f"{kind.VERSION}. {remedy}"
         )
     return converted(values, kind, where)
 
 
-def _version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
+def version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
     """The format version of a record's JSON; None for a record of another kind."""
     named = re.fullmatch(rf"emp-llm {re.escape(kind.KIND)} ([0-9]{{1,9}})", str(values.get("format")))
     return None if named is None else int(named[1])

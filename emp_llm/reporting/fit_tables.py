@@ -6,8 +6,8 @@ The sequences held out guard against fitting the calibration text: weights are n
 
 from collections.abc import Iterable, Sequence
 
-from emp_llm.common.tables import Rows, percent_cell
 from emp_llm.common.errors import count_of
+from emp_llm.common.tables import Rows, percent_cell
 from emp_llm.records.run_report import FitRecord, RunReport
 from emp_llm.reporting.studies.study import Study, label_of
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.common.errors import count_of
+from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.evaluation.changes import change_of, change_text, signed
 from emp_llm.evaluation.measured_values import Value, in_percent, value_cell
 from emp_llm.reporting.studies.curves import Difference, differences, main_measures

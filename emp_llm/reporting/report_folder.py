@@ -6,14 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.output import check_folder, write_folder
+from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.tables import Rows, csv_table, table
-from emp_llm.common.errors import count_of, printable
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
-from emp_llm.records.results import Results
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
 from emp_llm.reporting.fit_tables import layer_fit_rows
@@ -23,7 +22,6 @@ from emp_llm.reporting.page_tables import change_rows, difference_rows, matrix_r
 from emp_llm.reporting.speed_tables import speed_figures, split_benches
 from emp_llm.reporting.studies.reading import read_points
 from emp_llm.reporting.studies.study import Study, studies
-from emp_llm.checkpoint.output import check_folder, write_folder
 
 _SUMMARY = "report.json"
 
@@ -110,9 +108,7 @@ def summary_words(summary: ReportSummary) -> str:
     return "\n".join(lines)
 
 
-def _files(
-    page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench]
-) -> dict[str, bytes]:
+def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench]) -> dict[str, bytes]:
     parts = page_parts(page.title, drawn, benches)
     files = {
         "report.html": html_page(page.title, parts),

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.common.errors import count_of, format_bytes
+from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.evaluation.changes import shown_change
 from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.evaluated_model import models_of_report
@@ -12,6 +13,10 @@ from emp_llm.evaluation.measured_values import formatted, values_of
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
 from emp_llm.reporting.structure_tables import structure_lines, structure_rows
+
+
+if TYPE_CHECKING:
+    from emp_llm.pruning.dry_run import DryRun
 
 
 def pruning_table(report: RunReport) -> str:
@@ -118,3 +123,45 @@ def curve_table(title: str, curve: list[CurvePoint]) -> str:
         ["of all parameters", *(percent_cell(point.sparsity_of_all_parameters) for point in curve)],
     ]
     return table(rows)
+
+
+def dry_run_table(plan: "DryRun") -> str:
+    """The layers to prune, their share of the model, and the memory and disk needed."""
+    rows = [["layers", "shape", "weights"]]
+    for role, entry in plan.layers.items():
+        shape = " x ".join(str(length) for length in entry.shape)
+        rows.append([f"{role} x {entry.count}", shape, f"{entry.weights:,}"])
+    coverage, memory = plan.coverage, "1 GB"
+    if plan.model_bytes is not None:
+        memory += f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
+    inside = coverage.targets - coverage.targets_outside
+    outside = f" and {coverage.targets_outside} outside" if coverage.targets_outside else ""
+    lines = [
+        table(rows),
+        f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks{outside}, "
+        f"{percent_cell(coverage.share_of_blocks)} % of the weights there, "
+        f"{coverage.target_parameters:,} of {coverage.parameters:,} parameters "
+        f"({percent_cell(coverage.target_parameters / (coverage.parameters or 1))} %)",
+        *dense_lines(coverage.dense_shares),
+        f"disk: {format_bytes(plan.disk_bytes)} at {plan.output}"
+        + (" (it exists: name another --output, or add --overwrite)" if plan.needs_overwrite else ""),
+        f"memory: {memory}",
+    ]
+    if plan.resume_bytes is not None:
+        lines.append(
+            f"disk while calibrating block by block: {format_bytes(2 * plan.resume_bytes)} of hidden states beside the output, "
+            "for resuming an interrupted run (none with --no-resumable-calibration)"
+        )
+    if plan.fit_bytes is not None and plan.fit_disk_bytes is not None:
+        lines.append(
+            f"refit: up to {format_bytes(plan.fit_bytes)} more memory, beside two sets of hidden states and a block's inputs; "
+            f"{format_bytes(plan.fit_disk_bytes)} of disk beside the output until it is written"
+        )
+    if plan.push_to_hub is not None:
+        lines.append(f"push: {format_bytes(plan.disk_bytes)} to {plan.push_to_hub}")
+    lines += plan.notes
+    if plan.curve:
+        lines.append(curve_table(plan.recipe, plan.curve))
+    if plan.no_curve:
+        lines.append(f"sparsity against beta: {plan.no_curve}")
+    return "\n".join(lines)

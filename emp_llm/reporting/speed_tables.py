@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.files import read_json
+from emp_llm.common.errors import UserError, format_bytes, printable
 from emp_llm.common.tables import Rows
-from emp_llm.common.errors import format_bytes, printable
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed
-from emp_llm.checkpoint.files import read_json
 
 SPEED_NOTE = (
     "The pruned model from packed weights (a bit for each weight, and the weights that are not zero), and the same model or a "

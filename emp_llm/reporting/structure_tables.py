@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.common.errors import format_bytes
+from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, UnitsRecord
 
 

@@ -5,17 +5,18 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.ranks import ranks
 from emp_llm.options.commands import PruneOptions
 from emp_llm.pruning.counts import read_report
+from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.records.run_report import RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
 from emp_llm.runs.checkpoint_run import CheckpointRun
-from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.runs.stages.calibrating import CalibrateStage, prepare_calibration
-from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.runs.stages.stage import Stage
 from emp_llm.runs.stages.structure_writing import StructureWriteStage, check_structured_data, structure_recipe
 from emp_llm.runs.stages.structuring import (
@@ -27,7 +28,6 @@ from emp_llm.runs.stages.structuring import (
     units_line,
 )
 from emp_llm.runs.stages.writing import collected_norms, keep_norms
-from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.structured.language.unit_plan import UnitPlan
 
 if TYPE_CHECKING:

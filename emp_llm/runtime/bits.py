@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.checkpoint.words import WORD
-from emp_llm.checkpoint.matrices import Words, mask_bytes
+from emp_llm.checkpoint.matrices import WORD, Words, mask_bytes
 from emp_llm.common.errors import UserError, reason
 
 Bytes = NDArray[np.uint8]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from emp_llm.architecture.layers import Layer
 from emp_llm.architecture.model_layers import set_to_zero
+from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, reason
 from emp_llm.execution.offload import resident_parameter
-from emp_llm.checkpoint.files import write_bytes
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"

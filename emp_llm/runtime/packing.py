@@ -12,14 +12,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from blake3 import blake3
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import FileReader, file_hash, prefetch, read_json, write_json
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, mask_bytes, packed_bytes, read_words, word_bytes, words_in
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, REPORT_NAME
 from emp_llm.common.progress import progress_bar
-from emp_llm.common.errors import quotable
 from emp_llm.runtime.bits import booleans, mask_of, nonzero_words, split_planes, zstd_frames
 from emp_llm.runtime.packed_format import (
     FORMAT,
@@ -32,11 +31,6 @@ from emp_llm.runtime.packed_format import (
     damaged,
     packed_name,
 )
-from emp_llm.checkpoint.files import write_json
-from emp_llm.checkpoint.files import prefetch
-from emp_llm.checkpoint.files import FileReader
-from emp_llm.checkpoint.files import file_hash
-from emp_llm.checkpoint.files import read_json
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,16 +14,16 @@ from emp_llm.architecture.architecture import Architecture
 from emp_llm.architecture.model_layers import weight_of
 from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import read_words, words_in
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import read_report
-from emp_llm.records.source import RecipeRecord
 from emp_llm.runtime.bits import Bytes, booleans, mask_of
 from emp_llm.runtime.masks import Masks, check_merged, check_whole, rows_in
 from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout
-from emp_llm.checkpoint.files import FileReader
 
 Source = Path | str | Mapping[str, Tensor]
 
@@ -132,17 +131,17 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             self._masks.apply(context["model"])
 
 
-def _recipe(folder: Path, targets: str | list[str] | None, blocks: str | None) -> RecipeRecord:
+def _recipe(folder: Path, targets: str | list[str] | None, blocks: str | None) -> Recipe:
     """The targets and blocks: those given, or else those of the run."""
     if (folder / REPORT_NAME).is_file():
         recipe = read_report(folder).recipe
     elif targets is None:
         raise UserError(f"{folder}: without {REPORT_NAME} its targets are unknown. Name them, for example targets='mlp'.")
     else:
-        recipe = RecipeRecord()
+        recipe = Recipe()
     if targets is not None:
-        recipe = msgspec.structs.replace(recipe, targets=targets, ignore=None)
-    return recipe if blocks is None else msgspec.structs.replace(recipe, blocks=blocks)
+        recipe = recipe.but(targets=targets, ignore=None)
+    return recipe if blocks is None else recipe.but(blocks=blocks)
 
 
 def _stored_mask(packed: PackedFolder | None, stored: StoredTensor) -> Bytes:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.errors import count_of, quotable
+from emp_llm.common.errors import UserError, count_of, quotable, reason
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
 
 logger = logging.getLogger(__name__)

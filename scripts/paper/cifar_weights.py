@@ -20,9 +20,8 @@ from paper_pages import Beside, Page, beside_table, options_of, written_page
 from torch import Tensor, nn
 from training import Measured, Schedule, evaluate_on, trained
 from vision_data import ImageData, image_data
-from weight_pruning import CRITERIA, effective, fixed_share, masked, nonzero_flops, select_weights
+from weight_pruning import CRITERIA, Budget, effective, fixed_share, masked, nonzero_flops, select_weights
 
-from emp_llm.selection.budgets import Budget
 
 BETAS = (0.8, 1.0, 1.2)
 SHARES = (0.5, 0.7, 0.9)

@@ -48,14 +48,14 @@ from units import (
     zero_units,
 )
 
-from emp_llm.calibration.batch_pass import in_evaluation_mode
+from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.tables import number_cell, percent_cell, table
-from emp_llm.selection.arithmetic.definitions import NonFiniteError
-from emp_llm.selection.arithmetic.sums import sum_rows
-from emp_llm.selection.bounds import mass_bound
+from emp_llm.selection.rule import NonFiniteError
+from emp_llm.selection.reference import sum_rows
+from emp_llm.selection.rule import mass_bound
 from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
-from emp_llm.selection.row_selection import Selection, select_rows
+from emp_llm.selection.reference import Selection, select_rows
 
 UnitScores = dict[str, Tensor]
 Loss = Callable[[Any, Any], Tensor]

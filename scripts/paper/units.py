@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from emp_llm.calibration.batch_pass import in_evaluation_mode
+from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError
 
 # The layers whose outputs are units: `weight` has one row for each.

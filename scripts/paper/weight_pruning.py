@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from networks import layer_weights
 from prune_units import gradient_scores
@@ -19,6 +20,7 @@ from emp_llm.selection.rule import KeepRule, uniform_counts
 from emp_llm.selection.reference import select_rows
 
 Scores = dict[str, Tensor]
+Budget = Callable[[int], KeepRule]  # from the size of a group
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -78,7 +80,7 @@ def select_weights(scores: Mapping[str, Tensor], budget: Budget, scope: str) -> 
     sizes = [score.numel() for score in scores.values()]
     rows = [score.reshape(1, -1) for score in scores.values()]
     groups = rows if scope == "block" else [torch.cat(rows, 1)]
-    found = [select_rows(group, budget) for group in groups]
+    found = [select_rows(group, budget(group.shape[1])) for group in groups]
     flat = torch.split(torch.cat([selection.mask[0] for selection in found]), sizes)
     masks = {name: mask.view(score.shape) for (name, score), mask in zip(scores.items(), flat, strict=True)}
     kept = sum(int(selection.kept.sum()) for selection in found)
@@ -88,12 +90,12 @@ def select_weights(scores: Mapping[str, Tensor], budget: Budget, scope: str) -> 
 
 def effective(beta: float) -> Budget:
     """Algorithm 1 with beta."""
-    return EffectiveBudget(beta)
+    return lambda size: KeepRule(beta=beta)
 
 
 def fixed_share(sparsity: float) -> Budget:
     """A fixed share of each group is removed."""
-    return RatioBudget(sparsity)
+    return lambda size: KeepRule(counts=uniform_counts(np.array([size]), sparsity))
 
 
 @contextmanager

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.output import check_folder, write_folder
 from emp_llm.cluster.collecting.study_results import study_results
 from emp_llm.cluster.collecting.study_status import StudyStatus, study_status
 from emp_llm.cluster.collecting.study_tables import study_csv, study_markdown, study_text
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import quotable, shortened_list
+from emp_llm.common.errors import UserError, quotable, shortened_list
 from emp_llm.options.jobs.studies import CollectOptions
 from emp_llm.records.base import FileRecord
-from emp_llm.checkpoint.output import check_folder, write_folder
-from emp_llm.checkpoint.locks import FileLock
 
 _SUMMARY = "collected.json"
 RUNS_IN_DETAIL = 200

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.cluster.collecting.study_status import StudyStatus
 from emp_llm.cluster.plan_file import Job
 from emp_llm.common.errors import UserError
@@ -13,7 +14,6 @@ from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.sweep import Sweep
-from emp_llm.checkpoint.files import INDEX_LIMIT
 
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from emp_llm.cluster.plan_file import Job, read_plan
 from emp_llm.cluster.running.job_files import JobFiles, JobState
 from emp_llm.cluster.slurm.notes import Notes
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.tables import table
-from emp_llm.common.errors import count_of, quotable, shortened_list
 
 ORDER = ("done", "running", "queued", "stopped", "failed", "missing")
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The tables of a study: each model's recipes with their changes from the dense model, beside the paper's."""
 
 from emp_llm.cluster.collecting.study_results import StudyModel, StudyResults, StudyRow
-from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
 from emp_llm.common.errors import count_of, printable
+from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
 from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, signed
 from emp_llm.evaluation.comparison import change_notes
 from emp_llm.evaluation.measured_values import Value, formatted, in_percent, value_cell, values_of

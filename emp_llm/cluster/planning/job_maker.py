@@ -16,8 +16,8 @@ from emp_llm.cluster.planning.workload import Work
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import PruneOptions
-from emp_llm.sweep import SweepPoint, plan_points
 from emp_llm.options.lists import parse_words
+from emp_llm.sweep import SweepPoint, plan_points
 
 ParseWords = Callable[[JobKind, list[str]], Any]
 

@@ -7,9 +7,8 @@ from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_pl
 from emp_llm.cluster.planning.job_maker import JobMaker, ParseWords, planned_models
 from emp_llm.cluster.planning.needs import assumptions
 from emp_llm.cluster.planning.study_table import planned
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
-from emp_llm.common.errors import count_of
 from emp_llm.options.jobs.planning import PlanOptions
 
 

@@ -9,12 +9,11 @@ from uuid import uuid4
 
 import msgspec
 
-from emp_llm.cluster.plan_file import Job, shell_words
-from emp_llm.common.errors import UserError
-from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.common.errors import quotable
-from emp_llm.records.base import FileRecord, read_record
 from emp_llm.checkpoint.locks import holder_of
+from emp_llm.cluster.plan_file import Job, shell_words
+from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
+from emp_llm.records.base import FileRecord, read_record
 
 JobStatus = Literal["done", "running", "stopped", "failed", "missing"]
 _SILENT = 120.0  # seconds after which a job on another machine, without a lock that can be seen here, has died

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from emp_llm.cluster.plan_file import Job
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import count_of, quotable
+from emp_llm.common.errors import UserError, count_of, quotable
 
 RENDEZVOUS = "EMP_LLM_RENDEZVOUS"
 NODE = "EMP_LLM_NODE"

@@ -9,9 +9,8 @@ from emp_llm.cluster.running.job_files import JobFiles, JobState
 from emp_llm.cluster.running.launch import node_of
 from emp_llm.cluster.running.machine import Machine, MachinePart
 from emp_llm.cluster.running.runner import Attempt, follow
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.progress import progress_bar
-from emp_llm.common.errors import count_of, quotable, shortened_list
 from emp_llm.options.jobs.studies import RunOptions
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from emp_llm.cluster.plan_file import Job
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import available_memory
-from emp_llm.common.errors import count_of
 
 _CORES = 8  # of a worker, if jobs run on CPUs
 _GB = 1e9

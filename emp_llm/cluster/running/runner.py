@@ -12,12 +12,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from emp_llm.checkpoint.locks import FileLock
 from emp_llm.cluster.plan_file import Job
 from emp_llm.cluster.running.job_files import BEAT, JobFiles, JobState
 from emp_llm.cluster.running.launch import exit_code_of, launch_words
 from emp_llm.common.errors import UserError
 from emp_llm.lifelines.peer import LOST_CODE
-from emp_llm.checkpoint.locks import FileLock
 
 logger = logging.getLogger(__name__)
 _GLANCE = 0.5  # seconds: one who looks who holds a lock holds it for a moment

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from emp_llm.cluster.plan_file import Job, Needs
 from emp_llm.cluster.slurm.site import Site
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import count_of
+from emp_llm.common.errors import UserError, count_of
 
 # Needs are rounded up to these steps, so that jobs with almost equal needs share an array.
 _MINUTES = (1, 2, 5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720, 960, 1440, 2160, 2880, 4320)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from emp_llm.cluster.slurm.script import EXPORTED
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import printable
+from emp_llm.common.errors import UserError, printable
 
 _PATIENCE = 300  # seconds for an answer
 _ANSWER = re.compile(r"(\d+)(;\S+)?\s*")

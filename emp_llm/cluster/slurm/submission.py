@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emp_llm.checkpoint.files import write_text
+from emp_llm.checkpoint.locks import FileLock
 from emp_llm.cluster.plan_file import Job, read_plan
 from emp_llm.cluster.running.job_files import JobFiles
 from emp_llm.cluster.slurm.arrays import JobArray, check_fits, grouped_jobs
@@ -15,13 +17,10 @@ from emp_llm.cluster.slurm.notes import Notes
 from emp_llm.cluster.slurm.queue import check_sbatch, sbatch_words, submit_script
 from emp_llm.cluster.slurm.script import FOLDER_NAME, list_text, script_text
 from emp_llm.cluster.slurm.site import Site, read_site
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
-from emp_llm.common.errors import count_of
 from emp_llm.options.jobs.submitting import SubmitOptions
-from emp_llm.checkpoint.files import write_text
-from emp_llm.checkpoint.locks import FileLock
 
 logger = logging.getLogger(__name__)
 

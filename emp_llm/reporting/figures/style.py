@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
-from emp_llm.common.errors import UserError, reason
-from emp_llm.common.errors import printable
+from emp_llm.common.errors import UserError, printable, reason
 
 WIDTH = 8.0  # inches
 _DPI = 150

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import printable
+from emp_llm.common.errors import UserError, printable
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.evaluation.measured_values import values_of
-from emp_llm.options.recipe import MatchBy
+from emp_llm.options.recipe import MatchBy, Recipe
 from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, TargetsRecord
-from emp_llm.records.source import CalibrationRecord, CriterionRecord, ModelSource, RecipeRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource
 from emp_llm.reporting.studies.measured_points import LayerFit, MatrixStats, SuiteResult, WholeGroup
 
 
@@ -99,7 +98,7 @@ def origin_of(source: ModelSource) -> dict[str, Any]:
     return {"model": printable(source.model), "identity": source.key}
 
 
-def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where: str) -> dict[str, Any]:
+def method_of(recipe: Recipe, calibration: CalibrationRecord | None, where: str) -> dict[str, Any]:
     """Fields of a point: the method, and everything that sets it apart from others."""
     if not recipe.method:
         raise UserError(f"{where}: recipe: missing field method.")
@@ -114,15 +113,17 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
         words += ["set to zero"] if recipe.structure.keep_shapes else []
     if recipe.neff_dtype not in (None, "float64"):
         words.append(f"N_eff in {recipe.neff_dtype}")
-    if recipe.criterion is not None:
-        words += _own_words(recipe.criterion)
+    if recipe.score_map is not None:
+        words.append(f"map {recipe.score_map}")
+    if digest := recipe.scores_digest or recipe.criterion_source:
+        words.append(f"version {digest[:6]}")
     if calibration is not None and calibration.propagate == "pruned":
         words.append("pruned propagation")
     words += _score_words(recipe)
     words += [f"OWL shares, λ {recipe.owl_lambda:g}, M {recipe.owl_m:g}"] if recipe.shares == "owl" else []
-    if recipe.refit is not None:
-        words.append("refit" if recipe.refit.target == "block" else "refit of single layers")
-        words += [f"{recipe.refit.weighting} weights"] if recipe.refit.weighting != "equal" else []
+    if recipe.refit:
+        words.append("refit" if recipe.refit_target == "block" else "refit of single layers")
+        words += [f"{recipe.refit_weighting} weights"] if recipe.refit_weighting != "equal" else []
     if recipe.group != "row":
         words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
     match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"
@@ -131,40 +132,33 @@ def method_of(recipe: RecipeRecord, calibration: CalibrationRecord | None, where
         "beta": recipe.beta if adaptive else None,
         "order": recipe.order if adaptive else None,
         "group": recipe.group,
-        "relative": recipe.score == "relative",
+        "relative": recipe.relative,
         "scope": _scope(recipe),
         "variant": printable(", ".join(words)),
         "match": match if recipe.match else None,
     }
 
 
-def _score_words(recipe: RecipeRecord) -> list[str]:
+def _score_words(recipe: Recipe) -> list[str]:
     """Words that set the score apart from the usual one of the method."""
     name = recipe.method.removeprefix("emp-")
     words = ["relative norms"] if recipe.score == "relative" and name != "relative" else []
     if recipe.method == "emp-relative":
         return words if recipe.count_by == "magnitude" else [*words, "counts by the scores"]
-    return [*words, "counts by |W|"] if recipe.count_by == "magnitude" else words
+    return [*words, "counts by |W|"] if recipe.count_by == "magnitude" and name != "admm" else words
 
 
-def _own_words(own: CriterionRecord) -> list[str]:
-    """Words that set scores of the user's own apart from others of the same name: the map, and a part of a hash."""
-    digest = own.digest or own.source
-    words = [f"map {own.score_map}"] if own.score_map else []
-    return words + ([f"version {digest[:6]}"] if digest else [])
-
-
-def _scope(recipe: RecipeRecord) -> str:
+def _scope(recipe: Recipe) -> str:
     def words(value: str | list[str]) -> str:
         return ", ".join(value) if isinstance(value, list) else value
 
     ignored = f" without {words(recipe.ignore)}" if recipe.ignore else ""
-    tower = f" ({recipe.tower} {'towers' if recipe.tower == 'all' else 'tower'})" if recipe.tower else ""
+    tower = f" ({recipe.tower} {'towers' if recipe.tower == 'all' else 'tower'})" if recipe.tower != "language" else ""
     return printable(words(recipe.targets) + ignored + tower)
 
 
 def facts_of(
-    source: ModelSource, recipe: RecipeRecord, calibration: CalibrationRecord | None, targets: TargetsRecord
+    source: ModelSource, recipe: Recipe, calibration: CalibrationRecord | None, targets: TargetsRecord
 ) -> dict[str, str]:
     """Facts about the model and its calibration for the head of a report: name -> text."""
     facts = {"model": printable(source.model)}

@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.files import read_json
+from emp_llm.common.errors import UserError, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.common.errors import printable
 from emp_llm.evaluation.evaluated_model import model_of_results, models_of_report
 from emp_llm.options.recipe import MatchBy
-from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.pruning.counts import REPORT_LIMIT
+from emp_llm.pruning.outcome import ALL_KEPT
 from emp_llm.records.base import FileRecord, record_of, version_of
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.source import ModelSource, RecipeRecord
+from emp_llm.records.source import ModelSource
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.studies.measured_points import MeasuredPoint
 from emp_llm.reporting.studies.point_parts import (
@@ -29,7 +29,6 @@ from emp_llm.reporting.studies.point_parts import (
     suite_result_of,
     whole_group_of,
 )
-from emp_llm.checkpoint.files import read_json
 
 _ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
 
@@ -72,13 +71,8 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
 
 
 def _kind_of(values: dict[str, Any], path: Path) -> type[FileRecord]:
-    """The kind of a record: from its format, or, in old files without one, from its fields."""
-    if "format" in values:
-        kind = next((kind for kind in (Sweep, Measure, Results, RunReport) if version_of(values, kind) is not None), None)
-    elif "made_by" in values and "model" in values:
-        kind = Results
-    else:
-        kind = RunReport if "recipe" in values and "matrices" in values else None
+    """The kind of a record, from its format."""
+    kind = next((kind for kind in (Sweep, Measure, Results, RunReport) if version_of(values, kind) is not None), None)
     if kind is None:
         raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
     return kind
@@ -138,14 +132,8 @@ def _sweep(sweep: Sweep, folder: Path, where: str) -> Iterator[MeasuredPoint]:
 def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
     for number, entry in enumerate(measure.measures):
         where = f"{path}: measures[{number}]"
-        recipe = RecipeRecord(
-            **{name: getattr(measure.recipe, name) for name in ("targets", "ignore", "min_expert_tokens", "blocks", "tower")},
-            method=f"emp-{entry.criterion}",
-            group="row",
-            order=entry.order,
-            beta=1.0,
-            score=entry.score,
-            count_by=entry.count_by,
+        recipe = measure.recipe.with_method(
+            f"emp-{entry.criterion}", group="row", order=entry.order, score=entry.score, count_by=entry.count_by
         )
         values: dict[str, Any] = {
             "id": f"{path.resolve()}#{number}",
@@ -170,16 +158,14 @@ def _result(results: Results, path: Path) -> MeasuredPoint:
     pruned = results.pruned
     if pruned is None:
         made = results.made_by.model
-        source = ModelSource(
-            model=results.model, revision=results.revision, identity=made.identity, sha256_of_samples=made.sha256_of_samples
-        )
+        source = ModelSource(model=results.model, revision=results.revision, identity=made.identity)
         return MeasuredPoint(**common, **origin_of(source), method=None)
     return MeasuredPoint(
         **common,
-        **{"model": printable(pruned.of), "identity": pruned.of} | method_of(pruned, None, where),
+        **{"model": printable(pruned.of), "identity": pruned.of} | method_of(pruned.recipe, None, where),
         sparsity=pruned.sparsity_of_targets,
         signature=json.dumps(pruned.as_dict(), sort_keys=True),
-        matches=pruned.match or "",
+        matches=pruned.recipe.match or "",
         facts={"model": printable(pruned.of)},
     )
 

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, STRUCTURE_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.commands import PruneOptions
+from emp_llm.options.recipe import StructureRecipe
 from emp_llm.pruning.writing import write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
-from emp_llm.records.source import RecipeRecord
-from emp_llm.options.recipe import StructureRecipe
+from emp_llm.records.source import RecipeRecord, stage_records
 from emp_llm.runs.stages.run_models import RunModels
-from emp_llm.runs.stages.stage import stage_records
 from emp_llm.runs.stages.structuring import ChooseStage
 from emp_llm.runs.stages.writing import PublishingStage
 from emp_llm.selection.budgets import EffectiveBudget
 from emp_llm.selection.scheme import Scheme
-from emp_llm.checkpoint.output import OutputFolder
 
 if TYPE_CHECKING:
     import torch

@@ -4,16 +4,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from emp_llm.common.errors import UserError
+from emp_llm.checkpoint.output import OutputFolder
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import TAYLOR_NAME
 from emp_llm.common.ranks import ranks
-from emp_llm.common.errors import count_of
 from emp_llm.options.commands import PruneOptions
-from emp_llm.pruning.recipe import budget_of
 from emp_llm.pruning.counts import read_report
+from emp_llm.pruning.recipe import budget_of
 from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.selection.budgets import Budget, TotalBudget
-from emp_llm.checkpoint.output import OutputFolder
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from emp_llm.architecture.layers import Layer
-from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.checkpoint.headers import BITS, StoredTensor
-from emp_llm.checkpoint.words import WORD
-from emp_llm.checkpoint.matrices import Words, word_bytes
+from emp_llm.checkpoint.matrices import WORD, Matrix, Words, word_bytes
 from emp_llm.structured.language.unit_choice import Choice
 from emp_llm.structured.language.units import Indices
 

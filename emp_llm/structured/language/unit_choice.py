@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from emp_llm.common.errors import UserError
-from emp_llm.selection.reference import Moments
-from emp_llm.selection.reference import largest_mask
-from emp_llm.selection.rule import beta_keeping
 from emp_llm.selection.budgets import Budget, EffectiveBudget, RequestedBudget
 from emp_llm.selection.effective import effective_mass, effective_mass_bound
+from emp_llm.selection.reference import Moments, largest_mask
+from emp_llm.selection.rule import beta_keeping
 from emp_llm.structured.language.unit_scores import Scores
 from emp_llm.structured.language.units import Indices, UnitKind, Units
 

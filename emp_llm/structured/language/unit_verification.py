@@ -13,10 +13,10 @@ from torch import Tensor
 
 from emp_llm.architecture.layers import Layer
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import INDEX_NAME, STRUCTURE_NAME
-from emp_llm.records.source import RecipeRecord
-from emp_llm.checkpoint.files import read_json
+from emp_llm.options.recipe import Recipe
 from emp_llm.structured.language.smaller_config import Changes, changed_config
 from emp_llm.structured.language.unit_plan import UnitPlan
 from emp_llm.structured.language.units import Units
@@ -37,7 +37,7 @@ class UnitVerification:
         UserError: the file of kept units is missing or unreadable.
     """
 
-    def __init__(self, plan: UnitPlan, pruned: Checkpoint, recipe: RecipeRecord, say: Say) -> None:
+    def __init__(self, plan: UnitPlan, pruned: Checkpoint, recipe: Recipe, say: Say) -> None:
         self._plan = plan
         self._pruned = pruned
         self._recipe = recipe

@@ -13,13 +13,11 @@ from typing import Any
 from blake3 import blake3
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool, read_json, sync_path, write_json
 from emp_llm.checkpoint.headers import StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
-from emp_llm.checkpoint.files import sync_path, write_json
-from emp_llm.checkpoint.files import FilePool
-from emp_llm.checkpoint.files import INDEX_LIMIT, read_json
 from emp_llm.structured.language.smaller_config import Field, changed_config
 from emp_llm.structured.language.tensor_edits import FittedWords, TensorEdit, bytes_of_shape
 

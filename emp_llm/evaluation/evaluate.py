@@ -1,0 +1,242 @@
+"""Measures a suite on a model: the perplexity of its text, then each of its tasks. One evaluation for all commands.
+
+The unfinished evaluation of a finished checkpoint lies in its folder:
+
+    OUT/emp_llm/evaluation/pending.json   the signature of the run
+    OUT/emp_llm/evaluation/dense.json     results of the dense model so far
+    OUT/emp_llm/evaluation/pruned.json    results of the pruned model so far
+
+When both models are measured, the report holds their results and the folder is deleted.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from emp_llm.checkpoint.files import read_json, write_json
+from emp_llm.checkpoint.locks import FileLock
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.machine import Stopwatch
+from emp_llm.common.progress import stage
+from emp_llm.common.paths import EXTRAS, REPORT_NAME
+from emp_llm.common.ranks import ranks
+from emp_llm.evaluation.earlier_results import dense_measures
+from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer
+from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
+from emp_llm.evaluation.results_file import new_results, open_results
+from emp_llm.evaluation.suites import Suite
+from emp_llm.execution.one_model import OneModel
+from emp_llm.hub.local_model import LocalModel
+from emp_llm.options.model import LoadingOptions
+from emp_llm.records.evaluation import EvaluationRecord, Measures
+from emp_llm.records.results import Results
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import stage_records
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+BATCH_SIZE = 8  # default: examples per forward pass of a task
+EVALUATION_FOLDER = f"{EXTRAS}/evaluation"
+_PENDING = "pending.json"
+
+
+@dataclass(frozen=True)
+class PreparedSuite:
+    """A suite with its text and its tasks' data, as `prepare_suite` reads them.
+
+    Attributes:
+        batch_size: examples per forward pass of a task, or "auto"; perplexity chooses its own.
+        tokens: of the text, int64, shape (tokens,); None without a text.
+    """
+
+    suite: Suite
+    tokenizer: Any
+    batch_size: int | str
+    tokens: "Tensor | None"
+    harness: Harness | None
+
+    def missing(self, measures: Measures) -> list[str | None]:
+        """The parts that are not measured yet: None for the perplexity, then the names of tasks."""
+        return missing(self.suite, measures)
+
+
+def prepare_suite(
+    suite: Suite, tokenizer: Any, batch_size: int | str = BATCH_SIZE, harness: Harness | None = None
+) -> PreparedSuite:
+    """Read all data of a suite, so that what is missing is said before a model runs.
+
+    Args:
+        suite: the text and the tasks to measure.
+        tokenizer: of the models.
+        batch_size: examples per forward pass of a task, or "auto".
+        harness: holds the suite's tasks, if they are loaded already.
+
+    Raises:
+        UserError: a text, task or data set is missing, lm-eval is not installed, or lm-eval cannot use the tokenizer.
+    """
+    if suite.tasks:
+        check_tokenizer(tokenizer)
+        check_chat_template(tokenizer, suite.tasks)
+    tokens = None if suite.corpus is None else text_tokens(suite.corpus, tokenizer)
+    return PreparedSuite(suite, tokenizer, batch_size, tokens, harness or Harness(suite.tasks) if suite.tasks else None)
+
+
+def missing(suite: Suite, measures: Measures) -> list[str | None]:
+    """The parts of a suite that are not measured yet: None for the perplexity, then the names of tasks."""
+    text: list[str | None] = [None] if suite.corpus is not None and measures.perplexity is None else []
+    return text + [task.name for task in suite.tasks if task.name not in measures.tasks]
+
+
+def measure(
+    model: "PreTrainedModel",
+    prepared: PreparedSuite,
+    measures: Measures | None = None,
+    after_each: Callable[[Measures], None] | None = None,
+) -> Measures:
+    """Measure the parts of a suite that `measures` does not hold yet.
+
+    Args:
+        model: in evaluation mode.
+        measures: earlier measurements; new ones are added in place.
+        after_each: called with `measures` after the perplexity and after every task.
+
+    Returns:
+        `measures`.
+    """
+    measures, suite, wrapped = measures or Measures(), prepared.suite, None
+    for part in prepared.missing(measures):
+        start = time.perf_counter()
+        if part is None:
+            assert suite.corpus is not None
+            assert prepared.tokens is not None
+            length = block_length(suite.corpus, model.config)
+            measures.perplexity = perplexity(model, prepared.tokens, length, limit=suite.limit)
+        else:
+            assert prepared.harness is not None
+            wrapped = wrapped or prepared.harness.model(model, prepared.tokenizer, prepared.batch_size)
+            start = time.perf_counter()
+            record = prepared.harness.run(part, wrapped)
+            record.seconds = round(time.perf_counter() - start, 3)
+            measures.tasks[part] = record
+        logger.debug("%s: measured in %.1f s.", part or "perplexity", time.perf_counter() - start)
+        if after_each is not None:
+            after_each(measures)
+    return measures
+
+
+def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: Results, path: Path) -> Results:
+    """Measure what results lack of a suite, and save them after every part.
+
+    Args:
+        results: of this model and suite, from `open_results`.
+        path: their file.
+    """
+
+    def save(measures: Measures, complete: bool = False) -> None:
+        results.take(measures)
+        results.complete = complete
+        if ranks().main:
+            try:
+                results.save(path)
+            except OSError as error:
+                raise UserError(f"--output {path}: cannot be written ({error.strerror}).") from error
+
+    measures = results.measures
+    if measures.parts:
+        logger.info("%s: resuming after %s of the suite.", path, count_of(measures.parts, "finished part"))
+    save(measure(model, prepared, measures, save), complete=True)
+    return results
+
+
+def evaluation_record(prepared: PreparedSuite, dense: Measures | None, pruned: Measures | None) -> EvaluationRecord:
+    """The record of an evaluation in a report."""
+    suite = prepared.suite.record()
+    return EvaluationRecord(
+        suite=suite.suite,
+        limit=suite.limit,
+        text=suite.text,
+        tasks=suite.tasks,
+        batch_size=prepared.batch_size,
+        dense=dense,
+        pruned=pruned,
+    )
+
+
+def mark_pending(files: Path, signature: dict[str, Any]) -> None:
+    """Mark the files of a checkpoint, before they are put in place, as not evaluated yet."""
+    folder = files / EVALUATION_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / _PENDING, signature)
+
+
+def pending_matches(output: Path, signature: dict[str, Any]) -> bool:
+    """Whether a finished checkpoint has an unfinished evaluation of the run with this signature."""
+    path = output / EVALUATION_FOLDER / _PENDING
+    return path.is_file() and read_json(path) == json.loads(json.dumps(signature))
+
+
+def evaluate_checkpoint(
+    output: Path,
+    source: LocalModel,
+    report: RunReport,
+    prepared: PreparedSuite,
+    models: OneModel,
+    loading: LoadingOptions,
+    stopwatch: Stopwatch,
+    baseline: Path | None = None,
+) -> RunReport:
+    """Evaluate the dense and the pruned model of a finished checkpoint, and add the results to its report.
+
+    Args:
+        output: folder of the checkpoint.
+        source: the dense model.
+        report: of the checkpoint; it is saved again.
+        baseline: earlier results of the dense model, used instead of measuring it.
+
+    Raises:
+        UserError: another run evaluates the checkpoint; or the baseline is of another model, suite or dtype.
+    """
+    folder = output / EVALUATION_FOLDER
+    lock = FileLock(folder / ".lock", f"--output {output}")
+    try:
+        if ranks().main:
+            lock.acquire()
+        measured: list[Measures] = []
+        for name, model in (("dense", source), ("pruned", LocalModel(str(output), output, None))):
+            results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+            if name == "dense" and baseline is not None:
+                measured.append(dense_measures(baseline, results.made_by))
+                continue
+            path = folder / f"{name}.json"
+            try:
+                results = open_results(path, results)
+            except UserError as error:
+                logger.info("%s Measuring again.", error)
+                results = open_results(path, results, overwrite=True)
+            if prepared.missing(results.measures):
+                with stage(f"evaluate {name}"):
+                    loaded = models.get(model.folder)
+                    with stopwatch(f"evaluate {name}"):
+                        evaluate_model(loaded, prepared, results, path)
+                    del loaded
+            measured.append(results.measures)
+        report.evaluation = evaluation_record(prepared, *measured)
+        report.stages |= stage_records(stopwatch.record)
+        if ranks().main:
+            report.save(output / REPORT_NAME)
+            shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        if ranks().main:
+            logger.warning("the checkpoint in %s is complete, but not its evaluation; the same command resumes it.", output)
+        raise
+    finally:
+        lock.release()
+    return report
