@@ -33,7 +33,8 @@ _FEW = 32  # vectors up to which rows are not made dense
 _PART = 1 << 16  # weights in a part of the work
 _TILE = 1 << 19  # weights of rows that are dense at a time
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
-Spread = Callable[[int, int], Any]
+Values = Sequence[Any]  # values of LLVM that a loop carries
+Spread = Callable[[int, int], Any]  # the words of the columns of a chunk, by the place of the row and the number of the chunk
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # A task is an array of numbers of 64 bits. Threads call one function with one task; each takes the next part of the rows until
@@ -229,7 +230,7 @@ def _module(dtype: str, result: Any, rows_of_part: Callable[[Any, dict[str, Any]
     def take() -> Any:
         return b.atomic_rmw("add", run.args[0], number(1), "monotonic")
 
-    def part(values: list[Any]) -> Sequence[Any]:
+    def part(values: list[Any]) -> Values:
         first = b.add(task["first"], b.mul(values[0], task["height"]))
         end = b.add(first, task["height"])
         rows_of_part(b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"]))
@@ -245,20 +246,17 @@ def _each_mask_word(
     task: dict[str, Any],
     how: Instructions,
     dtype: str,
-    rows: Sequence[Any],
-    initial: Sequence[Any],
-    body: Callable[[Any, Spread, list[Any]], Sequence[Any] | None],
+    rows: Values,
+    initial: Values,
+    body: Callable[[Any, Spread, list[Any]], Values | None],
 ) -> list[Any]:
-    """Walk some rows together: `values = body(at, spread, values)` for each place `at` of a mask word.
-
-    `spread(i, chunk)` gives the words of the columns of a chunk of the i-th row.
-    """
+    """Walk some rows together: `values = body(at, spread, values)` for each place `at` of a mask word."""
     word = _WORD[dtype]
     starts = [fetch(b, task["offsets"], row, I64) for row in rows]
     masks = [b.mul(row, task["words"]) for row in rows]
     values = [b.select(b.icmp_signed("<", row, task["safe"]), task["values"], task["tail"]) for row in rows]
 
-    def one_word(at: Any, carried: list[Any]) -> Sequence[Any]:
+    def one_word(at: Any, carried: list[Any]) -> Values:
         places, others = carried[: len(rows)], carried[len(rows) :]
         bits = [fetch(b, task["mask"], b.add(mask, at), I64) for mask in masks]
         for base, place in zip(values, places, strict=True):
@@ -329,7 +327,7 @@ def number(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def intrinsic(b: Any, name: str, result: Any, arguments: Sequence[Any], flags: Sequence[str] = ()) -> Any:
+def intrinsic(b: Any, name: str, result: Any, arguments: Values, flags: Sequence[str] = ()) -> Any:
     """Call an intrinsic of LLVM, declared at its first use."""
     if name not in b.module.globals:
         ir.Function(b.module, ir.FunctionType(result, [argument.type for argument in arguments]), name)
@@ -363,9 +361,7 @@ def _ones(b: Any, bits: Any) -> Any:
     return intrinsic(b, "llvm.ctpop.i64", I64, [bits])
 
 
-def _loop(
-    b: Any, initial: Sequence[Any], proceed: Callable[[list[Any]], Any], body: Callable[[list[Any]], Sequence[Any]]
-) -> list[Any]:
+def _loop(b: Any, initial: Values, proceed: Callable[[Any], Any], body: Callable[[list[Any]], Values]) -> list[Any]:
     """`while proceed(values): values = body(values)`; returns the last values. The builder continues after the loop."""
     before, head = b.block, b.append_basic_block("head")
     inside, after = b.append_basic_block("body"), b.append_basic_block("after")
@@ -384,16 +380,11 @@ def _loop(
 
 
 def _count(
-    b: Any,
-    first: Any,
-    last: Any,
-    step: int,
-    initial: Sequence[Any],
-    body: Callable[[Any, list[Any]], Sequence[Any] | None],
+    b: Any, first: Any, last: Any, step: int, initial: Values, body: Callable[[Any, list[Any]], Values | None]
 ) -> list[Any]:
     """`for i in range(first, last, step): values = body(i, values)`; returns the last values."""
 
-    def each(values: list[Any]) -> Sequence[Any]:
+    def each(values: list[Any]) -> Values:
         following = body(values[0], values[1:]) or []
         return [b.add(values[0], number(step)), *following]
 
