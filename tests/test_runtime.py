@@ -18,7 +18,6 @@ from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding as llvm
-from llvmlite import ir
 from tiny import FAMILIES, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +28,7 @@ from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
 from emp_llm.records.results import Results
 from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
-from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, Instructions, instructions_for, product_module
+from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, instructions_for, product_module
 from emp_llm.runtime.loader import sparse_layers
 from emp_llm.runtime.packed_format import PackedFolder
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of, torch_product
@@ -44,10 +43,8 @@ Product = Callable[[Tensor], Tensor]
 
 
 def product_by(rows: PackedRows, way: str) -> Product:
-    """The product by instructions, or by the fastest others for a dtype that these lack."""
-    found = instructions_for(rows.values.dtype)
-    chosen = [each for each in found if each.name == way] or found
-    return partial(torch_product, rows) if way == "torch" else CpuProducts(rows, chosen[0])
+    chosen = [each for each in INSTRUCTIONS if each.name == way]
+    return CpuProducts(rows, chosen[0]) if chosen else partial(torch_product, rows)
 
 
 def sparse_matrix(rows: int, columns: int, zeros: float, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -152,13 +149,12 @@ def test_every_instruction_set_compiles() -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     wanted = {
-        "avx512vbmi2": ("icelake-server", "vpexpandw"),
         "avx512": ("skylake-avx512", "vpexpandd"),
         "avx2": ("haswell", "vpermd"),
     }
     for how in INSTRUCTIONS:
         processor, instruction = wanted[how.name]
-        for dtype in how.dtypes:
+        for dtype in cpu_kernel.NAMES.values():
             module = product_module(dtype, how, 2)
             module.triple = "x86_64-unknown-linux-gnu"
             parsed = llvm.parse_assembly(str(module))
@@ -169,30 +165,13 @@ def test_every_instruction_set_compiles() -> None:
             assert "vfmadd" in text
 
 
-def _expand_in_pairs(builder: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
-    """What vpexpandw does, by two of vpexpandd: 32 words of 16 bits, two in each lane of 32 bits."""
-    wide = next(each for each in INSTRUCTIONS if each.name == "avx512")
-    narrow = ir.VectorType(ir.IntType(16), 16)
-    below = cpu_kernel.intrinsic(builder, "llvm.ctpop.i64", cpu_kernel.I64, [builder.and_(bits, cpu_kernel.number(0xFFFF))])
-    first = wide.spread(builder, values, at, bits, dtype)
-    second = wide.spread(builder, values, builder.add(at, below), builder.lshr(bits, cpu_kernel.number(16)), dtype)
-    order = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
-    words = builder.shuffle_vector(builder.trunc(first, narrow), builder.trunc(second, narrow), order)
-    return builder.bitcast(words, ir.VectorType(ir.IntType(32), 16))
-
-
-@pytest.mark.skipif("avx512" not in WAYS, reason="the pairs are made by AVX-512")
-def test_the_order_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The road of VBMI2, whose instruction this processor may lack, with the same words made by others."""
-    pairs = Instructions("pairs", (), 16, 32, ("BF16",), _expand_in_pairs)
-    for columns in (33, 64, 200):
-        weight = sparse_matrix(90, columns, 0.5, torch.bfloat16)
-        product = CpuProducts(pack_rows(weight), pairs)
-        for tokens in (1, 3, 40):
-            x = torch.randn(tokens, columns).bfloat16()
-            check_product(product(x), x, weight)
-    monkeypatch.setattr(cpu_kernel, "multiplies_bfloat16", lambda: True)
-    check_product(product(x), x, weight)
+@pytest.mark.skipif("len(WAYS) == 1", reason="this processor has neither AVX-512 nor AVX2")
+def test_bfloat16_products_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of processors that multiply bfloat16 matrices."""
+    weight, x = sparse_matrix(90, 200, 0.5, torch.bfloat16), torch.randn(40, 200).bfloat16()
+    for fast in (True, False):
+        monkeypatch.setattr(cpu_kernel, "multiplies_bfloat16", lambda fast=fast: fast)
+        check_product(product_by(pack_rows(weight), WAYS[0])(x), x, weight)
 
 
 class TestSparseLinear:

@@ -57,9 +57,11 @@ def ones_in(mask: Bytes, count: int) -> int:
 
 def set_bits(mask: Bytes) -> NDArray[np.uint8]:
     """The number of set bits of each few bytes of a mask."""
-    if hasattr(np, "bitwise_count"):  # numpy 2
-        return np.bitwise_count(mask.view("<u8"))
-    return _ONES[mask.view("<u2")]
+    numpy: Any = np  # version 1 has no bitwise_count
+    counts: NDArray[np.uint8] = (
+        numpy.bitwise_count(mask.view("<u8")) if hasattr(np, "bitwise_count") else _ONES[mask.view("<u2")]
+    )
+    return counts
 
 
 def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:

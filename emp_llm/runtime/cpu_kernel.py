@@ -1,8 +1,8 @@
 """Products with packed rows on CPUs: loops in LLVM IR, compiled at their first use for the processor on which they run.
 
-A mask word has the bits of 64 columns. Instructions take it in chunks: they load as many values as a chunk may hold, spread
-them over the lanes whose bits are set, and leave zero in the others. A row is always summed in the same order, so results do
-not depend on the number of threads.
+A mask word has the bits of 64 columns. Instructions take it in chunks of one vector: they load as many values as it may hold,
+spread them over the lanes whose bits are set, and leave zero in the others. A row is always summed in the same order, so
+results do not depend on the number of threads.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FLOAT = ir.FloatType()
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _WORD = {"BF16": I16, "F16": I16, "F32": I32}
-_LONGEST_LOAD = 32  # values that one load reads
+_LONGEST_LOAD = 16  # values that one load reads
 _AHEAD = 4096  # bytes of values to ask for in advance
 _REGISTERS = 16  # vectors of sums; the weights and the inputs need the others
 _MOST_VECTORS = 8  # that one product takes; more leave no registers for their sums
@@ -33,7 +33,8 @@ _FEW = 32  # vectors up to which rows are not made dense
 _PART = 1 << 16  # weights in a part of the work
 _TILE = 1 << 19  # weights of rows that are dense at a time
 _OPENMP = ("libgomp", "libiomp5", "libomp")  # each has GOMP_parallel
-Spread = Callable[[int, int], Any]
+Values = Sequence[Any]  # values of LLVM that a loop carries
+Spread = Callable[[int, int], Any]  # the words of the columns of a chunk, by the place of the row and the number of the chunk
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # A task is an array of numbers of 64 bits. Threads call one function with one task; each takes the next part of the rows until
@@ -56,24 +57,15 @@ class Instructions:
     Attributes:
         name: of the set of instructions.
         features: names in LLVM of what a processor needs for it.
-        lanes: float32 numbers in a vector.
-        chunk: columns that are spread at once: `lanes`, or twice as many.
-        dtypes: of weights that it supports.
-        spread: (builder, address of the values, position, bits from the chunk on, dtype) -> the words of a chunk's columns, in
-            a vector of 32 bits for each column, or for each pair of columns.
+        lanes: float32 numbers in a vector, and columns of a chunk.
+        spread: (builder, address of the values, position, bits from the chunk on, dtype) -> the words of the columns, in 32
+            bits each.
     """
 
     name: str
     features: tuple[str, ...]
     lanes: int
-    chunk: int
-    dtypes: tuple[str, ...]
     spread: Callable[[Any, Any, Any, Any, str], Any]
-
-    @property
-    def paired(self) -> bool:
-        """Whether columns come in pairs, each in 32 bits."""
-        return self.chunk > self.lanes
 
 
 class CpuProducts:
@@ -105,11 +97,9 @@ class CpuProducts:
         return result if x.dtype == torch.float32 else result.to(x.dtype)
 
     def _inputs(self, x: Tensor) -> Tensor:
-        """The inputs in float32 and in the kernel's order, with zeros up to whole mask words."""
+        """The inputs in float32, with zeros up to whole mask words."""
         if self._padded != x.shape[1]:
             x = functional.pad(x, (0, self._padded - x.shape[1]))
-        if self._how.paired:
-            return x.float().reshape(x.numel() // self._how.chunk, self._how.lanes, 2).transpose(1, 2).contiguous()
         return x.float().contiguous()
 
     def _by_tiles(self, x: Tensor) -> Tensor:
@@ -146,7 +136,7 @@ def multiplies_bfloat16() -> bool:
 
 def instructions_for(dtype: torch.dtype) -> list[Instructions]:
     """The instructions of this processor for weights of a dtype, the fastest first."""
-    return [each for each in INSTRUCTIONS if NAMES.get(dtype) in each.dtypes and processor_features().issuperset(each.features)]
+    return [each for each in INSTRUCTIONS if dtype in NAMES and processor_features().issuperset(each.features)]
 
 
 @cache
@@ -164,8 +154,8 @@ def dense_function(dtype: str, how: Instructions) -> int:
 def product_module(dtype: str, how: Instructions, vectors: int) -> ir.Module:
     """Products of rows with vectors, in float32: results[j, row] = the sum over the columns of row * inputs[j].
 
-    inputs: float32, shape (vectors, inputs_stride), zero beyond the columns; if the instructions are paired, the even columns
-    of each chunk before the odd ones. results: float32, shape (vectors, results_stride). No dense row is written to memory.
+    inputs: float32, shape (vectors, inputs_stride), zero beyond the columns. results: float32, shape (vectors,
+    results_stride). No dense row is written to memory.
     """
     kind = ir.VectorType(FLOAT, how.lanes)
 
@@ -175,15 +165,14 @@ def product_module(dtype: str, how: Instructions, vectors: int) -> ir.Module:
         rows = [b.add(row, number(i)) for i in range(together)]
 
         def add_word(at: Any, spread: Spread, sums: list[Any]) -> list[Any]:
-            for chunk in range(WORD_COLUMNS // how.chunk):
-                weights = [_floats(b, how, spread(i, chunk), dtype) for i in range(together)]
-                for part in range(how.chunk // how.lanes):
-                    column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.chunk + part * how.lanes))
-                    for j in range(vectors):
-                        x = fetch(b, task["inputs"], b.add(column, b.mul(task["inputs_stride"], number(j))), kind)
-                        for i in range(together):
-                            k = (i * vectors + j) * many + (chunk + part) % many
-                            sums[k] = intrinsic(b, f"llvm.fma.v{how.lanes}f32", kind, [weights[i][part], x, sums[k]])
+            for chunk in range(WORD_COLUMNS // how.lanes):
+                weights = [_floats(b, spread(i, chunk), dtype, how.lanes) for i in range(together)]
+                column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.lanes))
+                for j in range(vectors):
+                    x = fetch(b, task["inputs"], b.add(column, b.mul(task["inputs_stride"], number(j))), kind)
+                    for i in range(together):
+                        k = (i * vectors + j) * many + chunk % many
+                        sums[k] = intrinsic(b, f"llvm.fma.v{how.lanes}f32", kind, [weights[i], x, sums[k]])
             return sums
 
         sums = _each_mask_word(b, task, how, dtype, rows, [ir.Constant(kind, None)] * (together * vectors * many), add_word)
@@ -212,13 +201,10 @@ def dense_module(dtype: str, how: Instructions) -> ir.Module:
         start = b.mul(b.sub(row, task["first"]), task["results_stride"])
 
         def put_word(at: Any, spread: Spread, _: list[Any]) -> None:
-            for chunk in range(WORD_COLUMNS // how.chunk):
+            for chunk in range(WORD_COLUMNS // how.lanes):
                 words = spread(0, chunk)
-                if how.paired:
-                    words = b.bitcast(words, ir.VectorType(I16, how.chunk))
-                elif _WORD[dtype] is I16:
-                    words = b.trunc(words, ir.VectorType(I16, how.lanes))
-                column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.chunk))
+                words = words if dtype == "F32" else b.trunc(words, ir.VectorType(I16, how.lanes))
+                column = b.add(b.mul(at, number(WORD_COLUMNS)), number(chunk * how.lanes))
                 store(b, words, task["results"], b.add(start, column))
 
         _each_mask_word(b, task, how, dtype, [row], [], put_word)
@@ -244,7 +230,7 @@ def _module(dtype: str, result: Any, rows_of_part: Callable[[Any, dict[str, Any]
     def take() -> Any:
         return b.atomic_rmw("add", run.args[0], number(1), "monotonic")
 
-    def part(values: list[Any]) -> Sequence[Any]:
+    def part(values: list[Any]) -> Values:
         first = b.add(task["first"], b.mul(values[0], task["height"]))
         end = b.add(first, task["height"])
         rows_of_part(b, task, first, b.select(b.icmp_signed("<", end, task["last"]), end, task["last"]))
@@ -260,27 +246,24 @@ def _each_mask_word(
     task: dict[str, Any],
     how: Instructions,
     dtype: str,
-    rows: Sequence[Any],
-    initial: Sequence[Any],
-    body: Callable[[Any, Spread, list[Any]], Sequence[Any] | None],
+    rows: Values,
+    initial: Values,
+    body: Callable[[Any, Spread, list[Any]], Values | None],
 ) -> list[Any]:
-    """Walk some rows together: `values = body(at, spread, values)` for each place `at` of a mask word.
-
-    `spread(i, chunk)` gives the words of the columns of a chunk of the i-th row.
-    """
+    """Walk some rows together: `values = body(at, spread, values)` for each place `at` of a mask word."""
     word = _WORD[dtype]
     starts = [fetch(b, task["offsets"], row, I64) for row in rows]
     masks = [b.mul(row, task["words"]) for row in rows]
     values = [b.select(b.icmp_signed("<", row, task["safe"]), task["values"], task["tail"]) for row in rows]
 
-    def one_word(at: Any, carried: list[Any]) -> Sequence[Any]:
+    def one_word(at: Any, carried: list[Any]) -> Values:
         places, others = carried[: len(rows)], carried[len(rows) :]
         bits = [fetch(b, task["mask"], b.add(mask, at), I64) for mask in masks]
         for base, place in zip(values, places, strict=True):
             _ask_for(b, base, b.add(place, number(_AHEAD * 8 // word.width)), word)
 
         def spread(i: int, chunk: int) -> Any:
-            first = chunk * how.chunk
+            first = chunk * how.lanes
             below = _ones(b, b.and_(bits[i], number((1 << first) - 1)))
             return how.spread(b, values[i], b.add(places[i], below), b.lshr(bits[i], number(first)), dtype)
 
@@ -290,18 +273,14 @@ def _each_mask_word(
     return _count(b, number(0), task["words"], 1, [*starts, *initial], one_word)[len(rows) :]
 
 
-def _floats(b: Any, how: Instructions, words: Any, dtype: str) -> list[Any]:
-    """The words of a chunk as vectors of float32; of pairs, the even columns in one and the odd ones in another."""
-    kind, lanes = ir.VectorType(FLOAT, how.lanes), ir.VectorType(I32, how.lanes)
-    if how.paired:
-        odd = b.and_(words, ir.Constant(lanes, [0xFFFF0000] * how.lanes))
-        return [b.bitcast(b.shl(words, ir.Constant(lanes, [16] * how.lanes)), kind), b.bitcast(odd, kind)]
+def _floats(b: Any, words: Any, dtype: str, lanes: int) -> Any:
+    """The words of a chunk as float32 numbers."""
+    kind = ir.VectorType(FLOAT, lanes)
+    if dtype == "F16":
+        return b.fpext(b.bitcast(b.trunc(words, ir.VectorType(I16, lanes)), ir.VectorType(ir.HalfType(), lanes)), kind)
     if dtype == "BF16":
-        words = b.shl(words, ir.Constant(lanes, [16] * how.lanes))
-    elif dtype == "F16":
-        halves = b.bitcast(b.trunc(words, ir.VectorType(I16, how.lanes)), ir.VectorType(ir.HalfType(), how.lanes))
-        return [b.fpext(halves, kind)]
-    return [b.bitcast(words, kind)]
+        words = b.shl(words, ir.Constant(words.type, [16] * lanes))
+    return b.bitcast(words, kind)
 
 
 def _next_values(b: Any, values: Any, at: Any, lanes: int, dtype: str) -> Any:
@@ -310,22 +289,12 @@ def _next_values(b: Any, values: Any, at: Any, lanes: int, dtype: str) -> Any:
     return words if dtype == "F32" else b.zext(words, ir.VectorType(I32, lanes))
 
 
-def _lane_bits(b: Any, bits: Any, lanes: int) -> Any:
-    return b.bitcast(b.trunc(bits, ir.IntType(lanes)), ir.VectorType(I1, lanes))
-
-
 def _expand(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     """By vpexpandd."""
     words = _next_values(b, values, at, 16, dtype)
-    arguments = [words, ir.Constant(words.type, None), _lane_bits(b, bits, 16)]
+    lanes = b.bitcast(b.trunc(bits, I16), ir.VectorType(I1, 16))
+    arguments = [words, ir.Constant(words.type, None), lanes]
     return intrinsic(b, "llvm.x86.avx512.mask.expand.v16i32", words.type, arguments)
-
-
-def _expand_pairs(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
-    """By vpexpandw: 32 words of 16 bits, two in each lane of 32 bits."""
-    words = fetch(b, values, at, ir.VectorType(I16, 32))
-    arguments = [words, ir.Constant(words.type, None), _lane_bits(b, bits, 32)]
-    return b.bitcast(intrinsic(b, "llvm.x86.avx512.mask.expand.v32i16", words.type, arguments), ir.VectorType(I32, 16))
 
 
 def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
@@ -346,13 +315,10 @@ def _permute(b: Any, values: Any, at: Any, bits: Any, dtype: str) -> Any:
     return b.select(b.icmp_unsigned("!=", own, zero), moved, zero)
 
 
-_ALL = ("BF16", "F16", "F32")
-_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt")
-# The fastest first.
+# The fastest first. AVX-512's VBMI2 spreads twice as many words of 16 bits at once, and was no faster where it was measured.
 INSTRUCTIONS = (
-    Instructions("avx512vbmi2", (*_AVX512, "avx512vbmi2"), 16, 32, ("BF16",), _expand_pairs),
-    Instructions("avx512", _AVX512, 16, 16, _ALL, _expand),
-    Instructions("avx2", ("avx2", "fma", "f16c", "bmi", "popcnt"), 8, 8, _ALL, _permute),
+    Instructions("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "bmi", "popcnt"), 16, _expand),
+    Instructions("avx2", ("avx2", "fma", "f16c", "bmi", "popcnt"), 8, _permute),
 )
 
 
@@ -361,7 +327,7 @@ def number(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def intrinsic(b: Any, name: str, result: Any, arguments: Sequence[Any], flags: Sequence[str] = ()) -> Any:
+def intrinsic(b: Any, name: str, result: Any, arguments: Values, flags: Sequence[str] = ()) -> Any:
     """Call an intrinsic of LLVM, declared at its first use."""
     if name not in b.module.globals:
         ir.Function(b.module, ir.FunctionType(result, [argument.type for argument in arguments]), name)
@@ -395,9 +361,7 @@ def _ones(b: Any, bits: Any) -> Any:
     return intrinsic(b, "llvm.ctpop.i64", I64, [bits])
 
 
-def _loop(
-    b: Any, initial: Sequence[Any], proceed: Callable[[list[Any]], Any], body: Callable[[list[Any]], Sequence[Any]]
-) -> list[Any]:
+def _loop(b: Any, initial: Values, proceed: Callable[[Any], Any], body: Callable[[list[Any]], Values]) -> list[Any]:
     """`while proceed(values): values = body(values)`; returns the last values. The builder continues after the loop."""
     before, head = b.block, b.append_basic_block("head")
     inside, after = b.append_basic_block("body"), b.append_basic_block("after")
@@ -416,16 +380,11 @@ def _loop(
 
 
 def _count(
-    b: Any,
-    first: Any,
-    last: Any,
-    step: int,
-    initial: Sequence[Any],
-    body: Callable[[Any, list[Any]], Sequence[Any] | None],
+    b: Any, first: Any, last: Any, step: int, initial: Values, body: Callable[[Any, list[Any]], Values | None]
 ) -> list[Any]:
     """`for i in range(first, last, step): values = body(i, values)`; returns the last values."""
 
-    def each(values: list[Any]) -> Sequence[Any]:
+    def each(values: list[Any]) -> Values:
         following = body(values[0], values[1:]) or []
         return [b.add(values[0], number(step)), *following]
 

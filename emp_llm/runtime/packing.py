@@ -89,24 +89,23 @@ def pack_checkpoint(checkpoint: Checkpoint, layout: PackLayout, files: list[Path
         UserError: a file changed while it was read, or a mask is asked for and there are no zeros.
     """
     source, forms = checkpoint.folder, []
+    shards: dict[str, dict[str, Any]] = {}
     with progress_bar(sum(shard.stat().st_size for shard in checkpoint.shards), "pack", "B") as bar:
         for shard in checkpoint.shards:
             tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.shard == shard]
-            forms += _pack_shard(shard, tensors, layout, folder / packed_name(shard.name), bar)
+            target = folder / packed_name(shard.name)
+            forms += _pack_shard(shard, tensors, layout, target, bar)
+            shards[shard.name] = {
+                "bytes": shard.stat().st_size,
+                "blake3": file_hash(shard),
+                "packed": {"blake3": file_hash(target)},
+                "header": header_text(shard).decode("utf-8"),
+            }
     if layout.kind == "mask" and "sparse" not in forms:
         raise UserError(f"{source}: it has no zeros, so it has no mask. Give a pruned checkpoint.")
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, folder / path)
-    shards = {
-        shard.name: {
-            "bytes": shard.stat().st_size,
-            "blake3": file_hash(shard),
-            "packed": {"blake3": file_hash(folder / packed_name(shard.name))},
-            "header": header_text(shard).decode("utf-8"),
-        }
-        for shard in checkpoint.shards
-    }
     others = {path.as_posix(): {"bytes": (folder / path).stat().st_size, "blake3": file_hash(folder / path)} for path in files}
     checkpoint.check_unchanged()
     report = read_json(source / REPORT_NAME) if (source / REPORT_NAME).is_file() else {}
@@ -114,7 +113,7 @@ def pack_checkpoint(checkpoint: Checkpoint, layout: PackLayout, files: list[Path
     index = {"format": FORMAT, "kind": layout.kind, "codec": layout.codec, "block": layout.chunk, "base": base}
     write_json(folder / PACK_NAME, index | {"shards": shards, "files": others})
     return PackedSizes(
-        dense_bytes=sum(shard["bytes"] for shard in shards.values()),  # type: ignore[misc]
+        dense_bytes=sum(told["bytes"] for told in shards.values()),
         packed_bytes=sum((folder / packed_name(name)).stat().st_size for name in shards),
         file_bytes=sum((folder / path).stat().st_size for path in files),
         tensors=len(forms),
