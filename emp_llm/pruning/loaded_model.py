@@ -65,5 +65,5 @@ def _stored_rows(checkpoint: Checkpoint, targets: list[Target]) -> Iterator[tupl
     with checkpoint.open_files() as files:
         for target in targets:
             reader = files.reader(target.matrix.stored.shard)
-            for first, last in target.matrix.row_blocks(CHUNK_WEIGHTS):
+            for first, last in target.matrix.row_chunks(CHUNK_WEIGHTS):
                 yield target, first, as_tensor(target.matrix.read(reader, first, last), target.matrix.stored.dtype)

@@ -120,7 +120,7 @@ class Pruner:
         def job(first: int, last: int) -> tuple[int, Words]:
             return first, matrix.read(reader, first, last)
 
-        return prefetch(partial(job, first, last) for first, last in matrix.row_blocks(self._chunk_weights))
+        return prefetch(partial(job, first, last) for first, last in matrix.row_chunks(self._chunk_weights))
 
     def scored(self, targets: Sequence[Target], files: FilePool) -> "Iterator[Tensor]":
         """The scores of each chunk of some targets, in order."""

@@ -150,7 +150,7 @@ class Scores:
         if key not in self._extremes:
             least, most = float("inf"), -float("inf")
             for member in [target] if key else self.targets:
-                for first, last in member.matrix.row_blocks(_CHUNK):
+                for first, last in member.matrix.row_chunks(_CHUNK):
                     scores = self._finite_rows(member, first, last)
                     least, most = min(least, float(scores.min())), max(most, float(scores.max()))
             self._extremes[key] = least, most

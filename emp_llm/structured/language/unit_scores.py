@@ -79,7 +79,7 @@ def _feature_numbers(units: Units, features: Mapping[str, Tensor]) -> Scores:
 def _squares(matrix: Matrix, files: FilePool, axis: int, bar: Any) -> Scores:
     """Sums of squared weights: of each column (axis 0), or of each row (axis 1); float64."""
     sums = np.zeros(matrix.columns if axis == 0 else matrix.rows)
-    for first, last in matrix.row_blocks(_BLOCK):
+    for first, last in matrix.row_chunks(_BLOCK):
         words = matrix.read(files.reader(matrix.stored.shard), first, last)
         squares = as_tensor(words, matrix.stored.dtype).to(torch.float64).square_().sum(axis).numpy()
         if axis == 0:
