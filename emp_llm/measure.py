@@ -52,7 +52,8 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
-    from emp_llm.common.machine import command_line, stage, versions
+    from emp_llm.common.machine import command_line, versions
+    from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder

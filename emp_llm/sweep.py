@@ -107,7 +107,8 @@ def sweep(
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import Stopwatch, command_line, stage
+    from emp_llm.common.machine import Stopwatch, command_line
+    from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, prepare_suite
     from emp_llm.evaluation.results_file import new_results, open_results

@@ -22,8 +22,8 @@ from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch
-from emp_llm.common.progress import stage
 from emp_llm.common.paths import EXTRAS, REPORT_NAME
+from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.earlier_results import dense_measures
 from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer

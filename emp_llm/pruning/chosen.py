@@ -65,7 +65,7 @@ def targets_of_folder(
         trust_remote_code: run code from the model's folder.
 
     Raises:
-        UserError: the folder is no checkpoint; the model is quantised, unless it is FP8, whose weights can be removed as stored;
+        UserError: the folder is no checkpoint; the model is quantised (not to FP8, whose weights are removed as stored);
             no layer matches, or most of the model cannot be pruned.
     """
     checkpoint = Checkpoint(folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 from emp_llm.architecture.layers import Layer
 from emp_llm.common.errors import UserError
-from emp_llm.structured.language.unit_choice import Choice
+from emp_llm.structure.choice import Choice
 
 Shapes = dict[str, tuple[int, ...]]
 Field = tuple[str, ...]  # the names of a field and of the parts around it, outermost first

@@ -20,7 +20,7 @@ from emp_llm.checkpoint.files import FilePool
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar
-from emp_llm.structured.language.units import Units
+from emp_llm.structure.units import Units
 
 Scores = NDArray[np.float64]
 _BLOCK = 1 << 22  # weights read at a time

@@ -15,11 +15,11 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.options.structure import HeadUnit
-from emp_llm.structured.language.smaller_config import Changes, Shapes, has_width_list, smaller_config, wanted_shapes
-from emp_llm.structured.language.tensor_edits import TensorEdit, tensor_edits
-from emp_llm.structured.language.unit_choice import Choice, Widths
-from emp_llm.structured.language.units import UnitKind, Units, grouped, of_kinds, queries
-from emp_llm.structured.language.wiring import find_units, hollow_model
+from emp_llm.structure.choice import Choice, Widths
+from emp_llm.structure.smaller_config import Changes, Shapes, has_width_list, smaller_config, wanted_shapes
+from emp_llm.structure.tensor_edits import TensorEdit, tensor_edits
+from emp_llm.structure.units import UnitKind, Units, grouped, of_kinds, queries
+from emp_llm.structure.wiring import find_units, hollow_model
 
 
 class UnitPlan:

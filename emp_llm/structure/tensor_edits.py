@@ -9,8 +9,8 @@ import numpy as np
 from emp_llm.architecture.layers import Layer
 from emp_llm.checkpoint.headers import BITS, StoredTensor
 from emp_llm.checkpoint.matrices import WORD, Matrix, Words, word_bytes
-from emp_llm.structured.language.unit_choice import Choice
-from emp_llm.structured.language.units import Indices
+from emp_llm.structure.choice import Choice
+from emp_llm.structure.units import Indices
 
 FittedWords = Callable[[str], Words | None]
 

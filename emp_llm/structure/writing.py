@@ -18,8 +18,8 @@ from emp_llm.checkpoint.headers import StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
-from emp_llm.structured.language.smaller_config import Field, changed_config
-from emp_llm.structured.language.tensor_edits import FittedWords, TensorEdit, bytes_of_shape
+from emp_llm.structure.smaller_config import Field, changed_config
+from emp_llm.structure.tensor_edits import FittedWords, TensorEdit, bytes_of_shape
 
 _WORDS = 1 << 22  # of an unchanged tensor, read at a time
 _ALIGNMENT = 8  # of the first tensor, as in safetensors

@@ -15,7 +15,7 @@ from emp_llm.architecture.model_layers import weight_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar
 from emp_llm.execution.loading import input_device, max_context
-from emp_llm.structured.language.unit_choice import Choice
+from emp_llm.structure.choice import Choice
 
 _PROMPT = 512  # tokens
 _ROUNDS = 7

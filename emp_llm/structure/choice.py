@@ -1,4 +1,4 @@
-"""The choice of heads and neurons: Algorithm 1, or a fixed share, with the budgets of the weights.
+"""The choice of heads and neurons: Algorithm 1, or a fixed share, with the counts of the weights.
 
 The rule decides how many units stay. Where they are set to zero, this is exact. Where they are removed, all layers get one
 width, because config.json has one number for all: the mean of the rule's counts, rounded up to a multiple; each layer keeps its
@@ -6,22 +6,21 @@ best.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from emp_llm.common.errors import UserError
-from emp_llm.selection.budgets import Budget, EffectiveBudget, RequestedBudget
+from emp_llm.options.recipe import Recipe
 from emp_llm.selection.effective import effective_mass, effective_mass_bound
 from emp_llm.selection.reference import Moments, largest_mask
-from emp_llm.selection.rule import beta_keeping
-from emp_llm.structured.language.unit_scores import Scores
-from emp_llm.structured.language.units import Indices, UnitKind, Units
+from emp_llm.selection.rule import beta_keeping, floor_count, spread_counts, uniform_counts
+from emp_llm.structure.scores import Scores
+from emp_llm.structure.units import Indices, UnitKind, Units
 
 logger = logging.getLogger(__name__)
-Budgets = Callable[[UnitKind, str], Budget]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,39 +63,54 @@ class Widths:
 
 
 def choose_units(
-    every: Sequence[Units], scores: Sequence[Scores], budgets: Budgets, together: bool, widths: Widths | None
-) -> tuple[list[Choice], list[Budget]]:
+    every: Sequence[Units],
+    scores: Sequence[Scores],
+    recipe: Recipe,
+    widths: Widths | None,
+    removed: Mapping[tuple[str, str], tuple[int, int]] | None = None,
+) -> tuple[list[Choice], float | None]:
     """Decide which units stay.
 
     Args:
         every, scores: the units and their scores.
-        budgets: returns how many to keep of the units of a kind and a role (`Units.role`).
-        together: all units of a role are one group; else those of each layer are.
+        recipe: beta, or sparsity; and whether the units of a layer, or those of a role (`Units.role`) in all layers, compete.
         widths: None: any number of units may stay in each layer.
+        removed: of a matched run: (kind, role) -> (removed, total) of its units.
 
     Returns:
-        The choices, in order; and the budgets, with the beta that a requested sparsity stands for.
+        The choices, in order; and the beta in force: None for a fixed share, or if a requested sparsity has several.
 
     Raises:
         UserError: a requested sparsity would leave a layer without units.
     """
+    assert recipe.structure is not None
     choices: dict[int, Choice] = {}
-    used: list[Budget] = []
+    betas: set[float | None] = set()
+    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.group == "all"
     for (kind, role), members in _roles(every).items():
-        budget = budgets(kind, role)
         rows = [torch.from_numpy(scores[number])[None] for number in members]
         groups = [torch.cat(rows, 1)] if together else rows
-        moments = [Moments.of_rows(group, budget.order) for group in groups]
-        settled = _settled(budget, moments)
-        used.append(settled)
-        masks = _exact(groups, moments, settled, together, [row.shape[1] for row in rows])
+        moments = [Moments.of_rows(group, order) for group in groups]
+        beta = _beta_of(recipe, moments)
+        betas.add(beta)
+        sizes = np.array([group.shape[1] for group in groups])
+        if beta is not None:
+            kept = [int(each.counts(beta)[0]) for each in moments]
+        elif removed is not None:
+            if (kind, role) not in removed:
+                raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
+            kept = spread_counts(sizes, *removed[kind, role]).tolist()
+        else:
+            kept = uniform_counts(sizes, recipe.sparsity or 0.0).tolist()
+        masks = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
+        masks = list(torch.split(masks[0], [row.shape[1] for row in rows])) if together else masks
         counts = [int(mask.sum()) for mask in masks]
         all_n_eff = float(moments[0].number()[0]) if together else None
         if widths is not None:
             masks = _even([every[number] for number in members], rows, counts, widths)
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
-            choices[number] = _choice(every[number], row, mask, count, budget.order, all_n_eff)
-    return [choices[number] for number in range(len(every))], used
+            choices[number] = _choice(every[number], row, mask, count, order, all_n_eff)
+    return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
 
 
 def _roles(every: Sequence[Units]) -> dict[tuple[UnitKind, str], list[int]]:
@@ -107,29 +121,18 @@ def _roles(every: Sequence[Units]) -> dict[tuple[UnitKind, str], list[int]]:
     return by_role
 
 
-def _settled(budget: Budget, moments: list[Moments]) -> Budget:
-    """The budget, with a requested sparsity replaced by the beta that removes as many units."""
-    if not isinstance(budget, RequestedBudget):
-        return budget
-    total = sum(int(each.size.sum()) for each in moments)
-    kept = budget.kept_of(total)
+def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
+    """The beta of an emp method, or the one that removes as many units as its sparsity asks for; None for a fixed share."""
+    if not recipe.adaptive or recipe.beta is not None:
+        return recipe.beta
+    assert recipe.sparsity is not None
+    total = sum(each.size for each in moments)
+    kept = total - floor_count(recipe.sparsity * total)
     if kept < len(moments):
-        raise UserError(f"--sparsity {budget.sparsity:g}: every layer keeps at least one unit. Lower it.")
-    numbers = [(each.number().numpy(), each.total.numpy(), int(each.size[0])) for each in moments]
-    beta = beta_keeping(kept, numbers)
-    logger.info("sparsity %g is that of beta %.6g.", budget.sparsity, beta)
-    return EffectiveBudget(beta, budget.order)
-
-
-def _exact(
-    groups: list[torch.Tensor], moments: list[Moments], budget: Budget, together: bool, sizes: list[int]
-) -> list[torch.Tensor]:
-    """The mask of each layer: the k largest scores of each group."""
-    masks, offset = [], 0
-    for group, each in zip(groups, moments, strict=True):
-        masks.append(largest_mask(group, budget.counts(each, offset))[0])
-        offset += group.shape[1]
-    return list(torch.split(masks[0], sizes)) if together else masks
+        raise UserError(f"--sparsity {recipe.sparsity:g}: every layer keeps at least one unit. Lower it.")
+    beta = beta_keeping(kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments])
+    logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
+    return beta
 
 
 def _even(every: list[Units], rows: list[torch.Tensor], counts: list[int], widths: Widths) -> list[torch.Tensor]:

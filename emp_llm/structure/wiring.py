@@ -21,7 +21,7 @@ from emp_llm.architecture.blocks import body_of, find_blocks
 from emp_llm.architecture.layers import Layer
 from emp_llm.common.errors import UserError, reason
 from emp_llm.execution.text_inputs import run_on_text
-from emp_llm.structured.language.units import Indices, Units
+from emp_llm.structure.units import Indices, Units
 
 logger = logging.getLogger(__name__)
 _TOKENS = 24  # of the random text; each neuron behind a ReLU is active in some of them

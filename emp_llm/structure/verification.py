@@ -17,9 +17,9 @@ from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import INDEX_NAME, STRUCTURE_NAME
 from emp_llm.options.recipe import Recipe
-from emp_llm.structured.language.smaller_config import Changes, changed_config
-from emp_llm.structured.language.unit_plan import UnitPlan
-from emp_llm.structured.language.units import Units
+from emp_llm.structure.plan import UnitPlan
+from emp_llm.structure.smaller_config import Changes, changed_config
+from emp_llm.structure.units import Units
 
 Say = Callable[[str], None]
 
