@@ -20,10 +20,8 @@ ROOMS = (
     "selection",
     "runtime/kernels",
     "reconstruction",
-    "lifelines",
     "common",
     "options",
-    "options/jobs",
     "storage",
     "storage/output",
     "records",
@@ -53,10 +51,6 @@ ROOMS = (
     "runs",
     "in_memory",
     "cluster",
-    "cluster/planning",
-    "cluster/running",
-    "cluster/slurm",
-    "cluster/collecting",
 )
 COMMANDS = "commands"  # the files beside the rooms
 
