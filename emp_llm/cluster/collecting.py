@@ -1,15 +1,191 @@
-"""The tables of a study: each model's recipes with their changes from the dense model, beside the paper's."""
+"""What has become of a study: the status of its jobs, the results of the finished ones, and their tables beside the paper's."""
 
-from emp_llm.cluster.collecting.study_results import StudyModel, StudyResults, StudyRow
-from emp_llm.common.errors import count_of, printable
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emp_llm.cluster.jobs import JobFiles, JobState
+from emp_llm.cluster.plan_file import Job, option_of, read_plan
+from emp_llm.cluster.slurm import queued_jobs
+from emp_llm.common.errors import UserError
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
+from emp_llm.common.errors import count_of, printable
 from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, signed
 from emp_llm.evaluation.comparison import change_notes
+from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results, models_of_report
 from emp_llm.evaluation.measured_values import Value, formatted, in_percent, value_cell, values_of
 from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.pruning.counts import REPORT_LIMIT
+from emp_llm.records.base import read_record
+from emp_llm.records.results import Results
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.studies.study import short_model_name
+from emp_llm.checkpoint.files import INDEX_LIMIT
 
+logger = logging.getLogger(__name__)
+_DENSE = "dense.evaluate"  # the end of the id of a model's first job
 _PROTOCOL = "† by another protocol than lm-eval's: compare the changes from the dense model, not the values"
+_HEAD = ["model", "recipe", "status", "sparsity of targets", "measure", "value", "stderr", "partial"]
+_HEAD += ["change", "change stderr", "change paired", "published sparsity percent", "published", "published change"]
+_HEAD += ["change beyond the published"]
+
+
+# Status.
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job with what has become of it.
+
+    Attributes:
+        files: of the job.
+        status: of the job; "queued" if it waits in Slurm; "foreign" if its output was made by another command.
+        state: of its last attempt.
+        message: why it failed, or is foreign.
+    """
+
+    files: JobFiles
+    status: str
+    state: JobState | None
+    message: str = ""
+
+    @property
+    def job(self) -> Job:
+        return self.files.job
+
+
+def job_views(study: Path) -> list[JobView]:
+    """All jobs of a study, in the order of its plan; nothing is changed. UserError if the plan is wrong."""
+    plan = read_plan(study)
+    try:
+        queued = queued_jobs(study.resolve())
+    except UserError as error:
+        logger.warning("warning: %s", error)
+        queued = {}
+    views = []
+    for files in [JobFiles(study, job) for job in plan]:
+        state, status, message = files.state(), "foreign", ""
+        try:
+            status = files.status()
+        except UserError as error:
+            message = str(error)
+        if files.job.id in queued and status in ("missing", "stopped", "failed"):
+            status = "queued"
+        if status == "failed" and state is not None:
+            message = state.message
+        views.append(JobView(files, status, state, message))
+    return views
+
+
+# Results.
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """A recipe of a model.
+
+    Attributes:
+        label: short name.
+        result: None if it is missing.
+        status: of its job.
+    """
+
+    label: str
+    result: EvaluatedModel | None
+    status: str
+
+
+@dataclass
+class StudyModel:
+    """A model of a study: its dense results, and those of its recipes.
+
+    Attributes:
+        name: as the plan's commands name it; prefix: of the ids of its jobs.
+    """
+
+    name: str
+    prefix: str = ""
+    dense: EvaluatedModel | None = None
+    dense_status: str = "missing"
+    rows: list[StudyRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """The results of a study.
+
+    Attributes:
+        models: in the order of the plan.
+        runs: outputs of finished prunes; outputs: of finished evaluations and sweeps.
+        unreadable: sentences about outputs that cannot be read.
+    """
+
+    models: list[StudyModel]
+    runs: list[Path]
+    outputs: list[Path]
+    unreadable: list[str]
+
+
+def study_results(views: list[JobView]) -> StudyResults:
+    """Read the results of the finished jobs. An output that cannot be read is missing, and named."""
+    models: dict[str, StudyModel] = {}
+    sources: dict[str, str] = {}  # output of a prune -> its model
+    runs: list[Path] = []
+    outputs: list[Path] = []
+    unreadable: list[str] = []
+    for view in views:
+        job, done = view.job, view.status == "done"
+        if job.kind == "calibrate":
+            continue
+        name = option_of(job, "--model")
+        if job.kind == "prune":
+            sources[job.output] = name
+            runs += [view.files.output] if done else []
+            continue
+        model = models.setdefault(sources.get(name, name), StudyModel(sources.get(name, name)))
+        try:
+            if job.kind == "sweep":
+                rows = _swept(model, view.files.output) if done else [StudyRow(job.id, None, view.status)]
+                model.rows += rows
+                model.dense_status = view.status
+            else:
+                result = _measured(view.files.output) if done else None
+                _take(model, job, name in sources, result, view.status)
+            outputs += [view.files.output] if done else []
+        except UserError as error:
+            unreadable.append(str(error))
+            _take(model, job, job.kind == "sweep" or name in sources, None, "unreadable")
+    return StudyResults(list(models.values()), runs, outputs, unreadable)
+
+
+def _take(model: StudyModel, job: Job, pruned: bool, result: EvaluatedModel | None, status: str) -> None:
+    if pruned:
+        label = job.id.removeprefix(model.prefix).removesuffix(f".{job.kind}")
+        model.rows.append(StudyRow(label, result, status))
+    else:
+        model.dense, model.dense_status = result, status
+        model.prefix = job.id.removesuffix(_DENSE) if job.id.endswith(_DENSE) else ""
+
+
+def _measured(path: Path) -> EvaluatedModel:
+    return model_of_results(read_record(path, Results, INDEX_LIMIT))
+
+
+def _swept(model: StudyModel, folder: Path) -> list[StudyRow]:
+    """The points of a sweep; the dense model's results are those of the first."""
+    rows = []
+    for point in read_record(folder / SWEEP_NAME, Sweep, REPORT_LIMIT).points:
+        for found in models_of_report(read_record(folder / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT)):
+            if found.pruned is not None:
+                rows.append(StudyRow(point.name, found, "done"))
+            elif model.dense is None:
+                model.dense = found
+    return rows
+
+
+# Tables.
 
 
 class ModelTable:
@@ -114,11 +290,6 @@ class ModelTable:
         published = self._published_change(known, name)
         gap = None if change is None or published is None else change.value - published
         return [_digits(known.sparsity_percent), _digits(known.value(name)), _digits(published), _digits(gap)]
-
-
-_HEAD = ["model", "recipe", "status", "sparsity of targets", "measure", "value", "stderr", "partial"]
-_HEAD += ["change", "change stderr", "change paired", "published sparsity percent", "published", "published change"]
-_HEAD += ["change beyond the published"]
 
 
 def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[str]) -> str:

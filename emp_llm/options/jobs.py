@@ -1,4 +1,4 @@
-"""Options of `plan`."""
+"""Options of the commands for studies of many jobs."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from emp_llm.options.commands import METHODS
 JobsPer = Literal["recipe", "model"]
 DEFAULT_SUITE = "paper"
 DEFAULT_GPU_GB = 80.0
+StudyFolder = Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +59,45 @@ class PlanOptions(LoudnessOptions):
         self.check_choice("per", JobsPer)
         if self.gpu_gb is not None and not 0 <= self.gpu_gb < float("inf"):
             raise UserError(f"--gpu-gb must be 0 or more, got {self.gpu_gb:g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions(LoudnessOptions):
+    """Options of `submit`."""
+
+    study: StudyFolder = field(kw_only=False)
+    site: Annotated[Path, Opt("Settings of the cluster: a .toml file; examples lie in scripts/slurm.")] = Path("site.toml")
+    prepare: Annotated[
+        bool,
+        Opt("With an offline site, first download models and data into the cache.", flag="--prepare/--no-prepare"),
+    ] = True
+    dry_run: Annotated[bool, Opt("Print what would be submitted, and write nothing.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(LoudnessOptions):
+    """Options of `run`."""
+
+    study: StudyFolder = field(kw_only=False)
+    workers: Annotated[
+        int | None,
+        Opt("Jobs at the same time, each with its share of the GPUs or cores; default: one for each GPU.", minimum=1),
+    ] = None
+    only: Annotated[str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(LoudnessOptions):
+    """Options of `status`."""
+
+    study: StudyFolder = field(kw_only=False)
+    lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectOptions(LoudnessOptions):
+    """Options of `collect`."""
+
+    study: StudyFolder = field(kw_only=False)
+    output: Annotated[Path | None, Opt("Folder to write; default: tables in the study.")] = None
+    no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False

@@ -10,8 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import read_toml
-from emp_llm.common.errors import UserError, quotable
+from emp_llm.cluster.plan_file import Job, JobKind, Needs
 from emp_llm.common.paths import data_folder
+from emp_llm.common.errors import UserError
+from emp_llm.common.errors import quotable
 from emp_llm.records.base import converted
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -49,6 +51,18 @@ class LargestNode(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     gpu_gb: Annotated[float, Meta(ge=0)] = 0.0
 
 
+class SiteNeeds(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Numbers of the site for jobs of one kind, in place of the plan's; null: the plan's.
+
+    Attributes:
+        gpus: number of GPUs of a node. memory_gb: memory of a node. hours: time.
+    """
+
+    gpus: Annotated[int, Meta(ge=0)] | None = None
+    memory_gb: Size | None = None
+    hours: Hours | None = None
+
+
 class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings of a cluster.
 
@@ -67,6 +81,7 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         at_once: so many tasks of an array run at once; null: as many as fit.
         largest_array: number of tasks; the cluster's MaxArraySize may demand fewer.
         largest_node: jobs that need more are refused; null: nothing is refused.
+        needs: kind of jobs -> numbers in place of the plan's.
         modules: loaded in this order, in a login shell.
         prolog: lines of shell at the start of each task, after the modules.
         container: words before the command, such as "apptainer exec --nv image.sif".
@@ -93,6 +108,7 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     at_once: _Count | None = None
     largest_array: _Count = 1000
     largest_node: LargestNode | None = None
+    needs: dict[JobKind, SiteNeeds] = {}
     modules: list[str] = []
     prolog: list[str] = []
     container: str = ""
@@ -101,9 +117,10 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     cache: str | None = None
     offline: bool = True
 
-    def partition_of(self, gpus: int) -> str | None:
-        """The partition of a job with a number of GPUs."""
-        return self.partition if gpus or self.cpu_partition is None else self.cpu_partition
+    def needs_of(self, job: Job) -> Needs:
+        """The needs of a job: the site's numbers, and the plan's for the others."""
+        own = msgspec.structs.asdict(self.needs.get(job.kind, SiteNeeds()))
+        return msgspec.structs.replace(job.needs, **{name: value for name, value in own.items() if value is not None})
 
 
 def read_site(path: Path) -> Site:
