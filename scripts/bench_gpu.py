@@ -189,8 +189,8 @@ def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Tokens/s of calibrations, and of a plain forward pass."""
     from emp_llm.calibration.block_pass import calibrate_blocks
     from emp_llm.calibration.whole_pass import calibrate_model
-    from emp_llm.execution.blockwise import BlockwiseModel
-    from emp_llm.execution.loading import load_model
+    from emp_llm.models.blockwise import BlockwiseModel
+    from emp_llm.models.loading import load_model
 
     _prepare(options, folder)
     size = SIZES[options.size]

@@ -17,7 +17,7 @@ from bench_helpers import hardware
 from torch import Tensor
 from train_witness import read_articles
 
-from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.reconstruction.least_squares import damping_for, output_error, refit_rows
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,8 @@ from emp_llm import (
     loss_change_bound,
     shift,
 )
-from emp_llm.selection.arithmetic.hill import Moments, NonFiniteError
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.selection.arithmetic.hill import Moments
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

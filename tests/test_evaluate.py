@@ -295,7 +295,7 @@ def test_results_are_never_taken_over_for_other_weights(
         loaded.append(folder)
         return load_model(folder, *rest)
 
-    from emp_llm.execution.loading import load_model
+    from emp_llm.models.loading import load_model
 
     monkeypatch.setattr("emp_llm.runs.evaluate_run.load_model", load)
     shutil.copy(tmp_path / "a-baseline.json", tmp_path / "b-baseline.json")

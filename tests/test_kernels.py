@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emp_llm import effective_mask
 from emp_llm.selection import available_kernels, effective, row_pruning
-from emp_llm.selection.arithmetic.hill import NonFiniteError
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.available_kernels import has_numba
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, TotalBudget
 from emp_llm.selection.kernels.interface import RowFigures

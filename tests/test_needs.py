@@ -12,13 +12,13 @@ import pytest
 from measure_needs import highest_memory
 from tiny import FAMILIES, MIXTURES
 
-from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cluster.planning.model_size import ModelSize, conventional_size, model_size, size_of_skeleton
 from emp_llm.cluster.planning.needs import assumptions, estimated_needs
 from emp_llm.cluster.planning.workload import Work, bytes_per_token, hours_of, size_of_task
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.suites import Task, find_suite
+from emp_llm.models.loading import build_skeleton
 
 Models = Callable[[str], Path]
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.corpora import find_corpus
 from emp_llm.calibration.tokens import token_ids
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Layer
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.hill import NonFiniteError
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.available_kernels import has_triton
 from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
 from emp_llm.selection.kernels.interface import KeepRule

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.blocks import body_of
-from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import input_hooks
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
-from emp_llm.execution.offload import execution_device
-from emp_llm.execution.text_inputs import decoder_ids, reads_twice
+from emp_llm.models.architecture import Layer
+from emp_llm.models.blockwise import decoder_ids, reads_twice
+from emp_llm.models.modules import body_of
+from emp_llm.models.offload import execution_device
 
 Guard = Callable[[Any], AbstractContextManager[None]]  # a context around the call with a batch, given its first argument
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.block_pass import Masker, calibrate_blocks
 from emp_llm.calibration.resume import CalibrationProgress
@@ -23,10 +22,10 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.provenance import versions
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.offload import is_offloaded
-from emp_llm.execution.quantization import Quantization, quantization_record
-from emp_llm.execution.text_inputs import reads_twice
+from emp_llm.models.architecture import Layer
+from emp_llm.models.blockwise import BlockwiseModel, reads_twice
+from emp_llm.models.offload import is_offloaded
+from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.source import CalibrationRecord

@@ -22,7 +22,7 @@ from emp_llm.calibration.input_norms import InputSums
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import format_bytes
-from emp_llm.execution.blockwise import Walk
+from emp_llm.models.blockwise import Walk
 from emp_llm.storage.atomic import write_json
 from emp_llm.storage.buffers import tensor_bytes
 from emp_llm.storage.direct_io import read_exactly, write_exactly

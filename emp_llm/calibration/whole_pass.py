@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.blocks import body_of, find_blocks
-from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import input_hooks
 from emp_llm.common.errors import UserError
@@ -17,9 +15,10 @@ from emp_llm.common.memory import enough_memory
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
-from emp_llm.execution.loading import input_device
-from emp_llm.execution.offload import execution_device
-from emp_llm.execution.text_inputs import run_on_text
+from emp_llm.models.architecture import Layer
+from emp_llm.models.blockwise import run_on_text
+from emp_llm.models.modules import body_of, find_blocks
+from emp_llm.models.offload import execution_device, input_device
 
 
 def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:

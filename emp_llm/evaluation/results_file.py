@@ -15,8 +15,8 @@ from emp_llm.common.file_names import PACK_NAME, REPORT_NAME
 from emp_llm.common.provenance import command_line, versions
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
-from emp_llm.execution.quantization import Quantization, quantization_record
 from emp_llm.hub.local_model import LocalModel
+from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.packing.packed_folder import PackedFolder
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import Measures

@@ -6,10 +6,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.experts import ExpertStack, find_stacks
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import inputs_of, model_layers
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Layer
+from emp_llm.models.modules import ExpertStack, find_stacks, inputs_of, model_layers
 
 
 @dataclass(frozen=True)

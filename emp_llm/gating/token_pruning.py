@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.expert_hooks import expert_hooks
 from emp_llm.gating.hidden_features import hidden_readers
+from emp_llm.models.hooks import expert_hooks
 from emp_llm.records.evaluation import KeptFeatures
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.effective import effective_mask

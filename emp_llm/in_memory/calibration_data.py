@@ -14,7 +14,7 @@ from emp_llm.calibration.images.image_rows import ImageRow, image_cells
 from emp_llm.calibration.text_mix import has_images
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import count_of
-from emp_llm.execution.loading import load_processor, load_tokenizer
+from emp_llm.models.loading import load_processor, load_tokenizer
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus
 

@@ -5,13 +5,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.batch_pass import in_evaluation_mode
 from emp_llm.common.errors import UserError
-from emp_llm.execution.loading import max_context
-from emp_llm.execution.offload import resident_parameter
-from emp_llm.execution.text_inputs import NOT_BY_BLOCKS, reads_twice
 from emp_llm.in_memory.calibration_data import calibration_text, holds_images
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import NOT_BY_BLOCKS, reads_twice
+from emp_llm.models.offload import resident_parameter
+from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.packing.masks import rows_in

@@ -6,12 +6,11 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import ACTIVATIONS_NAME, REPORT_NAME
+from emp_llm.models.architecture import Architecture, Target
 from emp_llm.packing.masks import Masks, rows_in
 from emp_llm.pruning.output.manifest import write_manifest
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord

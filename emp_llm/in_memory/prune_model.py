@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.targets import Target, check_calibrated
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.batch_pass import in_evaluation_mode, norms_of_batches
 from emp_llm.calibration.calibration import Calibration
@@ -20,12 +19,14 @@ from emp_llm.calibration.images.image_calibration import ImageCalibration
 from emp_llm.calibration.tokens import tokens_signature
 from emp_llm.common.errors import UserError
 from emp_llm.common.timing import Stopwatch
-from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
 from emp_llm.in_memory.fit_in_memory import check_fit, fit_model, put_weights
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
+from emp_llm.models.architecture import Target, check_calibrated
+from emp_llm.models.loading import load_model
+from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.model import LoadingOptions
 from emp_llm.options.recipe import Recipe

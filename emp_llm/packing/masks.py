@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import set_to_zero
 from emp_llm.common.errors import UserError, reason
-from emp_llm.execution.offload import resident_parameter
+from emp_llm.models.architecture import Layer
+from emp_llm.models.modules import set_to_zero
+from emp_llm.models.offload import resident_parameter
 from emp_llm.storage.atomic import write_bytes
 from emp_llm.storage.buffers import Block
 

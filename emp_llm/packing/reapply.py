@@ -10,14 +10,13 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.model_layers import weight_of
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.safetensors_header import StoredTensor
 from emp_llm.checkpoint.words import read_words, words_in
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import PACK_NAME, REPORT_NAME
+from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.modules import weight_of
 from emp_llm.packing.bits import Bytes, booleans, mask_of
 from emp_llm.packing.masks import Masks, check_merged, check_whole, rows_in
 from emp_llm.packing.packed_folder import PackedCheckpoint, PackedFolder

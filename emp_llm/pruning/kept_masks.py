@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from emp_llm.architecture.targets import Target
+from emp_llm.models.architecture import Target
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.selection.budgets import PatternBudget
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.model_layers import weight_of
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.matrix import as_tensor
-from emp_llm.execution.offload import is_offloaded
+from emp_llm.models.architecture import Target
+from emp_llm.models.modules import weight_of
+from emp_llm.models.offload import is_offloaded
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.row_pruners import PrunedBlock

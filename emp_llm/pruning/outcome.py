@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
+from emp_llm.models.architecture import Target
 from emp_llm.selection.budgets import PatternBudget
 from emp_llm.selection.kernels.interface import RowFigures
 from emp_llm.selection.scheme import Scheme

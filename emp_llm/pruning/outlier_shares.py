@@ -4,9 +4,9 @@ import logging
 from fractions import Fraction
 from itertools import groupby
 
-from emp_llm.architecture.targets import Target
 from emp_llm.common.progress_bars import Bar, progress_bar
 from emp_llm.common.tables import percent_cell
+from emp_llm.models.architecture import Target
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.selection.block_shares import OwlBudget, block_parts, block_sparsities
 from emp_llm.selection.budgets import PartsBudget

@@ -3,12 +3,10 @@
 import logging
 from pathlib import Path
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.targets import check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable
+from emp_llm.models.architecture import Architecture, Layer, check_calibrated
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.mask_device import row_pruner
 from emp_llm.pruning.pruner import Pruner

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import as_tensor
 from emp_llm.checkpoint.words import Words
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
+from emp_llm.models.architecture import Target
 from emp_llm.pruning.outcome import Outcome, RowStatistics
 from emp_llm.pruning.row_pruners import CpuRowPruner, PrunedBlock, RowPruner, RowRule, naming_block, prune_block
 from emp_llm.pruning.scoring.target_scores import TargetScores, naming_target

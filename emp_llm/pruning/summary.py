@@ -4,10 +4,10 @@ from collections import Counter
 
 import numpy as np
 
-from emp_llm.architecture.targets import Coverage
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.words import mask_bytes, packed_bytes, word_bytes, words_in
 from emp_llm.common.wording import shortened_list
+from emp_llm.models.architecture import Coverage
 from emp_llm.pruning.outcome import Outcome
 from emp_llm.pruning.pruner import Pruner
 from emp_llm.records.run_report import MatrixRecord, Quartiles, SizesRecord, TargetsRecord

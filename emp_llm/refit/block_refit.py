@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emp_llm.architecture.model_layers import bias_of
-from emp_llm.architecture.targets import Target
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import Step, Walk
-from emp_llm.execution.hidden_states import HiddenStates
-from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import HiddenStates, Step, Walk
+from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.modules import bias_of
 from emp_llm.options.refit import Weighting
 from emp_llm.refit.block_weights import BlockWeights
 from emp_llm.refit.dense_block import DenseBlock

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from emp_llm.architecture.model_layers import set_to_zero, weight_of
-from emp_llm.architecture.targets import Target
+from emp_llm.models.architecture import Target
+from emp_llm.models.modules import set_to_zero, weight_of
 
 
 class BlockWeights:

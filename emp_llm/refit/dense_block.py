@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.targets import Target
-from emp_llm.execution.blockwise import Walk
-from emp_llm.execution.hidden_states import HiddenStates, choose_place
+from emp_llm.models.architecture import Layer, Target
+from emp_llm.models.blockwise import HiddenStates, Walk, choose_place
 from emp_llm.options.refit import Weighting
 from emp_llm.refit.level_moments import energy_of, token_weights
 from emp_llm.refit.levels import Level

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.matrix import torch_dtype
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.reconstruction.admm import admm
 from emp_llm.reconstruction.least_squares import damping_for, output_error, refit_rows
 from emp_llm.reconstruction.sparsegpt import sparsegpt

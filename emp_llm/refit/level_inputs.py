@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.targets import Target
-from emp_llm.execution.blockwise import Step
-from emp_llm.execution.hidden_states import HiddenStates
-from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.models.architecture import Layer, Target
+from emp_llm.models.blockwise import HiddenStates, Step
+from emp_llm.models.hooks import layer_hooks
 from emp_llm.refit.block_weights import BlockWeights
 from emp_llm.refit.dense_block import DenseBlock
 from emp_llm.refit.levels import Level

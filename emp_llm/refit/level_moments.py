@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emp_llm.architecture.targets import Target
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Target
 from emp_llm.options.refit import Weighting
 
 

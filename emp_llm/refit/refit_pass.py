@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.whole_pass import own_batches
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.hidden_states import HiddenStates
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.refit import Weighting
 from emp_llm.refit.block_refit import MOMENT_BYTES, BlockRefit, Streams

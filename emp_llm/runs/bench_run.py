@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.skeleton import read_config
 from emp_llm.common.errors import UserError
 from emp_llm.common.memory import resident_memory
 from emp_llm.common.progress_bars import progress_bar
@@ -18,8 +17,9 @@ from emp_llm.common.provenance import command_line, processor_name, versions
 from emp_llm.common.tables import Rows, table
 from emp_llm.common.wording import count_of, format_bytes
 from emp_llm.evaluation.results_file import folder_identity
-from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import LocalModel, find_model
+from emp_llm.models.loading import load_model, read_config
+from emp_llm.models.placement import max_context
 from emp_llm.options.runtime import BenchOptions
 from emp_llm.records.bench import Bench, Speed
 from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers

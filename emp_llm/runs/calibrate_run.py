@@ -4,15 +4,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.targets import check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.ranks import ranks
 from emp_llm.common.timing import Stopwatch
-from emp_llm.execution.device_map import parse_device_map
-from emp_llm.execution.quantization import quantization_of
 from emp_llm.hub.local_model import find_model
+from emp_llm.models.architecture import Architecture, Layer, check_calibrated
+from emp_llm.models.placement import parse_device_map, quantization_of
 from emp_llm.options.commands import CalibrateOptions
 from emp_llm.runs.stages.calibrating import CalibrateStage, check_images, may_reach_images, prepare_calibration
 from emp_llm.runs.stages.run_models import RunModels

@@ -46,7 +46,7 @@ class CheckpointRun(ABC):
         self._destination = _destination(options)
         self._suite = _suite(options)
         if options.device_map != "auto":
-            from emp_llm.execution.device_map import parse_device_map
+            from emp_llm.models.placement import parse_device_map
 
             parse_device_map(options.device_map)
         self._source = find_model(options.model, options.revision, options.trust_remote_code)

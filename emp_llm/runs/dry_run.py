@@ -3,10 +3,10 @@
 import logging
 from dataclasses import dataclass, field
 
-from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.common.wording import count_of, format_bytes
+from emp_llm.models.architecture import Coverage, Target
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import CURVE_BETAS
 from emp_llm.options.recipe import Recipe
@@ -109,7 +109,7 @@ def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate:
     if not options.resumable_calibration or not by_blocks or width is None:
         return None
     from emp_llm.calibration.text_mix import calibration_corpora
-    from emp_llm.execution.loading import max_context
+    from emp_llm.models.placement import max_context
 
     corpora = calibration_corpora(options, max_context(checkpoint.config))
     size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)

@@ -15,10 +15,9 @@ from emp_llm.evaluation.evaluator import Evaluator, missing
 from emp_llm.evaluation.harness import Harness, parse_batch_size
 from emp_llm.evaluation.results_file import ResultsFile, new_results
 from emp_llm.evaluation.suites import Suite, suite_of
-from emp_llm.execution.device_map import parse_device_map
-from emp_llm.execution.loading import load_model, load_tokenizer
-from emp_llm.execution.quantization import Quantization, quantization_of
 from emp_llm.hub.local_model import LocalModel, find_model
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.placement import Quantization, parse_device_map, quantization_of
 from emp_llm.options.commands import EvaluateOptions
 from emp_llm.options.runtime import Runtime
 from emp_llm.records.results import Results

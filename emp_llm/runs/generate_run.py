@@ -14,8 +14,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import PACK_NAME
 from emp_llm.common.timing import peak_memory
 from emp_llm.common.wording import count_of, format_bytes
-from emp_llm.execution.loading import load_model, load_tokenizer, max_context
 from emp_llm.hub.local_model import find_model
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.placement import max_context
 from emp_llm.options.runtime import GenerateOptions
 from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from emp_llm.common.file_names import REPORT_NAME
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.quantization import quantization_of
+from emp_llm.models.placement import quantization_of
 from emp_llm.options.commands import PruneOptions
 from emp_llm.pruning.curve import settle_budget
 from emp_llm.pruning.outcome import Outcome

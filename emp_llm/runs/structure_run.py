@@ -68,7 +68,7 @@ class StructureRun(CheckpointRun):
 
     def dry_run(self) -> DryRun:
         """The plan of the run; for scores that need no calibration, with the numbers of heads and neurons that stay."""
-        from emp_llm.architecture.targets import Target
+        from emp_llm.models.architecture import Target
 
         options, checkpoint = self._options, self.plan.checkpoint
         targets = [Target(layer, matrix) for layer, matrix in self.plan.matrices.items()]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.batch_pass import norms_of_batches
 from emp_llm.calibration.block_pass import Masker
@@ -28,7 +27,8 @@ from emp_llm.common.memory import enough_memory, ran_out
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
-from emp_llm.execution.quantization import Quantization
+from emp_llm.models.architecture import Layer
+from emp_llm.models.placement import Quantization
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.source import CalibrationRecord

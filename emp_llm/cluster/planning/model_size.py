@@ -135,7 +135,7 @@ def model_size(name: str, revision: str | None = None, trust_remote_code: bool =
     known = conventional_size(name, _config_in(folder))
     if known is not None:
         return known
-    from emp_llm.architecture.skeleton import build_skeleton
+    from emp_llm.models.loading import build_skeleton
 
     model = build_skeleton(folder, trust_remote_code)
     try:
@@ -213,10 +213,8 @@ def size_of_skeleton(name: str, model: "PreTrainedModel") -> ModelSize:
     Raises:
         UserError: it has no decoder blocks.
     """
-    from emp_llm.architecture.blocks import block_lists
-    from emp_llm.architecture.experts import find_stacks
-    from emp_llm.architecture.towers import parameters_of
-    from emp_llm.execution.loading import max_context
+    from emp_llm.models.modules import block_lists, find_stacks, parameters_of
+    from emp_llm.models.placement import max_context
 
     lists = block_lists(model).lists
     blocks = [block for each in lists for block in each.modules]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import as_tensor, dequantised_rows
@@ -14,6 +13,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import MANIFEST_NAME
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.wording import count_of
+from emp_llm.models.architecture import Target
 from emp_llm.pruning.kept_masks import removed_of
 from emp_llm.pruning.outlier_shares import outlier_parts
 from emp_llm.pruning.output.manifest import scheme_of_manifest

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.words import Words
+from emp_llm.models.architecture import Target
 from emp_llm.storage.background_work import BackgroundQueue, prefetch
 from emp_llm.storage.buffers import Block, BufferPool, bytes_of
 from emp_llm.storage.direct_io import FileWriter

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.identity import identity_of
@@ -19,6 +18,7 @@ from emp_llm.checkpoint.samples import sha256_of_samples
 from emp_llm.common.errors import UserError
 from emp_llm.common.file_names import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress_bars import progress_bar
+from emp_llm.models.architecture import Target
 from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.storage.direct_io import read_exactly
 from emp_llm.storage.hashing import file_hash

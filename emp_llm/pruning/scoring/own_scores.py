@@ -9,11 +9,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix, as_tensor, dequantised_rows
 from emp_llm.checkpoint.safetensors_header import StoredTensor, read_header
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.selection.criteria import Criterion, InputStatistics
 from emp_llm.selection.scheme import Group, ScoreMap
 from emp_llm.storage.buffers import tensor_bytes

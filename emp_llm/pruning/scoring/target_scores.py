@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import as_tensor, dequantised_rows, torch_dtype
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.options.criterion import GIVEN
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.criteria import InputStatistics

@@ -6,21 +6,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.architecture.architecture import Architecture
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Architecture
 from emp_llm.options.calibration import CalibrationOptions, NormOptions, Propagate
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.source import CalibrationRecord, RecipeRecord
 from emp_llm.runs.stages.run_models import RunModels
 
 if TYPE_CHECKING:
-    from emp_llm.architecture.layers import Layer
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.block_pass import Masker
     from emp_llm.calibration.calibration import ForwardPasses
-    from emp_llm.execution.quantization import Quantization
+    from emp_llm.models.architecture import Layer
+    from emp_llm.models.placement import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ def prepare_calibration(
     """Read and tokenise the calibration data, so that problems with it are reported before a model is loaded."""
     from emp_llm.calibration.calibration import Calibration, CalibrationText
     from emp_llm.calibration.text_mix import has_images
-    from emp_llm.execution.loading import max_context
-    from emp_llm.execution.text_inputs import NOT_BY_BLOCKS
+    from emp_llm.models.blockwise import NOT_BY_BLOCKS
+    from emp_llm.models.placement import max_context
 
     checkpoint = architecture.checkpoint
     if checkpoint.config.get("is_encoder_decoder") and (options.execution == "blocks" or propagate == "pruned"):

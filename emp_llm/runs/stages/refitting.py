@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from emp_llm.architecture.targets import Target
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Target
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.commands import PruneOptions
 from emp_llm.options.recipe import Recipe

@@ -11,8 +11,8 @@ from emp_llm.options.model import LoadingOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emp_llm.execution.quantization import Quantization
     from emp_llm.hub.local_model import LocalModel
+    from emp_llm.models.placement import Quantization
 
 
 class RunModels:
@@ -35,14 +35,14 @@ class RunModels:
     @cached_property
     def tokenizer(self) -> Any:
         """The dense model's tokenizer."""
-        from emp_llm.execution.loading import load_tokenizer
+        from emp_llm.models.loading import load_tokenizer
 
         return load_tokenizer(self.source.folder, self._trust_remote_code)
 
     @cached_property
     def processor(self) -> Any:
         """The dense model's processor of texts and images."""
-        from emp_llm.execution.loading import load_processor
+        from emp_llm.models.loading import load_processor
 
         return load_processor(self.source.folder, self._trust_remote_code)
 
@@ -55,7 +55,7 @@ class RunModels:
 
     def load(self, folder: Path, quantization: "Quantization | None" = None) -> "PreTrainedModel":
         """The model in a folder. The caller owns it."""
-        from emp_llm.execution.loading import load_model
+        from emp_llm.models.loading import load_model
 
         return load_model(folder, self._loading.device_map, self._loading.dtype, self._trust_remote_code, quantization)
 

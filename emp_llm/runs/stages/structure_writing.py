@@ -136,7 +136,7 @@ class StructureWriteStage(PublishingStage):
 
     def _compare(self) -> "SideBySide | None":
         """Compare the written model with the dense one, if both fit in memory."""
-        from emp_llm.execution.offload import is_offloaded
+        from emp_llm.models.offload import is_offloaded
         from emp_llm.structured.language.side_by_side import side_by_side
 
         dense = self._models.dense()
@@ -149,7 +149,7 @@ class StructureWriteStage(PublishingStage):
 
     def _targets(self, edits: "dict[str, TensorEdit]") -> TargetsRecord:
         """Counts over the matrices of all units."""
-        from emp_llm.architecture.targets import Target
+        from emp_llm.models.architecture import Target
 
         matrices, checkpoint = self._plan.matrices, self._plan.checkpoint
         weights, kept = self._plan.parameters, 0

@@ -96,7 +96,7 @@ def taylor_sums(model: Any, plan: "UnitPlan", tokens: "torch.Tensor", options: P
     import torch
 
     from emp_llm.calibration.whole_pass import own_batches
-    from emp_llm.execution.blockwise import BlockwiseModel
+    from emp_llm.models.blockwise import BlockwiseModel
     from emp_llm.structured.language.gradients import input_gradients
 
     sums: dict[str, torch.Tensor] = {}
@@ -155,7 +155,7 @@ class ChooseStage:
 
     def fitted_targets(self) -> list[Any]:
         """The matrices that a refit moves: the last layer of each unit whose columns are removed."""
-        from emp_llm.architecture.targets import Target
+        from emp_llm.models.architecture import Target
 
         return [Target(c.units.output, self._plan.matrices[c.units.output]) for c in self.choices if c.removes]
 

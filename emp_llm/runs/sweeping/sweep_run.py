@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from emp_llm.architecture.targets import Coverage
 from emp_llm.common.errors import UserError
 from emp_llm.common.provenance import command_line
 from emp_llm.common.ranks import ranks
@@ -16,6 +15,7 @@ from emp_llm.evaluation.evaluator import BATCH_SIZE, Evaluator
 from emp_llm.evaluation.results_file import new_results
 from emp_llm.evaluation.suites import suite_of
 from emp_llm.hub.local_model import find_model
+from emp_llm.models.architecture import Coverage
 from emp_llm.options.base import part
 from emp_llm.options.commands import METHODS, SweepOptions
 from emp_llm.options.criterion import CriterionOptions, ScoreOptions

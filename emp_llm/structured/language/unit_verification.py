@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.file_names import INDEX_NAME, STRUCTURE_NAME
+from emp_llm.models.architecture import Layer
 from emp_llm.records.source import RecipeRecord
 from emp_llm.storage.json_files import read_json
 from emp_llm.structured.language.smaller_config import Changes, changed_config

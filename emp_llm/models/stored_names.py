@@ -6,16 +6,16 @@ order, gate before up), and transposed stacks. Tensors with any other conversion
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from emp_llm.architecture.experts import ExpertStack
-from emp_llm.architecture.layers import ExpertSlice, Kind, Layer
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import Matrix
+from emp_llm.models.architecture import ExpertSlice, Kind, Layer
+from emp_llm.models.modules import ExpertStack
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
@@ -26,14 +26,12 @@ class StoredNames:
 
     Attributes:
         names: parameter -> stored tensor, for parameters stored one to one.
-        experts: the layers of experts' matrices, in the model's order.
-        matrices: name of such a layer -> its stored matrix.
+        experts: the layer and the stored matrix of each matrix of an expert, in the model's order.
         missing: parameters without a counterpart in the checkpoint.
     """
 
     names: dict[str, str]
-    experts: list[Layer]
-    matrices: dict[str, Matrix]
+    experts: list[tuple[Layer, Matrix]]
     missing: list[str]
 
 
@@ -54,11 +52,11 @@ class _Piece:
     transposed: bool
 
 
-def find_names(model: PreTrainedModel, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]) -> StoredNames:
+def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]) -> StoredNames:
     """Match a model's parameters with a checkpoint's tensors.
 
     Args:
-        model: the model, or its skeleton.
+        model: of transformers, with or without weights.
         checkpoint: its weights.
         stacks: the result of `find_stacks`.
     """
@@ -67,39 +65,37 @@ def find_names(model: PreTrainedModel, checkpoint: Checkpoint, stacks: dict[str,
     names: dict[str, str] = {}
     renamed: list[str] = []
     for key in checkpoint.tensors:
-        for candidate in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
-            if candidate in own:
-                names[candidate] = key
-                break
+        candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+        name = next((candidate for candidate in candidates if candidate in own), None)
+        if name is not None:
+            names[name] = key
         else:
             renamed.append(key)
     converted, pieces = _converted(model, renamed, own)
-    names.update(converted)
-    for name in stacks:
-        if name in names:
-            pieces[name].append(_Piece(names[name], None, 0, False))
+    names |= converted
+    for name in stacks.keys() & names.keys():
+        pieces[name].append(_Piece(names[name], None, 0, False))
     first_of = {id(own[name]): key for name, key in names.items()}
     for name, parameter in own.items():  # tied weights have two names and are stored once
         if name not in names and id(parameter) in first_of:
             names[name] = first_of[id(parameter)]
-    expert_matrices = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
+    experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
     used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
-    leftover = [key for key in renamed if key not in used and not _is_ignored(model, key, "unexpected")]
-    absent = [name for name in own if name not in names and name not in pieces and not _is_ignored(model, name, "missing")]
-    missing = [] if leftover else absent
-    experts = [layer for layer, _ in expert_matrices]
-    return StoredNames(names, experts, {layer.name: matrix for layer, matrix in expert_matrices}, missing)
+    if _not_ignored(model, "unexpected", (key for key in renamed if key not in used)):
+        return StoredNames(names, experts, [])
+    absent = (name for name in own if name not in names and name not in pieces)
+    return StoredNames(names, experts, _not_ignored(model, "missing", absent))
 
 
-def _is_ignored(model: PreTrainedModel, name: str, problem: str) -> bool:
-    """Whether transformers tolerates that a name is "missing" or "unexpected"."""
+def _not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:
+    """The names that transformers does not tolerate as "missing" or "unexpected"."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _converted(
-    model: PreTrainedModel, keys: list[str], own: dict[str, nn.Parameter]
+    model: Any, keys: list[str], own: dict[str, nn.Parameter]
 ) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
     """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's lm_head as embed_out)."""
     names: dict[str, str] = {}
@@ -121,7 +117,7 @@ def _converted(
         if merged is None:
             names[renamed] = key
             continue
-        converter = next(c for c in converters if merged in c.source_patterns)
+        converter = next(each for each in converters if merged in each.source_patterns)
         piece = _piece(key, converter.source_patterns.index(merged), converter)
         if piece is not None:
             pieces[renamed].append(piece)
@@ -146,42 +142,33 @@ def _piece(key: str, place: int, converter: Any) -> _Piece | None:
 
 
 def _matrices(stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
-    """The stored matrices of a stack's experts; empty if the stored tensors do not make up the whole stack."""
-    if stack.transposed is None:
+    """The layers and stored matrices of a stack's experts; empty if the stored tensors do not make up the whole stack."""
+    transposed = stack.transposed
+    if transposed is None:
         return []
-    if len(pieces) == 1 and pieces[0].expert is None:
-        return _slices(stack, pieces[0], checkpoint)
+    kind: Kind = "attention" if "attention" in stack.module else "mlp"
+
+    def layer(leaf: str, expert: int, first: int, last: int) -> Layer:
+        place = ExpertSlice(stack.name, expert, transposed, first, last, stack.inputs)
+        name = f"{stack.module}.{expert}.{leaf}".removesuffix(".weight")
+        return Layer(name, kind, stack.block, transposed, place, stack.tower, stack.part)
+
+    if len(pieces) == 1 and pieces[0].expert is None:  # stored as a stack, possibly transposed
+        stored, turned = checkpoint.tensors[pieces[0].key], pieces[0].transposed
+        experts, rows, columns = stack.shape
+        if stored.shape != ((experts, columns, rows) if turned else stack.shape):
+            return []
+        leaf = stack.name.rpartition(".")[2]
+        every = (layer(leaf, expert, 0, stack.outputs) for expert in range(experts))
+        return [(each, Matrix(stored, transposed != turned, expert)) for expert, each in enumerate(every)]
     matrices = []
     filled = dict.fromkeys(range(stack.shape[0]), 0)
     for piece in sorted(pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.place)):
-        matrix = Matrix(checkpoint.tensors[piece.key], stack.transposed)
+        matrix = Matrix(checkpoint.tensors[piece.key], transposed)
         if piece.expert not in filled or len(matrix.stored.shape) != 2 or matrix.columns != stack.inputs:
             return []
         first = filled[piece.expert]
         filled[piece.expert] = last = first + matrix.rows
         leaf = piece.key.removesuffix(".weight").rpartition(".")[2]
-        matrices.append(
-            (_layer(stack, leaf, ExpertSlice(stack.name, piece.expert, stack.transposed, first, last, stack.inputs)), matrix)
-        )
+        matrices.append((layer(leaf, piece.expert, first, last), matrix))
     return matrices if set(filled.values()) == {stack.outputs} else []
-
-
-def _slices(stack: ExpertStack, piece: _Piece, checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
-    """The matrices of a stack that is stored as a stack, possibly transposed."""
-    stored, (experts, rows, columns) = checkpoint.tensors[piece.key], stack.shape
-    if stored.shape != ((experts, columns, rows) if piece.transposed else stack.shape) or stack.transposed is None:
-        return []
-    leaf = stack.name.rpartition(".")[2]
-    return [
-        (
-            _layer(stack, leaf, ExpertSlice(stack.name, expert, stack.transposed, 0, stack.outputs, stack.inputs)),
-            Matrix(stored, stack.transposed != piece.transposed, expert),
-        )
-        for expert in range(experts)
-    ]
-
-
-def _layer(stack: ExpertStack, leaf: str, place: ExpertSlice) -> Layer:
-    name = f"{stack.module}.{place.expert}.{leaf}".removesuffix(".weight")
-    kind: Kind = "attention" if "attention" in stack.module else "mlp"
-    return Layer(name, kind, stack.block, place.transposed, place, stack.tower, stack.part)
