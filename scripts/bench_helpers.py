@@ -23,7 +23,7 @@ from emp_llm.common.provenance import cpu_fields, processor_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emp_llm.models.architecture import Layer
+    from emp_llm.models.layers import Layer
 
 _TOKENIZER = Path(__file__).parent / "demo" / "model"
 

@@ -20,8 +20,9 @@ from emp_llm.calibration.block_pass import calibrate_blocks, propagated
 from emp_llm.calibration.whole_pass import calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture, Layer
+from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.layers import Layer
 from emp_llm.models.loading import build_skeleton, load_model
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe

@@ -166,6 +166,21 @@ def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_
     assert len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_config_and_headers_suffice(models: Models, tmp_path: Path, family: str) -> None:
+    """The architecture is found without the bytes of any weight."""
+    full = Checkpoint(models(family))
+    shutil.copy(models(family) / "config.json", tmp_path)
+
+    class Headers(Checkpoint):
+        def __init__(self) -> None:
+            self.folder, self.tensors = tmp_path, full.tensors
+
+    found, wanted = Architecture.of_checkpoint(Headers()), Architecture.of_checkpoint(full)
+    assert found.select("all-linear") == wanted.select("all-linear")
+    assert found.coverage(found.select("mlp")) == wanted.coverage(wanted.select("mlp"))
+
+
 def test_structure_of_a_loaded_model(models: Models) -> None:
     """A loaded model has the same structure as its skeleton."""
     from transformers import AutoModelForCausalLM

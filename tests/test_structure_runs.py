@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from emp_llm.calibration.corpora import find_corpus
 from emp_llm.calibration.tokens import token_ids
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report

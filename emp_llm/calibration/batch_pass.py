@@ -13,8 +13,8 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import input_hooks
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
-from emp_llm.models.architecture import Layer
 from emp_llm.models.blockwise import decoder_ids, reads_twice
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of
 from emp_llm.models.offload import execution_device
 

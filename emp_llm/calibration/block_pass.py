@@ -17,8 +17,9 @@ from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.input_norms import InputSums, input_hooks
 from emp_llm.calibration.resume import CalibrationProgress
 from emp_llm.calibration.whole_pass import own_batches
-from emp_llm.models.architecture import Layer, Target
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, Walk
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of, set_to_zero, weight_of
 from emp_llm.records.source import CalibrationRecord
 

@@ -22,8 +22,8 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.provenance import versions
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
-from emp_llm.models.architecture import Layer
 from emp_llm.models.blockwise import BlockwiseModel, reads_twice
+from emp_llm.models.layers import Layer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate

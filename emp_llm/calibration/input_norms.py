@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from emp_llm.calibration.activations import Activations, relative_name
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.models.architecture import Layer
 from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import inputs_of
 
 

@@ -15,8 +15,8 @@ from emp_llm.common.memory import enough_memory
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
-from emp_llm.models.architecture import Layer
 from emp_llm.models.blockwise import run_on_text
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of, find_blocks
 from emp_llm.models.offload import execution_device, input_device
 

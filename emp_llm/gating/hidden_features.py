@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import ExpertStack, find_stacks, inputs_of, model_layers
 
 

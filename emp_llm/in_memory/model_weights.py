@@ -17,7 +17,8 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.checkpoint.safetensors_header import StoredTensor
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import MIXES_TOKENS, Architecture, Layer
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.layers import MIXES_TOKENS, Layer
 from emp_llm.models.modules import block_lists, model_layers
 from emp_llm.models.offload import resident_parameter
 from emp_llm.packing.masks import check_merged

@@ -12,105 +12,28 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from emp_llm.checkpoint.block_scales import FP8_DTYPE, block_scales
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import PRUNABLE_DTYPES, Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import count_of, shortened_list
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
-Tower = Literal["language", "vision", "audio"]
-Shape = tuple[int, ...]
-
-# Names of submodules that mix tokens. The other linear layers of a block are its MLP.
-MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-# Lookup tables, in a block or outside: relative position biases, position embeddings.
-_TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
-_OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
-# Parts of names that tell an encoder of images or sound.
-_VISION = re.compile(r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE)
-_AUDIO = re.compile(r"(^|_)(audio|speech|sound|acoustic)(_|$)", re.IGNORECASE)
 _SCOPES: dict[str, tuple[Kind, ...]] = {
     "mlp": ("mlp",),
     "attention": ("attention",),
     "all-linear": ("mlp", "attention", "other"),
 }
+# Lookup tables, in a block or outside: relative position biases, position embeddings.
+_TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
 _NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
-
-
-@dataclass(frozen=True)
-class ExpertSlice:
-    """The position of an expert's matrix in the model.
-
-    Attributes:
-        parameter: name of the three-dimensional parameter.
-        expert: index of the matrix in it.
-        transposed: the matrices are stored as (inputs, outputs).
-        first, last: the layer's outputs are first to last - 1; two stored matrices (gate and up) may form one of the model's.
-        inputs: number of inputs.
-    """
-
-    parameter: str
-    expert: int
-    transposed: bool
-    first: int
-    last: int
-    inputs: int
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A weight matrix of a model.
-
-    Attributes:
-        name: of the module; for an expert, the module of all experts, the expert's number and the matrix's stored name.
-        kind: its purpose.
-        block: number of its decoder block; None outside the blocks.
-        transposed: its weight is stored as (inputs, outputs).
-        expert: its position in a parameter that holds all experts; None for an ordinary layer.
-        tower: the part of a multimodal model to which it belongs.
-        part: tells its role apart from that of layers in another list of blocks ("encoder", "vision"); else empty.
-    """
-
-    name: str
-    kind: Kind
-    block: int | None
-    transposed: bool = False
-    expert: ExpertSlice | None = None
-    tower: Tower = "language"
-    part: str = ""
-
-    @property
-    def leaf(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    @property
-    def role(self) -> str:
-        """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of all blocks.
-
-        If the model has several lists of blocks, their part comes first ("encoder.fc1").
-        """
-        name = re.sub(r"^.*?\.\d+\.", "", self.name) if self.block is not None else self.name
-        name = f"{self.part}.{name}" if self.part and self.block is not None else name
-        return re.sub(r"\.\d+(?=\.|$)", ".*", name) if self.routed else name
-
-    @property
-    def routed(self) -> bool:
-        """Whether it sees only the tokens routed to it."""
-        return self.expert is not None or _OF_AN_EXPERT.search(self.name) is not None
-
-    @property
-    def parameter(self) -> str:
-        """Name of the parameter that holds its weight."""
-        return self.expert.parameter if self.expert is not None else f"{self.name}.weight"
 
 
 @dataclass(frozen=True)
@@ -254,8 +177,7 @@ class Architecture:
         Raises:
             UserError: the model has no decoder blocks, or the checkpoint lacks some of its weights.
         """
-        from emp_llm.models.modules import block_lists, find_stacks, model_layers
-        from emp_llm.models.stored_names import find_names
+        from emp_llm.models.modules import block_lists, find_names, find_stacks, model_layers
 
         towers = block_lists(model, blocks)
         stored = find_names(model, checkpoint, find_stacks(model, towers))
@@ -467,21 +389,6 @@ def check_calibrated(layers: Iterable[Layer], with_images: bool = False) -> None
         f"{beside.name} is in the {beside.tower} tower. Calibration runs on text{' and images' if with_images else ''}, "
         f"so this tower has no input activations. {remedy}"
     )
-
-
-def named_tower(name: str) -> Tower | None:
-    """The tower that a part of a name tells ("visual.blocks.0.attn"); None if it tells none."""
-    for part in name.split("."):
-        if _VISION.search(part):
-            return "vision"
-        if _AUDIO.search(part):
-            return "audio"
-    return None
-
-
-def tower_of(others: dict[str, Tower], name: str) -> Tower:
-    """The tower of a module or parameter; `others`: name of a module outside the language tower -> its tower."""
-    return next((tower for root, tower in others.items() if name == root or name.startswith(f"{root}.")), "language")
 
 
 _BLOCKS = "model.layers"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 
 _aten = torch.ops.aten
 # Every product of two dense matrices (linear, matmul, einsum, ...) ends in one of these. The value is the position of the first

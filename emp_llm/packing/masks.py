@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import set_to_zero
 from emp_llm.models.offload import resident_parameter
 from emp_llm.storage.atomic import write_bytes

@@ -6,7 +6,8 @@ from pathlib import Path
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.common.wording import quotable
-from emp_llm.models.architecture import Architecture, Layer, check_calibrated
+from emp_llm.models.architecture import Architecture, check_calibrated
+from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.mask_device import row_pruner
 from emp_llm.pruning.pruner import Pruner

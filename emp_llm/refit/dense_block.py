@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emp_llm.models.architecture import Layer, Target
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import HiddenStates, Walk, choose_place
+from emp_llm.models.layers import Layer
 from emp_llm.options.refit import Weighting
 from emp_llm.refit.level_moments import energy_of, token_weights
 from emp_llm.refit.levels import Level

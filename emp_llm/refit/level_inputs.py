@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emp_llm.models.architecture import Layer, Target
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import HiddenStates, Step
 from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
 from emp_llm.refit.block_weights import BlockWeights
 from emp_llm.refit.dense_block import DenseBlock
 from emp_llm.refit.levels import Level

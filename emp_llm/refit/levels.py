@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from emp_llm.models.architecture import Layer, Target
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import HiddenStates, Step
 from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
 
 
 @dataclass

@@ -8,7 +8,8 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.ranks import ranks
 from emp_llm.common.timing import Stopwatch
 from emp_llm.hub.local_model import find_model
-from emp_llm.models.architecture import Architecture, Layer, check_calibrated
+from emp_llm.models.architecture import Architecture, check_calibrated
+from emp_llm.models.layers import Layer
 from emp_llm.models.placement import parse_device_map, quantization_of
 from emp_llm.options.commands import CalibrateOptions
 from emp_llm.runs.stages.calibrating import CalibrateStage, check_images, may_reach_images, prepare_calibration

@@ -18,7 +18,7 @@ from emp_llm.common.errors import UserError, reason
 from emp_llm.common.wording import count_of, format_bytes, quotable
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, load_report, quiet_bar
-from emp_llm.models.stored_names import find_names
+from emp_llm.models.modules import find_names
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of
 from emp_llm.runtime.semi_structured import check_semi_structured, make_semi_structured
 from emp_llm.runtime.sparse_linear import SparseLinear

@@ -27,7 +27,7 @@ from emp_llm.common.memory import enough_memory, ran_out
 from emp_llm.common.progress_bars import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.common.wording import count_of
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.models.placement import Quantization
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.corpus import Corpus

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.block_pass import Masker
     from emp_llm.calibration.calibration import ForwardPasses
-    from emp_llm.models.architecture import Layer
+    from emp_llm.models.layers import Layer
     from emp_llm.models.placement import Quantization
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.structured.language.unit_choice import Choice
 
 Shapes = dict[str, tuple[int, ...]]

@@ -9,7 +9,7 @@ import numpy as np
 from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.checkpoint.safetensors_header import BITS, StoredTensor
 from emp_llm.checkpoint.words import WORD, Words, word_bytes
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.structured.language.unit_choice import Choice
 from emp_llm.structured.language.units import Indices
 

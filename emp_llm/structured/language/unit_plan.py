@@ -11,7 +11,8 @@ import transformers
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrix import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture, Layer
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.layers import Layer
 from emp_llm.models.loading import read_config
 from emp_llm.options.structure import HeadUnit
 from emp_llm.structured.language.smaller_config import Changes, Shapes, has_width_list, smaller_config, wanted_shapes

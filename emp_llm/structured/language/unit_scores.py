@@ -18,7 +18,7 @@ from torch import Tensor
 from emp_llm.checkpoint.matrix import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress_bars import progress_bar
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.storage.file_pool import FilePool
 from emp_llm.structured.language.units import Units
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.file_names import INDEX_NAME, STRUCTURE_NAME
-from emp_llm.models.architecture import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.records.source import RecipeRecord
 from emp_llm.storage.json_files import read_json
 from emp_llm.structured.language.smaller_config import Changes, changed_config

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.models.architecture import Architecture, Layer
+from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import run_on_text
+from emp_llm.models.layers import Layer
 from emp_llm.models.modules import body_of, find_blocks
 from emp_llm.structured.language.units import Indices, Units
 
