@@ -21,7 +21,7 @@ from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.execution.blockwise import Step
+from emp_llm.models.blockwise import Step
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner as pruning
 from emp_llm.pruning.output.shard_writer import ShardWriter

@@ -30,8 +30,8 @@ from emp_llm.evaluation.harness import Harness, check_chat_template, check_token
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.results_file import new_results, open_results
 from emp_llm.evaluation.suites import Suite
-from emp_llm.execution.one_model import OneModel
 from emp_llm.hub.local_model import LocalModel
+from emp_llm.models.one_model import OneModel
 from emp_llm.options.model import LoadingOptions
 from emp_llm.records.evaluation import EvaluationRecord, Measures
 from emp_llm.records.results import Results

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import bias_of, set_to_zero, weight_of
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import BlockwiseModel, Step
-from emp_llm.execution.hidden_states import HiddenStates
-from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step
+from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import bias_of, set_to_zero, weight_of
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError

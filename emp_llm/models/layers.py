@@ -1,19 +1,16 @@
-"""Layers: the weight matrices of a model, each with its purpose and its decoder block."""
+"""Layers: the weight matrices of a model, each with its purpose and its block. Imports neither torch nor transformers."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
-
-from emp_llm.checkpoint.checkpoint import Checkpoint
 
 Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
 Tower = Literal["language", "vision", "audio"]
+Shape = tuple[int, ...]
 
 # Names of submodules that mix tokens. The other linear layers of a block are its MLP.
 MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-# Lookup tables, in a block or outside: relative position biases, position embeddings.
-_TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
 _OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
 # Parts of names that tell an encoder of images or sound.
 _VISION = re.compile(r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE)
@@ -98,46 +95,5 @@ def named_tower(name: str) -> Tower | None:
 
 
 def tower_of(others: dict[str, Tower], name: str) -> Tower:
-    """The tower of a module or parameter.
-
-    Args:
-        others: name of a module outside the language tower -> its tower.
-    """
+    """The tower of a module or parameter; `others`: name of a module outside the language tower -> its tower."""
     return next((tower for root, tower in others.items() if name == root or name.startswith(f"{root}.")), "language")
-
-
-def is_router(name: str) -> bool:
-    """Whether a stored tensor's name is that of a router's weight."""
-    return name.removesuffix(".weight").rpartition(".")[2] in ROUTER_NAMES
-
-
-def stored_layers(checkpoint: Checkpoint, reads_text: bool = True) -> list[Layer]:
-    """The layers derived from a checkpoint's tensor names, for models without a known class.
-
-    Args:
-        reads_text: whether layers belong to a language model if their names tell nothing else.
-    """
-    layers = (_layer_from_name(checkpoint, name) for name in checkpoint.tensors)
-    return [_in_its_tower(layer, "language" if reads_text else "vision") for layer in layers if layer is not None]
-
-
-def _in_its_tower(layer: Layer, default: Tower) -> Layer:
-    tower = named_tower(layer.name) or default
-    return layer if tower == "language" else replace(layer, tower=tower, part=tower)
-
-
-def _layer_from_name(checkpoint: Checkpoint, name: str) -> Layer | None:
-    tensor = checkpoint.tensors[name]
-    module, _, parameter = name.rpartition(".")
-    if parameter != "weight" or len(tensor.shape) != 2:
-        return None
-    number = re.search(r"(?:^|\.)(\d+)\.", name)
-    if number is None:
-        is_head = module.rpartition(".")[2] in ("lm_head", "embed_out", "output")
-        return Layer(module, "head" if is_head else "embedding", None)
-    leaf = module.rpartition(".")[2]
-    if _TABLES.search(leaf):
-        return Layer(module, "embedding", None)
-    if leaf in ROUTER_NAMES and tensor.shape[0] * 4 <= tensor.shape[1]:
-        return Layer(module, "router", int(number[1]))
-    return Layer(module, "attention" if MIXES_TOKENS.search(module) else "mlp", int(number[1]))

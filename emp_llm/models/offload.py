@@ -7,10 +7,11 @@ computes.
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
@@ -31,6 +32,21 @@ class _Weights:
 def is_offloaded(model: nn.Module) -> bool:
     """Whether any weights of a model are stored elsewhere than on the device that uses them."""
     return any(_offload_hook(module) is not None for module in model.modules())
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """The device that runs a module: that of its hooks, else that of its first parameter."""
+    for part in module.modules():
+        for hook in _hooks(part):
+            device = hook.execution_device
+            if device is not None:
+                return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def input_device(model: Any) -> torch.device:
+    """The device for token ids: the one that runs the input embedding."""
+    return execution_device(model.get_input_embeddings())
 
 
 def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
@@ -59,26 +75,37 @@ def resident_parameter(model: nn.Module, name: str) -> Tensor | None:
 
 def offloaded_files(model: nn.Module) -> dict[str, dict[str, str]]:
     """The safetensors files of offloaded parameters: path -> parameter -> tensor in the file."""
+    hooks = (_offload_hook(module) for module in model.modules())
+    indices = (getattr(getattr(getattr(hook, "weights_map", None), "dataset", None), "index", {}) for hook in hooks)
     files: dict[str, dict[str, str]] = {}
-    for module in model.modules():
-        hook = _offload_hook(module)
-        index = getattr(getattr(getattr(hook, "weights_map", None), "dataset", None), "index", {})
-        if index:  # one index serves all modules
-            for name, place in index.items():
-                if "safetensors_file" in place:
-                    files.setdefault(place["safetensors_file"], {})[name] = place.get("weight_name", name)
-            break
+    for name, place in next((index for index in indices if index), {}).items():  # one index serves all modules
+        if "safetensors_file" in place:
+            files.setdefault(place["safetensors_file"], {})[name] = place.get("weight_name", name)
     return files
 
 
-def execution_device(module: nn.Module) -> torch.device:
-    """The device that runs a module: that of its hooks, else that of its first parameter."""
-    for part in module.modules():
-        for hook in _hooks(part):
-            if hook.execution_device is not None:
-                device = hook.execution_device
-                return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+def loaded_blocks(blocks: Iterable[nn.Module]) -> Generator[int, None, None]:
+    """Load the weights of one block after another; a thread reads the next block in the background.
+
+    Yields:
+        The bytes that were read for the block. Its weights are on its device until the next block is requested.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights")
+    ahead = (thread.submit(_read, list(block.modules())) for block in blocks)
+    try:
+        following = next(ahead, None)
+        while following is not None:
+            weights = following.result()
+            following = next(ahead, None)
+            size = _size(weights)
+            _install(weights)
+            try:
+                yield size
+            finally:
+                _remove(weights)
+                _trim()
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 class OutsideModules:
@@ -89,7 +116,6 @@ class OutsideModules:
         self._modules = [m for m in model.modules() if m not in inside and _offload_hook(m) is not None]
         self._embeddings = getattr(model, "get_input_embeddings", lambda: None)()
         self._loaded: dict[nn.Module, list[_Weights]] = {}
-        self.bytes_read = 0
 
     @contextmanager
     def loaded_on_call(self) -> Iterator[None]:
@@ -103,56 +129,18 @@ class OutsideModules:
             for handle in handles:
                 handle.remove()
 
-    def release(self) -> None:
-        """Remove all loaded weights."""
+    def release(self) -> int:
+        """Remove all loaded weights; returns their bytes."""
+        size = sum(_size(weights) for weights in self._loaded.values())
         for weights in self._loaded.values():
             _remove(weights)
         self._loaded.clear()
+        return size
 
     def _load(self, module: nn.Module) -> None:
         if module not in self._loaded:
-            weights = self._loaded[module] = _read([module])
-            self.bytes_read += _size(weights)
-            _install(weights)
-
-
-class BlockLoader:
-    """Loads blocks in order, each once, and reads the next block in the background. Use it as a context."""
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights")
-        self._next: Future[list[_Weights]] | None = None
-        self.bytes_read = 0
-
-    def __enter__(self) -> "BlockLoader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    @contextmanager
-    def block(self, index: int) -> Iterator[nn.Module]:
-        """A block with its weights on its device, inside this context; call this with 0, 1, 2, ... in this order."""
-        weights = (self._next or self._read(index)).result()
-        self._next = self._read(index + 1) if index + 1 < len(self._blocks) else None
-        self.bytes_read += _size(weights)
-        _install(weights)
-        try:
-            yield self._blocks[index]
-        finally:
-            _remove(weights)
-            _trim()
-
-    def _read(self, index: int) -> Future[list[_Weights]]:
-        return self._thread.submit(_read, list(self._blocks[index].modules()))
-
-
-def _trim() -> None:
-    """Return free pages of the heap to the system, if the C library can: glibc keeps those between pieces in use."""
-    trim = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+            self._loaded[module] = _read([module])
+            _install(self._loaded[module])
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
@@ -214,3 +202,10 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _size(weights: list[_Weights]) -> int:
     return sum(value.nbytes for entry in weights for value in entry.values.values())
+
+
+def _trim() -> None:
+    """Return free pages of the heap to the system, if the C library can: glibc keeps those between pieces in use."""
+    trim = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

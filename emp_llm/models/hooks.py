@@ -1,4 +1,4 @@
-"""The inputs and outputs of each expert of a mixture, observed or changed while a model runs.
+"""Hooks on chosen layers, expert matrices included, that show their inputs and outputs while a model runs.
 
 While the module of the experts runs, every matrix product is inspected. If one factor lies in the memory of an expert's matrix,
 the other factor is the inputs of that expert, and the product its outputs. So no code depends on a family's routing, gating or
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emp_llm.common.errors import UserError
+from emp_llm.models.layers import Layer
 
 _aten = torch.ops.aten
 # Every product of two dense matrices (linear, matmul, einsum, ...) ends in one of these. The value is the position of the first
@@ -24,6 +25,47 @@ _SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 ExpertObserver = Callable[[str, int, Tensor, Tensor], None]
 ExpertChange = Callable[[str, Tensor], Tensor]
+LayerObserver = Callable[[list[Layer], Tensor, Any], None]
+
+
+@contextmanager
+def layer_hooks(
+    model: nn.Module, layers: Iterable[Layer], observe: LayerObserver, paused: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Call `observe(layers, inputs, outputs)` after each call of these layers, inside this context.
+
+    Args:
+        model: on any devices, offloaded or not.
+        layers: linear layers, and matrices of experts.
+        observe: receives the layers whose weights are one matrix in the model (mostly one layer), its inputs, shape
+            (..., inputs), and its outputs.
+        paused: returns true while nothing is to be observed.
+    """
+    handles = []
+    experts: dict[tuple[str, int], list[Layer]] = {}
+    stacks: dict[str, bool] = {}
+    for layer in layers:
+        if layer.expert is not None:
+            experts.setdefault((layer.expert.parameter, layer.expert.expert), []).append(layer)
+            stacks[layer.expert.parameter] = layer.expert.transposed
+            continue
+
+        def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any, layer: Layer = layer) -> None:
+            if not paused():
+                observe([layer], args[0], outputs)
+
+        handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
+
+    def observe_expert(parameter: str, expert: int, inputs: Tensor, outputs: Tensor) -> None:
+        if (parameter, expert) in experts:
+            observe(experts[parameter, expert], inputs, outputs)
+
+    try:
+        with expert_hooks(model, stacks, observe_expert, paused):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -82,8 +124,10 @@ def expert_hooks(
 @contextmanager
 def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
     """Inside this context, transformers runs the experts of these modules in a loop."""
-    configs = {id(c): c for path in modules if (c := getattr(model.get_submodule(path), "config", None)) is not None}
-    before = [(config, config._experts_implementation) for config in configs.values() if _has_choice(config)]
+    own = (getattr(model.get_submodule(path), "config", None) for path in modules)
+    configs = {id(config): config for config in own if config is not None}
+    choosing = [config for config in configs.values() if hasattr(config, "_experts_implementation")]
+    before = [(config, config._experts_implementation) for config in choosing]
     try:
         for config, _ in before:
             config._experts_implementation = "eager"
@@ -93,10 +137,6 @@ def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
             config._experts_implementation = implementation
 
 
-def _has_choice(config: Any) -> bool:
-    return hasattr(config, "_experts_implementation")
-
-
 @dataclass(frozen=True)
 class _Product:
     """A product of inputs and an expert's matrix; it may wait for its bias.
@@ -104,14 +144,12 @@ class _Product:
     Attributes:
         parameter, expert: the matrix; the first of them, for a product of several experts.
         inputs, outputs: shape (tokens, features), or (experts, tokens, features).
-        result: the product as the model has it.
     """
 
     parameter: str
     expert: int
     inputs: Tensor
     outputs: Tensor
-    result: Tensor
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -137,15 +175,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if first is not None:
             self.finish()
             left, right = args[first], args[first + 1]
-            self._product = self._found(left, right, result, result)
+            self._product = self._found(left, right, result)
             if self._product is None:
                 turned = [factor.transpose(-1, -2) for factor in (right, left, result)]
-                self._product = self._found(turned[0], turned[1], turned[2], result)
+                self._product = self._found(turned[0], turned[1], turned[2])
             if self._product is not None and not (func is _aten.mm.default and self._has_bias(self._product.parameter)):
                 self.finish()  # at once, because the model may change the product in place
-        elif func in _SUMS and self._product is not None and _is_bias(self._product, *args[:2]):
-            self._product = replace(self._product, outputs=result, result=result)
-            self.finish()
+        elif func in _SUMS and self._product is not None:
+            left, right = args[:2]
+            if left is self._product.outputs and isinstance(right, Tensor) and right.dim() == 1:  # the bias of one expert
+                self._product = replace(self._product, outputs=result)
+                self.finish()
         return result
 
     def _changed(self, args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
@@ -161,7 +201,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _owner(self, matrix: Tensor) -> str | None:
         """Name of the parameter in which a matrix of shape (inputs, outputs) lies."""
-        found = self._found(matrix, matrix, matrix, matrix)
+        found = self._found(matrix, matrix, matrix)
         return None if found is None else found.parameter
 
     def finish(self) -> None:
@@ -179,7 +219,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _has_bias(self, parameter: str) -> bool:
         return hasattr(self._module, f"{parameter.rpartition('.')[2]}_bias")
 
-    def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor, result: Tensor) -> _Product | None:
+    def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor) -> _Product | None:
         """The product, if `matrix`, of shape (inputs, outputs), is an expert's."""
         for name, as_stored in self._stacks.items():
             stack = self._module.get_parameter(name.rpartition(".")[2])  # an offloaded parameter is loaded by now
@@ -192,13 +232,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{name}: its experts are used in another orientation than its shape suggests. Leave them out with "
                     "--ignore."
                 )
-            return _Product(name, first, inputs, outputs, result)
+            return _Product(name, first, inputs, outputs)
         return None
-
-
-def _is_bias(product: _Product, left: Any, right: Any) -> bool:
-    """Whether a sum adds a bias, a vector, to a product of one expert."""
-    return left is product.result and isinstance(right, Tensor) and right.dim() == 1 and product.outputs is left
 
 
 def _place(stack: Tensor, matrix: Tensor) -> tuple[int, bool] | None:

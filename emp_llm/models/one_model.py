@@ -9,7 +9,7 @@ from emp_llm.common.machine import Stopwatch, free_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emp_llm.execution.quantization import Quantization
+    from emp_llm.models.placement import Quantization
 
 
 class OneModel:
@@ -29,7 +29,7 @@ class OneModel:
 
     def get(self, folder: Path, quantization: "Quantization | None" = None) -> "PreTrainedModel":
         """The model of a folder: the one in memory, or loaded after that one is freed. Callers keep no reference to it."""
-        from emp_llm.execution.loading import load_model
+        from emp_llm.models.loading import load_model
 
         if self._held is None or self._held[:2] != (folder, quantization):
             self.free()
