@@ -24,9 +24,9 @@ from emp_llm.execution.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner
 from emp_llm.pruning.recipe import read_report
-from emp_llm.reconstruction.admm import admm
-from emp_llm.reconstruction.least_squares import exact_rows, output_error, refit_rows
-from emp_llm.reconstruction.sparsegpt import sparsegpt
+from emp_llm.update.admm import admm
+from emp_llm.update.least_squares import output_error, refit_rows
+from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.runtime.semi_structured import SemiStructuredLinear

@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
+from bench_refit import exact_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.reconstruction.least_squares import damping_for, exact_rows, output_error, refit_rows, workspace_bytes
-from emp_llm.reconstruction.sparsegpt import sparsegpt
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.update.least_squares import Solution, output_error, refit_rows, workspace_bytes
+from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update.update import damping_for
 
 KINDS = ("plain", "massive", "correlated", "few tokens")
 
@@ -248,7 +250,7 @@ def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     gram = moments(inputs_of("plain", 24))
     whole = refit_rows(weight, mask, gram)
     less = workspace_bytes(300, 24)
-    monkeypatch.setattr("emp_llm.reconstruction.least_squares._BLOCK", 1)  # 256 rows a block
+    monkeypatch.setattr("emp_llm.update.least_squares._CHUNK", 1)  # 256 rows a block
     blocks = refit_rows(weight, mask, gram)
     assert workspace_bytes(300, 24) < less
     torch.testing.assert_close(whole.error_after, blocks.error_after, rtol=1e-3, atol=0)

@@ -1,4 +1,4 @@
-"""The fit of a model in memory: a refit of its masks, SparseGPT or ADMM. The weights change only when everything is decided."""
+"""The update of a model in memory: a refit of its masks, SparseGPT or ADMM. The weights change only when all is decided."""
 
 from typing import Any
 
@@ -16,12 +16,13 @@ from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.recipe import Recipe
 from emp_llm.packing.masks import rows_in
 from emp_llm.pruning.pruner import Pruner
-from emp_llm.refit.fitted_weights import FittedInMemory
-from emp_llm.runs.stages.refitting import check_refittable, refit_pass
+from emp_llm.runs.stages.refitting import update_weights
+from emp_llm.update.moved import MovedWeights
+from emp_llm.update.update import check_update
 
 
 def check_fit(model: nn.Module, recipe: Recipe, pruner: Pruner, data: Any, tokenizer: Any) -> None:
-    """Raise UserError if the weights of a model cannot be fitted to calibration data."""
+    """Raise UserError if the weights of a model cannot be updated on calibration data."""
     flag = "Recipe(refit=True)" if recipe.refit else f"method {recipe.method}"
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"{flag} runs a model of transformers block by block; {type(model).__name__} is none.")
@@ -31,35 +32,28 @@ def check_fit(model: nn.Module, recipe: Recipe, pruner: Pruner, data: Any, token
         raise UserError(f"{flag} fits weights to calibration data; give data=, such as texts or token ids, or leave it out.")
     if holds_images(data, tokenizer):
         raise UserError(f"{flag} runs block by block, on text alone; give data without images.")
-    check_refittable(pruner, recipe)
+    check_update(pruner.targets, recipe.fit_flag, recipe.without_fit)
 
 
-def fit_model(
+def moved_weights(
     model: PreTrainedModel, pruner: Pruner, recipe: Recipe, data: Any, tokenizer: Any, options: CalibrationOptions
-) -> FittedInMemory:
-    """Fit the kept weights of a model to calibration data; the model stays unchanged.
-
-    Args:
-        model: dense.
-        pruner: of the recipe, with its norms and a settled budget.
-        recipe: with a refit, or a method that moves weights.
-        data, tokenizer: as for `prune_model`.
-        options: of the forward passes.
+) -> MovedWeights:
+    """The kept weights of a dense model, moved by a recipe on the data of `prune_model`; the model stays unchanged.
 
     Raises:
-        UserError: the data is batches, or as for `RefitPass.run`.
+        UserError: the data is batches, memory runs out, or a moment is not finite.
     """
     text = calibration_text(data, tokenizer, options, max_context(model.config))
     if text is None:
         raise UserError("data: batches cannot run block by block, as a fit of weights does; give texts or token ids.")
-    store = FittedInMemory()
+    moved = MovedWeights()
     with in_evaluation_mode(model):
-        refit_pass(pruner, recipe, text.tokens, options).run(model, store)
-    return store
+        update_weights(model, pruner, recipe, text.tokens, options, moved)
+    return moved
 
 
 def put_weights(model: nn.Module, targets: list[Target], weights: dict[str, Tensor]) -> None:
-    """Set the weights of fitted targets in a model, in place; other targets stay.
+    """Set the weights of targets in a model, in place; other targets stay.
 
     Args:
         weights: by the name of the target, shape (outputs, inputs).

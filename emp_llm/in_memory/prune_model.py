@@ -23,7 +23,7 @@ from emp_llm.common.timing import Stopwatch
 from emp_llm.execution.loading import load_model, max_context
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.calibration_data import IN_MEMORY, calibration_rows, calibration_text, holds_images
-from emp_llm.in_memory.fit_in_memory import check_fit, fit_model, put_weights
+from emp_llm.in_memory.fit_in_memory import check_fit, moved_weights, put_weights
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
@@ -37,15 +37,16 @@ from emp_llm.pruning.pruner import Pruner
 from emp_llm.pruning.recipe import check_ranges, recipe_record
 from emp_llm.pruning.row_pruners import PrunedBlock
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
-from emp_llm.refit.fitted_rows import FittedRows
 from emp_llm.runs.stages.calibrating import check_images
-from emp_llm.runs.stages.refitting import fit_records, fit_warnings
+from emp_llm.runs.stages.refitting import update_of
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import stage_records
 from emp_llm.selection.criteria import CRITERIA
 
 if TYPE_CHECKING:
     from emp_llm.storage.buffers import Block
+from emp_llm.update.moved import MovedWeights
+from emp_llm.update.update import update_warnings
 
 logger = logging.getLogger(__name__)
 Data = str | Path | Tensor | Iterable[Any]
@@ -174,9 +175,9 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     store = None
     if recipe.fits and isinstance(model, PreTrainedModel):
         with stopwatch("refit"):
-            store = fit_model(model, pruner, recipe, how.data, how.tokenizer, how.options)
+            store = moved_weights(model, pruner, recipe, how.data, how.tokenizer, how.options)
     with stopwatch("prune"):
-        masks, outcomes = _masks(model, pruner, None if store is None else store.rows(pruner.scheme.criterion.fits))
+        masks, outcomes = _masks(model, pruner, store)
     revision = getattr(getattr(model, "config", None), "_commit_hash", None)
     source = ModelSource(model=name_of(model), revision=revision)
     about = None if norms is None else norms.about
@@ -184,8 +185,8 @@ def _decide(model: nn.Module | str | Path, recipe: Recipe | None, how: _Calibrat
     record.recipe.dtype = record.recipe.device_map = None
     record.stages = stage_records(stopwatch)
     if store is not None:
-        record.fits = fit_records(store.figures())
-        record.warnings = [*fit_warnings(store.figures(), pruner, recipe), *record.warnings]
+        record.fits = store.records()
+        record.warnings = [*update_warnings(record.fits, pruner.targets, update_of(recipe, pruner)), *record.warnings]
     report = ModelReport(record, masks, norms, pruner.scheme, model)
     return report, _Weights(pruner.targets, {} if store is None else store.weights())
 
@@ -245,7 +246,7 @@ def _norms_of_images(model: nn.Module, plan: Plan, how: _Calibration, context: i
     return norms
 
 
-def _masks(model: nn.Module, pruner: Pruner, fitted: FittedRows | None) -> tuple[Masks, list[Outcome]]:
+def _masks(model: nn.Module, pruner: Pruner, moved: MovedWeights | None) -> tuple[Masks, list[Outcome]]:
     """The masks that a pruner or a fit decides, by parameter, and the outcome of each target."""
     parameters: dict[str, Block] = {}
     masks, shapes = Masks(), {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -258,7 +259,7 @@ def _masks(model: nn.Module, pruner: Pruner, fitted: FittedRows | None) -> tuple
             parameters[name] = np.ones(shapes[name], dtype=np.bool_)
         rows_in(parameters[name], target.layer)[block.first : block.first + block.words.shape[0]] = block.words != 0
 
-    outcomes = pruner.decide(put, fitted=fitted)
+    outcomes = pruner.decide(put, moved=moved)
     for name, mask in parameters.items():
         masks.put(name, mask)
     return masks, outcomes

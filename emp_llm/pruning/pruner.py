@@ -30,8 +30,8 @@ from emp_llm.storage.file_pool import FilePool
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from emp_llm.refit.fitted_rows import FittedRows
     from emp_llm.selection.group_selection import GroupSelector
+    from emp_llm.update.moved import MovedWeights
 
 BLOCK_WEIGHTS = 1 << 21
 _SMALL = 1 << 24  # numpy prunes this many weights in the time that loading the compiled kernel takes
@@ -146,14 +146,14 @@ class Pruner:
         return mask
 
     def decide(
-        self, on_block: Callable[[Target, PrunedBlock], None], back: bool = True, fitted: "FittedRows | None" = None
+        self, on_block: Callable[[Target, PrunedBlock], None], back: bool = True, moved: "MovedWeights | None" = None
     ) -> list[Outcome]:
         """Prune all targets in memory; nothing is written.
 
         Args:
             on_block: called with a target and each of its pruned blocks, in order. The memory of a block is reused afterwards.
             back: copy rows that a GPU pruned back to the blocks' `words`; if false, only `weights` holds them.
-            fitted: rows that take the place of the pruned ones in `words`.
+            moved: weights that take the place of the pruned ones in `words`.
 
         Returns:
             One outcome per target, in their order.
@@ -170,8 +170,8 @@ class Pruner:
                 rows = RowStatistics(target.matrix.rows)
                 for block in self.pruned(target, files, selector, back=back):
                     figures = block.figures
-                    if fitted is not None:
-                        figures = fitted.replace(target.name, block.first, block.words, figures)
+                    if moved is not None:
+                        figures = moved.replace(target, block.first, block.words, figures)
                     rows.put(block.first, figures)
                     on_block(target, block)
                     bar.update(block.words.size)

@@ -25,11 +25,12 @@ from emp_llm.runs.stages.calibrating import (
     prepare_calibration,
     warn_if_foreign,
 )
-from emp_llm.runs.stages.refitting import RefitStage, fit_disk, fit_memory, fit_records, fit_warnings, refit_stage
+from emp_llm.runs.stages.refitting import RefitStage, fit_disk, refit_stage, update_of
 from emp_llm.runs.stages.report_assembly import assemble_report
 from emp_llm.runs.stages.stage import Stage
 from emp_llm.runs.stages.writing import WriteStage, collected_norms, keep_norms
 from emp_llm.storage.output.output_folder import OutputFolder
+from emp_llm.update.update import update_bytes, update_warnings
 
 if TYPE_CHECKING:
     from emp_llm.calibration.calibration import ForwardPasses
@@ -90,7 +91,9 @@ class PruneRun(CheckpointRun):
             needs_overwrite=os.path.lexists(self._path) and not self._options.overwrite,
             model_bytes=sum(size for size, _ in checkpoint.states.values()) if calibrates or self._options.fits else None,
             resume_bytes=resume_bytes(self._options, checkpoint, self._options.propagate) if calibrates else None,
-            fit_bytes=fit_memory(self._pruner, self._options) if self._options.fits else None,
+            fit_bytes=update_bytes(self._pruner.targets, update_of(self._options, self._pruner))
+            if self._options.fits
+            else None,
             fit_disk_bytes=fit_disk(self._pruner) if self._options.fits else None,
             push_to_hub=self._options.push_to_hub,
             recipe=f"{recipe.method}, order {recipe.order:g}, group {recipe.group}{', counts by |W|' if by_magnitude else ''}"
@@ -150,7 +153,7 @@ class PruneRun(CheckpointRun):
             self._assemble,
             self._stopwatch,
             before_publishing=self._before_publishing(output, signature),
-            fitted=self.refit[0].files if self.refit else None,
+            moved=self.refit[0].files if self.refit else None,
         )
 
     def _skip(self, report: RunReport, pending: "PendingEvaluation") -> None:
@@ -172,9 +175,8 @@ class PruneRun(CheckpointRun):
             about = self.refit[0].origin()
         report = assemble_report(source, self._plan, self._options, self._options, self._pruner, outcomes, about)
         if self.refit:
-            figures = self.refit[0].files.figures()
-            report.fits = fit_records(figures)
-            report.warnings = [*fit_warnings(figures, self._pruner, self._options), *report.warnings]
+            report.fits, update = self.refit[0].files.records(), update_of(self._options, self._pruner)
+            report.warnings = [*update_warnings(report.fits, self._pruner.targets, update), *report.warnings]
         return report
 
     def _signature(self, calibration: "ForwardPasses | None") -> dict[str, Any]:

@@ -15,7 +15,6 @@ from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord
 from emp_llm.runs.checkpoint_run import CheckpointRun
 from emp_llm.runs.dry_run import DryRun, planned_layers
 from emp_llm.runs.stages.calibrating import CalibrateStage, given_norms, prepare_calibration, warn_if_foreign
-from emp_llm.runs.stages.refitting import fit_records
 from emp_llm.runs.stages.stage import Stage
 from emp_llm.runs.stages.structure_writing import StructureWriteStage, check_structured_data, structure_recipe
 from emp_llm.runs.stages.structuring import (
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from emp_llm.calibration.calibration import ForwardPasses
-    from emp_llm.refit.fitted_weights import FittedFiles
     from emp_llm.runs.stages.evaluating import PendingEvaluation
+    from emp_llm.update.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class StructureRun(CheckpointRun):
         self._before: list[Stage] = []
         self._norms: CalibrateStage | None = None
         self._taylor: TaylorStage | None = None
-        self._fits: FittedFiles | None = None
+        self._fits: MovedWeights | None = None
         self._about: CalibrationRecord | None = None
 
     def dry_run(self) -> DryRun:
@@ -130,9 +129,9 @@ class StructureRun(CheckpointRun):
         choose = ChooseStage(self.plan, options, self._features)
         self._before.append(choose)
         if options.refit:
-            from emp_llm.refit.fitted_weights import FittedFiles
+            from emp_llm.update.moved import MovedWeights
 
-            self._fits = FittedFiles(output.work.fitted, lambda block: output.work.note(fitted=block))
+            self._fits = MovedWeights(output.work.fitted, lambda block: output.work.note(fitted=block))
             self._before.append(UnitRefitStage(self._models, choose, calibration, options, self._fits, output))
         if calibration is not None:
             name = self._source.name if self._source.revision is not None else self._source.folder.name
@@ -170,7 +169,7 @@ class StructureRun(CheckpointRun):
             sizes=None,
             matrices={},
             warnings=[],
-            fits={} if self._fits is None else fit_records(self._fits.figures()),
+            fits={} if self._fits is None else self._fits.records(),
             structure=structure,
         )
 

@@ -157,8 +157,8 @@ def _held(size: ModelSize, work: Work) -> float:
     states = work.tokens * size.hidden_size * size.itemsize(work.dtype)
     if not work.refit:  # beside the masks of a block and its dense weights
         return float(states + size.largest_block * (1 + size.itemsize(work.dtype)))
-    from emp_llm.reconstruction.admm import admm_workspace_bytes
-    from emp_llm.reconstruction.least_squares import workspace_bytes
+    from emp_llm.update.admm import admm_workspace_bytes
+    from emp_llm.update.least_squares import workspace_bytes
 
     single = max(4 * inputs * (inputs + max(inputs, outputs)) for outputs, inputs, _ in size.shapes)
     workspace = admm_workspace_bytes if work.searches else workspace_bytes

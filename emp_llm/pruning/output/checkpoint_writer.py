@@ -17,8 +17,8 @@ from emp_llm.storage.hashing import ReadHasher
 from emp_llm.storage.output.journal import Journal
 
 if TYPE_CHECKING:
-    from emp_llm.refit.fitted_rows import FittedRows
     from emp_llm.selection.group_selection import GroupSelector
+    from emp_llm.update.moved import MovedWeights
 
 
 class CheckpointWriter:
@@ -27,15 +27,15 @@ class CheckpointWriter:
     Args:
         pruner: of the source and its targets.
         journal: the progress of an earlier run and of this one.
-        fitted: the rows of refitted targets, open; None without a refit.
+        moved: the moved weights of updated targets; None without an update.
 
     Attributes:
         source_identity: identity of the source (`identity_of`), known after `write`.
     """
 
-    def __init__(self, pruner: Pruner, journal: Journal | None = None, fitted: "FittedRows | None" = None) -> None:
+    def __init__(self, pruner: Pruner, journal: Journal | None = None, moved: "MovedWeights | None" = None) -> None:
         self._pruner = pruner
-        self._fitted = fitted
+        self._moved = moved
         self._journal = journal or Journal()
         self.source_identity = ""
 
@@ -112,8 +112,8 @@ class CheckpointWriter:
 
         for block in pruner.pruned(target, writer.files, selector, done, hash_read):
             figures = block.figures
-            if self._fitted is not None:
-                figures = self._fitted.replace(target.name, block.first, block.words, figures)
+            if self._moved is not None:
+                figures = self._moved.replace(target, block.first, block.words, figures)
             statistics.put(block.first, figures)
             writer.rows(number, segment, block.first, block.words, row + block.first, statistics.columns)
         outcome = pruner.outcome(target, statistics, selector)

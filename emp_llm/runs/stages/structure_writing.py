@@ -25,11 +25,11 @@ from emp_llm.storage.output.output_folder import OutputFolder
 if TYPE_CHECKING:
     import torch
 
-    from emp_llm.refit.fitted_weights import FittedFiles
     from emp_llm.structured.language.side_by_side import SideBySide
     from emp_llm.structured.language.tensor_edits import TensorEdit
     from emp_llm.structured.language.unit_plan import UnitPlan
     from emp_llm.structured.language.unit_writer import UnitWriter
+    from emp_llm.update.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 _KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear"}
@@ -43,7 +43,7 @@ class FittedUnits:
         choose: the finished choice.
     """
 
-    def __init__(self, files: "FittedFiles | None", choose: ChooseStage) -> None:
+    def __init__(self, files: "MovedWeights | None", choose: ChooseStage) -> None:
         self._files = files
         self._choose = choose
         self._held: tuple[int, dict[str, Any]] | None = None
@@ -91,7 +91,7 @@ class StructureWriteStage(PublishingStage):
         plan: "UnitPlan",
         options: PruneOptions,
         choose: ChooseStage,
-        fitted: "FittedFiles | None",
+        fitted: "MovedWeights | None",
         output: OutputFolder,
         report: Callable[[TargetsRecord, StructureRecord, RecipeRecord, str], RunReport],
         norms: Callable[[], str | None],

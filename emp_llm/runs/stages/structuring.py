@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
     from emp_llm.calibration.calibration import Calibration
-    from emp_llm.refit.fitted_weights import FittedFiles
     from emp_llm.structured.language.smaller_config import Changes
     from emp_llm.structured.language.unit_choice import Budgets, Choice
     from emp_llm.structured.language.unit_plan import UnitPlan
     from emp_llm.structured.language.units import Units
+    from emp_llm.update.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 Features = Callable[[], "dict[str, torch.Tensor] | None"]
@@ -239,7 +239,7 @@ class UnitRefitStage:
         choose: ChooseStage,
         calibration: "Calibration",
         options: PruneOptions,
-        files: "FittedFiles",
+        files: "MovedWeights",
         output: OutputFolder,
     ) -> None:
         self.files = files
@@ -258,8 +258,8 @@ class UnitRefitStage:
     def run(self) -> None:
         import torch
 
-        from emp_llm.refit.fitters import MaskedFitter
-        from emp_llm.refit.refit_pass import RefitPass
+        from emp_llm.update.update import Update
+        from emp_llm.update.walk import update_model
 
         options = self._options
         choices = {choice.units.name: choice for choice in self._choose.choices}
@@ -271,11 +271,24 @@ class UnitRefitStage:
             kept[choice.units.columns_of(choice.kept)] = True
             return kept.expand(target.matrix.rows, -1)
 
-        fitter = MaskedFitter(mask, options.refit_damping, options.min_expert_tokens)
-        targets, restores = self._choose.fitted_targets(), options.restored == "block"
-        tokens = self._calibration.text.tokens
+        update = Update(
+            damping=options.refit_damping,
+            weighting=options.weighting,
+            target=options.restored,
+            min_expert_tokens=options.min_expert_tokens,
+        )
         model = self._models.dense()
         with self._models.stopwatch(self.name):
-            RefitPass(targets, tokens, options, fitter, options.weighting, options.blocks, restores).run(model, self.files)
+            update_model(
+                model,
+                self._choose.fitted_targets(),
+                self._calibration.text.tokens,
+                update,
+                self.files,
+                mask_of=mask,
+                batch_size=options.batch_size,
+                hidden_states=options.hidden_states,
+                blocks=options.blocks,
+            )
         if ranks().main:
             self._output.work.note(refitted=dict(self._models.stopwatch.record))

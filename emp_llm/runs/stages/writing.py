@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from emp_llm.common.errors import UserError
@@ -24,7 +23,7 @@ from emp_llm.storage.output.output_folder import OutputFolder
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
-    from emp_llm.refit.fitted_weights import FittedFiles
+    from emp_llm.update.moved import MovedWeights
 
 logger = logging.getLogger(__name__)
 _WARNINGS = 6  # that are logged; the report has all
@@ -60,7 +59,7 @@ class WriteStage(PublishingStage):
         assemble: creates the report from the outcomes and the source's identity.
         stopwatch: its record is added to the report.
         before_publishing: called when all other files are complete.
-        fitted: the weights of a refit, of SparseGPT or of ADMM.
+        moved: the weights of a refit, of SparseGPT or of ADMM.
     """
 
     name = "prune"  # in reports
@@ -75,7 +74,7 @@ class WriteStage(PublishingStage):
         assemble: Callable[[list[Outcome], str], RunReport],
         stopwatch: Stopwatch,
         before_publishing: Callable[[], None] | None = None,
-        fitted: "FittedFiles | None" = None,
+        moved: "MovedWeights | None" = None,
     ) -> None:
         self._plan = plan
         self._pruner = pruner
@@ -85,7 +84,7 @@ class WriteStage(PublishingStage):
         self._assemble = assemble
         self._stopwatch = stopwatch
         self._before_publishing = before_publishing
-        self._fitted = fitted
+        self._moved = moved
 
     def run(self) -> None:
         report = ranks().share(self._write() if ranks().main else None)
@@ -98,9 +97,8 @@ class WriteStage(PublishingStage):
         if norms is not None:
             self._pruner.scores.use(norms)
         journal = Journal(self._output.work)
-        fits = self._pruner.scheme.criterion.fits
-        with self._stopwatch(self.name), self._fitted.rows(fits) if self._fitted is not None else nullcontext() as fitted:
-            writer = CheckpointWriter(self._pruner, journal, fitted)
+        with self._stopwatch(self.name):
+            writer = CheckpointWriter(self._pruner, journal, self._moved)
             settle_budget(self._pruner)
             outcomes = writer.write(files)
         report = self._assemble(outcomes, writer.source_identity)

@@ -10,79 +10,72 @@ The columns are taken in blocks. Within a block, the mask is chosen first and th
 behind it are updated once, by a matrix product.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from emp_llm.reconstruction.precision import all_finite, full_float32
-from emp_llm.selection.arithmetic.definitions import NonFiniteError, floor_count
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, pattern_mask
+from emp_llm.update.least_squares import Solution, check_moments, check_pattern, full_float32
 
-SPARSEGPT_DAMPING = 0.01  # the paper's
+_BLOCK = 128  # columns of a block
 _MOST_RAISES = 12
 _FIRST_RAISE = 1e-3  # the damping after 0
-
-
-@dataclass(frozen=True)
-class SparseGPTResult:
-    """The result of `sparsegpt`.
-
-    Attributes:
-        weight: float32, shape (outputs, inputs), zero where not kept.
-        mask: bool, the same shape, true where kept.
-        damping: the damping used, relative to the mean diagonal; higher than the one asked for if H was not positive definite
-            to float32.
-    """
-
-    weight: Tensor
-    mask: Tensor
-    damping: float
 
 
 def sparsegpt(
     weight: Tensor,
     gram: Tensor,
     *,
-    sparsity: float | None = None,
+    count: int | None = None,
     pattern: tuple[int, int] | None = None,
-    block: int = 128,
-    damping: float = SPARSEGPT_DAMPING,
-) -> SparseGPTResult:
-    """Prune a layer by SparseGPT, to a sparsity of the matrix or to an N:M pattern.
+    block: int = _BLOCK,
+    damping: float = 0.01,
+) -> Solution:
+    """Prune a layer by SparseGPT, to a number of weights of the matrix or to an N:M pattern.
 
-    With a sparsity, the mask of a block of columns keeps its largest (w_ij / U_jj)^2 over all rows, and exactly
-    floor(sparsity * outputs * inputs) weights of the matrix are removed: floor(sparsity * outputs * columns) of those up to
-    the end of each block. Among equal scores, those with the lowest index are kept. An input that is always zero loses its
-    weights.
+    With a count, the mask of a block of columns keeps its largest (w_ij / U_jj)^2 over all rows: of the R weights to remove,
+    floor(R columns / inputs) lie in the columns up to the end of each block. Among equal scores, those with the lowest index
+    are kept. An input that is always zero loses its weights.
 
     Args:
         weight: shape (outputs, inputs), any floating dtype.
         gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its scale does not matter.
-        sparsity: at least 0 and below 1.
-        pattern: (N, M): N of every M consecutive inputs are kept. Instead of a sparsity.
+        count: how many weights of the matrix are kept.
+        pattern: (N, M): N of every M consecutive inputs are kept. Instead of a count.
         block: columns of a block; a multiple of M.
-        damping: lambda as a share of the mean diagonal of the gram.
+        damping: lambda as a share of the mean diagonal of the gram. The paper's is 0.01.
 
     Raises:
-        ValueError: shapes do not fit; or not exactly one of sparsity and pattern is given; or a value is out of range.
-        NonFiniteError: weight or gram holds NaN or infinity.
+        ValueError: shapes do not fit; or not exactly one of count and pattern is given; or a value is out of range.
+        NonFiniteError: weight or gram holds NaN or infinity, or `gram` is no matrix of second moments.
     """
-    _check_arguments(weight, gram, sparsity, pattern, block, damping)
+    check_moments(weight, gram, None, None, damping)
+    outputs, inputs = weight.shape
+    if (count is None) == (pattern is None):
+        raise ValueError("give a count or a pattern, and not both")
+    if count is not None and not 0 <= count <= weight.numel():
+        raise ValueError(f"count must be from 0 to {weight.numel()}, got {count}")
+    if pattern is not None:
+        check_pattern(pattern, inputs)
+    if block < 1 or block % (pattern or (0, 1))[1]:
+        raise ValueError(f"block must be at least 1, and a multiple of M of a pattern, got {block}")
     with full_float32(), torch.no_grad():
         weight = weight.float().clone()
         dead = gram.diagonal() <= 0
         weight[:, dead] = 0
         factor, damping = _inverse_factor(gram, dead, damping)
         mask = torch.empty_like(weight, dtype=torch.bool)
-        for start in range(0, weight.shape[1], block):
-            end = min(start + block, weight.shape[1])
+        for start in range(0, inputs, block):
+            end = min(start + block, inputs)
             here = slice(start, end)
-            if sparsity is not None:
-                mask[:, here] = _block_mask(weight[:, here], factor.diagonal()[here], sparsity, start)
+            if count is not None:
+                removed = weight.numel() - count
+                kept = outputs * (end - start) - (removed * end // inputs - removed * start // inputs)
+                scores = (weight[:, here] / factor.diagonal()[here]).square().reshape(1, -1)
+                mask[:, here] = largest_mask(scores, torch.tensor([kept], device=weight.device)).reshape(outputs, -1)
             errors = _prune_block(weight[:, here], mask[:, here], factor[here, here], pattern)
             weight[:, end:].addmm_(errors, factor[here, end:], alpha=-1)
-    return SparseGPTResult(weight, mask, damping)
+    return Solution(weight, mask, damping)
 
 
 def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, float]:
@@ -105,14 +98,6 @@ def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor,
     raise NonFiniteError("gram is no matrix of second moments: it stays indefinite at any damping")
 
 
-def _block_mask(weight: Tensor, diagonal: Tensor, sparsity: float, start: int) -> Tensor:
-    """The mask of a block of columns that starts at a column, over all its rows."""
-    outputs, columns = weight.shape
-    removed = floor_count(sparsity * outputs * (start + columns)) - floor_count(sparsity * outputs * start)
-    scores = (weight / diagonal).square().reshape(1, -1)
-    return largest_mask(scores, torch.tensor([weight.numel() - removed], device=weight.device)).reshape(weight.shape)
-
-
 def _prune_block(weight: Tensor, mask: Tensor, factor: Tensor, pattern: tuple[int, int] | None) -> Tensor:
     """Prune the columns of a block one after the other, in place; with a pattern, choose the mask on the way.
 
@@ -133,26 +118,3 @@ def _prune_block(weight: Tensor, mask: Tensor, factor: Tensor, pattern: tuple[in
     weight.copy_(columns.t())
     mask.copy_(kept.t())
     return errors.t()
-
-
-def _check_arguments(
-    weight: Tensor, gram: Tensor, sparsity: float | None, pattern: tuple[int, int] | None, block: int, damping: float
-) -> None:
-    inputs = weight.shape[1]
-    if gram.shape != (inputs, inputs) or gram.dtype != torch.float32:
-        raise ValueError(f"gram must be float32 of shape {(inputs, inputs)}, got {gram.dtype} {tuple(gram.shape)}")
-    if (sparsity is None) == (pattern is None):
-        raise ValueError("give a sparsity or a pattern, and not both")
-    if sparsity is not None and not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity:g}")
-    if pattern is not None:
-        n, m = pattern
-        if not 1 <= n < m:
-            raise ValueError(f"pattern N:M keeps N of every M weights, 1 <= N < M, got {n}:{m}")
-        if inputs % m or block % m:
-            raise ValueError(f"{inputs} inputs and a block of {block} must both be multiples of {m} (pattern {n}:{m})")
-    if block < 1 or not 0 <= damping < float("inf"):
-        raise ValueError(f"block must be at least 1 and damping at least 0, got {block} and {damping:g}")
-    for name, values in (("weight", weight), ("gram", gram)):
-        if not all_finite(values):
-            raise NonFiniteError(f"{name} holds NaN or infinity")

@@ -14,32 +14,17 @@ weight would take away more of the error, by its gradient, than the least of the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from emp_llm.reconstruction.least_squares import RightSides, workspace_bytes
-from emp_llm.reconstruction.precision import all_finite, full_float32
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, pattern_mask
+from emp_llm.update.least_squares import Solution, check_moments, check_pattern, full_float32, right_side, workspace_bytes
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
 _STEPS = 5  # of each stage
-
-
-@dataclass(frozen=True)
-class AdmmResult:
-    """The result of `admm`.
-
-    Attributes:
-        weight: float32, shape (outputs, inputs), zero where not kept.
-        mask: bool, the same shape, true where kept.
-    """
-
-    weight: Tensor
-    mask: Tensor
 
 
 def admm(
@@ -51,7 +36,7 @@ def admm(
     cross: Tensor | None = None,
     wanted: Tensor | None = None,
     damping: float = 0.01,
-) -> AdmmResult:
+) -> Solution:
     """Choose the kept weights of a layer, and their values, by ADMM.
 
     The values come close to the least-squares optimum for the mask; `refit_rows` gets there.
@@ -61,19 +46,21 @@ def admm(
         gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its scale does not matter.
         counts: int64; shape (outputs,): how many weights of each row are kept; shape (1,): of the matrix.
         pattern: (N, M): N of every M consecutive inputs are kept. Instead of counts.
-        cross, wanted: what the layer shall return, as for `refit_rows`; None: what the dense weights return on the same inputs.
+        cross, wanted: what the layer shall return, as in `refit_rows`; None: what the dense weights return on the same inputs.
         damping: pull towards the dense weights, as a share of the mean diagonal of `gram`; above 0.
 
     Raises:
         ValueError: shapes do not fit; or not exactly one of counts and pattern is given; or a value is out of range.
         NonFiniteError: an argument holds NaN or infinity, or `gram` is no matrix of second moments.
     """
-    _check_arguments(weight, gram, counts, pattern, cross, wanted, damping)
-    choose = _choice(counts, pattern)
+    check_moments(weight, gram, cross, wanted, damping)
+    if not damping > 0:
+        raise ValueError(f"damping must be above 0, got {damping:g}")
+    choose = _choice(weight, counts, pattern)
     with full_float32(), torch.no_grad():
         point = weight.float()
         scale = float(gram.diagonal().double().mean()) or 1.0
-        right = RightSides(gram, cross, wanted).of(point, slice(None)).div_(scale).add_(point, alpha=damping)
+        right = right_side(point, gram, cross, wanted).div_(scale).add_(point, alpha=damping)
         system = gram / scale
         system.diagonal().add_(damping)
         root = system.diagonal().sqrt()
@@ -82,7 +69,11 @@ def admm(
         point = point * root
         dual, before = torch.zeros_like(point), _PENALTIES[0]
         for penalty in _PENALTIES:
-            factor = _factor(system, penalty)
+            shifted = system.clone()
+            shifted.diagonal().add_(penalty)
+            factor, failed = torch.linalg.cholesky_ex(shifted)
+            if int(failed):
+                raise NonFiniteError("gram is no matrix of second moments: it is indefinite")
             dual.mul_(before / penalty)  # it is relative to the penalty
             for _ in range(_STEPS):
                 point.add_(dual)
@@ -93,7 +84,7 @@ def admm(
                 point.mul_(penalty).add_(right)
                 point = torch.cholesky_solve(point.T, factor).T
             before = penalty
-        return AdmmResult(kept.div_(root), mask)
+        return Solution(kept.div_(root), mask, damping)
 
 
 def admm_workspace_bytes(outputs: int, inputs: int) -> int:
@@ -101,54 +92,18 @@ def admm_workspace_bytes(outputs: int, inputs: int) -> int:
     return max(4 * (5 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
-def _factor(system: Tensor, penalty: float) -> Tensor:
-    """L with L L^T = system + penalty I; NonFiniteError if that is not positive definite."""
-    shifted = system.clone()
-    shifted.diagonal().add_(penalty)
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(shifted)
-    if int(failed):
-        raise NonFiniteError("gram is no matrix of second moments: it is indefinite")
-    return factor
-
-
-def _choice(counts: Tensor | None, pattern: tuple[int, int] | None) -> Callable[[Tensor], Tensor]:
+def _choice(weight: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Callable[[Tensor], Tensor]:
     """Returns the mask of the largest values of a matrix."""
-    if pattern is not None:
-        n, m = pattern
-        return lambda values: pattern_mask(order_keys(values), n, m)
-    assert counts is not None
+    outputs, inputs = weight.shape
+    if (counts is None) == (pattern is None):
+        raise ValueError("give counts or a pattern, and not both")
+    if counts is None:
+        assert pattern is not None
+        check_pattern(pattern, inputs)
+        return lambda values: pattern_mask(order_keys(values), *pattern)
+    most = inputs if counts.shape == (outputs,) else weight.numel()
+    if counts.shape not in ((outputs,), (1,)) or bool(((counts < 0) | (counts > most)).any()):
+        raise ValueError(f"counts must be one of each of {outputs} rows, or one of the matrix, each from 0 to {most}")
     if len(counts) == 1:
         return lambda values: largest_mask(values.reshape(1, -1), counts).reshape(values.shape)
     return lambda values: largest_mask(values, counts)
-
-
-def _check_arguments(
-    weight: Tensor,
-    gram: Tensor,
-    counts: Tensor | None,
-    pattern: tuple[int, int] | None,
-    cross: Tensor | None,
-    wanted: Tensor | None,
-    damping: float,
-) -> None:
-    outputs, inputs = weight.shape
-    if gram.shape != (inputs, inputs) or gram.dtype != torch.float32:
-        raise ValueError(f"gram must be float32 of shape {(inputs, inputs)}, got {gram.dtype} {tuple(gram.shape)}")
-    if wanted is not None and (wanted.shape != weight.shape or wanted.dtype != torch.float32 or cross is not None):
-        raise ValueError(f"wanted must be float32 of shape {tuple(weight.shape)}, and given without cross")
-    if cross is not None and (cross.shape != gram.shape or cross.dtype != torch.float32):
-        raise ValueError(f"cross must be float32 of shape {(inputs, inputs)}, got {cross.dtype} {tuple(cross.shape)}")
-    if (counts is None) == (pattern is None):
-        raise ValueError("give counts or a pattern, and not both")
-    if counts is not None:
-        most = inputs if counts.shape == (outputs,) else weight.numel()
-        if counts.shape not in ((outputs,), (1,)) or bool(((counts < 0) | (counts > most)).any()):
-            raise ValueError(f"counts must be one of each of {outputs} rows, or one of the matrix, each from 0 to {most}")
-    if pattern is not None and (not 1 <= pattern[0] < pattern[1] or inputs % pattern[1]):
-        raise ValueError(f"pattern {pattern[0]}:{pattern[1]} must keep N of every M weights of {inputs} inputs, 1 <= N < M")
-    if not 0 < damping < float("inf"):
-        raise ValueError(f"damping must be above 0, got {damping:g}")
-    for name, values in (("weight", weight), ("gram", gram), ("cross", cross), ("wanted", wanted)):
-        if values is not None and not all_finite(values):
-            raise NonFiniteError(f"{name} holds NaN or infinity")

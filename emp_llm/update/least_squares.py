@@ -1,0 +1,256 @@
+"""Refit: the kept weights of each row at the least-squares optimum on the calibration tokens, for a given mask.
+
+Row r of the dense weights gives the output w_r . x_t on the dense inputs x_t. Its kept weights v_r shall give the same on the
+inputs xhat_t of the pruned model. They minimise, over the kept positions S of the row,
+
+    F(v_r) = E(v_r) + lambda |v_r - (w_r)_S|^2,    E(v_r) = sum_t omega_t (v_r . xhat_t - w_r . x_t)^2
+
+The inputs enter only through the second moments G = sum_t omega_t xhat_t xhat_t^T and the cross moments C = sum_t omega_t
+xhat_t x_t^T: (G_SS + lambda I) v_r = (C w_r)_S + lambda (w_r)_S, a system of its own for each row. A masked direction times G,
+masked again, is a product with G_SS; so one matrix product serves the conjugate gradients of all rows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
+
+_CHUNK = 1 << 24  # numbers in a chunk of rows
+_BUFFERS = 8  # of a chunk, in memory at a time
+_LEAST_ROWS = 256  # of a chunk: fewer make a product with a large matrix slow
+_SMALL = 1e-5  # a row is solved after a step that lowers F by no more than this share
+_ROUNDING = 1e-7  # or by this share of F before the first step, which float32 does not see
+_MOST_STEPS = 200
+_MOST_RAISES = 12
+_FIRST_RAISE = 1e-3  # the damping after 0
+
+
+class Solution(NamedTuple):
+    """What a solver found.
+
+    Attributes:
+        weight: float32, shape (outputs, inputs), zero where not kept.
+        mask: bool, the same shape, true where kept.
+        damping: the damping used, as a share of the mean diagonal of the gram. Higher than the one asked for if the matrix was
+            not positive definite to float32.
+        steps: of a refit, for the slowest row.
+    """
+
+    weight: Tensor
+    mask: Tensor
+    damping: float
+    steps: int = 0
+
+
+def refit_rows(
+    weight: Tensor,
+    mask: Tensor,
+    gram: Tensor,
+    cross: Tensor | None = None,
+    *,
+    damping: float = 0.01,
+    energy: Tensor | None = None,
+    wanted: Tensor | None = None,
+) -> Solution:
+    """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
+
+    The result is deterministic and never NaN. If the matrix is not positive definite to float32, the damping is raised tenfold
+    until it is.
+
+    Args:
+        weight: the dense weights, shape (outputs, inputs), any floating dtype.
+        mask: bool, the same shape, true where kept.
+        gram: G, float32, shape (inputs, inputs).
+        cross: C, float32, shape (inputs, inputs), rows xhat and columns x; None: equal to G.
+        damping: lambda as a share of the mean diagonal of G.
+        energy: sum_t omega_t (w_r . x_t)^2 of each row, shape (outputs,). Needed with `cross` and with `wanted`.
+        wanted: sum_t omega_t y_t xhat_t^T, float32, shape (outputs, inputs): the outputs y_t to return in place of w . x_t.
+            Instead of `cross`; `energy` is then sum_t omega_t y_tr^2.
+
+    Raises:
+        ValueError: shapes do not fit, or the damping is negative.
+        NonFiniteError: weight, gram, cross or wanted holds NaN or infinity.
+    """
+    if mask.shape != weight.shape or mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool of shape {tuple(weight.shape)}, got {mask.dtype} {tuple(mask.shape)}")
+    if (cross is not None or wanted is not None) and energy is None:
+        raise ValueError("energy must be given with cross or wanted")
+    check_moments(weight, gram, cross, wanted, damping)
+    fitted, most = (weight * mask).float(), 0
+    scale = float(gram.diagonal().double().mean())
+    with full_float32(), torch.no_grad():
+        raised = _definite(gram, scale, damping) if scale > 0 else None
+        if raised is None:
+            return Solution(fitted, mask, damping)
+        for rows in _chunks(*weight.shape):
+            kept = mask[rows].float()
+            residual, error = _unfitted(weight[rows].float(), fitted[rows], gram, cross, wanted, energy, rows)
+            residual.div_(scale).mul_(kept)
+            change, steps = _solve(gram, scale, raised, kept, residual, error / scale)
+            fitted[rows] += change
+            most = max(most, steps)
+    return Solution(fitted, mask, raised, most)
+
+
+def _definite(gram: Tensor, scale: float, damping: float) -> float | None:
+    """The damping with which G / scale + damping I is positive definite to float32; None if that takes more than 12 raises."""
+    system = torch.empty_like(gram)
+    for _ in range(_MOST_RAISES):
+        torch.div(gram, scale, out=system).diagonal().add_(damping)
+        if not int(torch.linalg.cholesky_ex(system).info):
+            return damping
+        damping = max(10 * damping, _FIRST_RAISE)
+    return None
+
+
+def _unfitted(
+    dense: Tensor,
+    start: Tensor,
+    gram: Tensor,
+    cross: Tensor | None,
+    wanted: Tensor | None,
+    energy: Tensor | None,
+    rows: slice,
+) -> tuple[Tensor, Tensor]:
+    """C w - G v and E(v) for the unmoved kept weights v of some rows."""
+    if energy is None or (cross is None and wanted is None):
+        removed = dense - start
+        right = removed @ gram
+        return right, torch.linalg.vecdot(removed, right)
+    right, product = right_side(dense, gram, cross, wanted, rows), start @ gram
+    error = torch.linalg.vecdot(start, product - 2 * right) + energy[rows].float()
+    return right.sub_(product), error
+
+
+def _solve(
+    gram: Tensor, scale: float, damping: float, mask: Tensor, residual: Tensor, objective: Tensor
+) -> tuple[Tensor, int]:
+    """Minimise x A x - 2 x b over the masked positions of each row, with A = G / scale + damping I, from x = 0.
+
+    Conjugate gradients, preconditioned by the diagonal of A: a few inputs of real layers are a thousand times larger than the
+    others. `residual` is b, zero outside of the mask; `objective` the value at x = 0 with its constant, never negative. Both
+    are overwritten. Returns x and the number of steps.
+    """
+    diagonal = gram.diagonal() / scale + damping
+    inverse = torch.where(diagonal > 0, 1 / diagonal, 0)
+    change, product, least, step = torch.zeros_like(residual), torch.empty_like(residual), _ROUNDING * objective, 0
+    direction = residual * inverse
+    descent = torch.linalg.vecdot(residual, direction)
+    moving = descent > 0  # rows that are not solved
+    while step < _MOST_STEPS and bool(moving.any()):
+        torch.addmm(direction, direction, gram, beta=damping, alpha=1 / scale, out=product).mul_(mask)
+        curvature = torch.linalg.vecdot(direction, product)
+        length = torch.where(moving & (curvature > 0), descent / curvature, 0)
+        change.addcmul_(direction, length[:, None])
+        residual.addcmul_(product, length[:, None], value=-1)
+        decrease = length * descent
+        objective -= decrease
+        torch.mul(residual, inverse, out=product)
+        before, descent = descent, torch.linalg.vecdot(residual, product)
+        moving &= (decrease > torch.maximum(_SMALL * objective, least)) & (descent > 0)
+        direction.mul_(torch.where(moving, descent / before, 0)[:, None]).add_(product)
+        step += 1
+    return change, step
+
+
+def right_side(dense: Tensor, gram: Tensor, cross: Tensor | None, wanted: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    """C w for some rows, in memory of its own: float32, shape (rows, inputs). Arguments as in `refit_rows`."""
+    if wanted is not None:
+        return wanted[rows].clone()
+    return dense @ (gram if cross is None else cross).T
+
+
+def output_error(
+    weight: Tensor,
+    dense: Tensor,
+    gram: Tensor,
+    cross: Tensor | None = None,
+    energy: Tensor | None = None,
+    wanted: Tensor | None = None,
+) -> Tensor:
+    """E of each row: sum_t omega_t (v . xhat_t - w . x_t)^2, float64, shape (outputs,).
+
+    Args:
+        weight: v, shape (outputs, inputs).
+        dense: w, the same shape.
+        gram, cross, energy, wanted: those of `refit_rows`. With `cross` or `wanted` and without `energy`, the constant is
+            missing: v G v - 2 v C w.
+    """
+    parts = []
+    with full_float32(), torch.no_grad():
+        for rows in _chunks(*weight.shape):
+            v, w = weight[rows].float(), dense[rows].float()
+            if cross is None and wanted is None:
+                parts.append(_dot(v - w, (v - w) @ gram))
+            else:
+                parts.append(_dot(v, v @ gram) - 2 * _dot(v, right_side(w, gram, cross, wanted, rows)))
+    error = torch.cat(parts)
+    return error if energy is None or (cross is None and wanted is None) else error + energy.double()
+
+
+def workspace_bytes(outputs: int, inputs: int) -> int:
+    """The memory that `refit_rows` needs beside its arguments, in bytes, with the weights that it returns."""
+    return 4 * inputs * (2 * inputs + outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
+
+
+def check_moments(weight: Tensor, gram: Tensor, cross: Tensor | None, wanted: Tensor | None, damping: float) -> None:
+    """Raise ValueError for wrong shapes, dtypes or damping, and NonFiniteError for a tensor with NaN or infinity."""
+    inputs = weight.shape[1]
+    for name, moments in (("gram", gram), ("cross", cross)):
+        if moments is not None and (moments.shape != (inputs, inputs) or moments.dtype != torch.float32):
+            raise ValueError(f"{name} must be float32 of shape {(inputs, inputs)}, got {moments.dtype} {tuple(moments.shape)}")
+    if wanted is not None and (wanted.shape != weight.shape or wanted.dtype != torch.float32 or cross is not None):
+        raise ValueError(f"wanted must be float32 of shape {tuple(weight.shape)}, and given without cross")
+    if not 0 <= damping < float("inf"):
+        raise ValueError(f"damping must be at least 0, got {damping:g}")
+    for name, values in (("weight", weight), ("gram", gram), ("cross", cross), ("wanted", wanted)):
+        # The float64 sum is finite if and only if all values are. One pass, without a copy.
+        if values is not None and not bool(values.sum(dtype=torch.float64).isfinite()):
+            raise NonFiniteError(f"{name} holds NaN or infinity")
+
+
+def check_pattern(pattern: tuple[int, int], inputs: int) -> None:
+    """Raise ValueError if N:M does not keep N of every M of some inputs."""
+    if not 1 <= pattern[0] < pattern[1] or inputs % pattern[1]:
+        raise ValueError(f"pattern {pattern[0]}:{pattern[1]} must keep N of every M weights of {inputs} inputs, 1 <= N < M")
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Within this context, float32 products round to float32 only: no TF32 on GPUs, no bfloat16 on CPUs."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set the precision of single backends
+        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+        each = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, precision in zip(backends, each, strict=True):
+                backend.fp32_precision = precision
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _rows_of_a_chunk(inputs: int) -> int:
+    return max(_LEAST_ROWS, _CHUNK // max(inputs, 1))
+
+
+def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
+    step = _rows_of_a_chunk(inputs)
+    return (slice(start, min(start + step, outputs)) for start in range(0, outputs, step))
+
+
+def _dot(first: Tensor, second: Tensor) -> Tensor:
+    products: Tensor = torch.linalg.vecdot(first, second)
+    return products.double()

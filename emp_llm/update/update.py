@@ -1,0 +1,135 @@
+"""The settings of an update, and what can be said of it before and after: its targets, memory and warnings. Without torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from emp_llm.architecture.targets import Target
+from emp_llm.common.errors import UserError
+from emp_llm.records.run_report import FitRecord
+
+MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more
+_LEAST_DAMPING = 0.01
+
+
+@dataclass(frozen=True)
+class Update:
+    """How kept weights move.
+
+    Attributes:
+        search: the method that chooses the mask while it moves the weights; None: the masks are given.
+        refit: the kept weights end at the least-squares optimum of their mask. Needed without a search.
+        damping: pull towards the dense weights, as a share of the mean second moment; None: `damping_for` the tokens.
+        weighting: of the tokens: equal, or relative to the square of the layer's dense output.
+        target: what the last layer of a block restores: the outputs of the block, where its output is added to that of the
+            block, or those of the layer.
+        pattern: (N, M) of a search that keeps N of every M weights.
+        min_expert_tokens: experts that saw fewer tokens keep their weights.
+    """
+
+    search: Literal["sparsegpt", "admm"] | None = None
+    refit: bool = True
+    damping: float | None = None
+    weighting: Literal["equal", "relative"] = "equal"
+    target: Literal["block", "layer"] = "block"
+    pattern: tuple[int, int] | None = None
+    min_expert_tokens: int = 0
+
+    def damping_of(self, inputs: int, tokens: int) -> float:
+        """The damping that is tried first, for a layer with some inputs, on some tokens."""
+        if self.search == "sparsegpt" and not self.refit:
+            return _LEAST_DAMPING  # the paper's
+        return damping_for(inputs, tokens) if self.damping is None else self.damping
+
+
+def damping_for(inputs: int, tokens: int) -> float:
+    """A damping for a number of calibration tokens: inputs / tokens, at least 0.01.
+
+    The fewer tokens there are for each input, the more of a refit is chance. On tokens that a refit has not seen, this is the
+    best damping or within 2 % of it, on three models, from 2 to 250 tokens for each input (scripts/results/damping.md).
+    """
+    return max(_LEAST_DAMPING, inputs / max(tokens, 1))
+
+
+def updatable(targets: Sequence[Target]) -> list[Target]:
+    """The targets whose kept weights can move: those in decoder blocks of the language model."""
+    return [target for target in targets if target.layer.block is not None and target.layer.tower == "language"]
+
+
+def check_update(targets: Sequence[Target], option: str, instead: str) -> None:
+    """Raise UserError if no target can be updated, or one is stored in a form that allows no other values.
+
+    Args:
+        targets: of the run.
+        option: what asked for the update, such as "--refit".
+        instead: what to do for a run without it, as the beginning of a sentence.
+    """
+    if not updatable(targets):
+        raise UserError(f"{option} moves weights of the language model's decoder blocks, and no target is in one. {instead}.")
+    scaled = next((target for target in targets if target.matrix.scales is not None), None)
+    if scaled is not None:
+        raise UserError(f"{scaled.name} is stored in FP8, whose scales {option} would change. Use the unquantised model.")
+
+
+def update_bytes(targets: Sequence[Target], update: Update) -> int:
+    """An upper bound on the memory of an update beside the model and the hidden states, in bytes.
+
+    It holds the second moments of one level and the work memory of one solver; and of each weight of a block's targets its
+    pruned and its moved version, its mask, and its dense value in float32.
+    """
+    from emp_llm.update.admm import admm_workspace_bytes
+    from emp_llm.update.least_squares import workspace_bytes
+
+    workspace = admm_workspace_bytes if update.search == "admm" else workspace_bytes
+    by_block: dict[int | None, list[Target]] = {}
+    for target in targets:
+        by_block.setdefault(target.layer.block, []).append(target)
+    most = 0
+    for members in by_block.values():
+        matrices = [target.matrix for target in members]
+        # Moments with the outputs of a block have the shape of the matrix, in place of (inputs, inputs).
+        single = max(4 * matrix.columns * (matrix.columns + max(matrix.rows, matrix.columns)) for matrix in matrices)
+        several = update.weighting == "relative" or any(target.layer.routed for target in members)
+        together = sum(8 * matrix.columns**2 for matrix in matrices) if several else single
+        work = max(workspace(matrix.rows, matrix.columns) for matrix in matrices)
+        weights = sum(matrix.numel * (2 * matrix.itemsize + 1 + 4) for matrix in matrices)
+        most = max(most, max(single, min(MOMENT_BYTES, together)) + work + weights)
+    return most
+
+
+def update_warnings(records: Mapping[str, FitRecord], targets: Sequence[Target], update: Update) -> list[str]:
+    """Sentences about targets that moved on weak grounds: left out, on few tokens, or with a higher damping than asked for.
+
+    Args:
+        records: of the updated targets, by name.
+        targets: all of the run.
+        update: the settings.
+    """
+    inputs, total = {target.name: target.matrix.columns for target in targets}, len(records)
+    left = [name for name, each in records.items() if each.damping is None]
+    few = [name for name, each in records.items() if name not in left and each.tokens < inputs[name]]
+    raised = {
+        name: each.damping
+        for name, each in records.items()
+        if each.damping is not None and each.damping > update.damping_of(inputs[name], each.tokens)
+    }
+    outside = [name for name in inputs if name not in records]
+    said = []
+    if outside:
+        said.append(
+            f"{len(outside)} of {len(inputs)} matrices lie outside the decoder blocks and were not fitted, such as "
+            f"{outside[0]}."
+        )
+    if left:
+        said.append(f"{len(left)} of {total} matrices saw too few tokens for a fit and keep their weights, such as {left[0]}.")
+    if few:
+        said.append(
+            f"{len(few)} of {total} matrices were fitted on fewer tokens than they have inputs, such as {few[0]} "
+            f"({records[few[0]].tokens} tokens, {inputs[few[0]]} inputs). Give more --samples."
+        )
+    if raised:
+        said.append(
+            f"the damping of {len(raised)} of {total} matrices was raised, up to {max(raised.values()):g}, because their "
+            f"second moments are singular, such as {next(iter(raised))}. Give more --samples, or a higher --refit-damping."
+        )
+    return said

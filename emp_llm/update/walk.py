@@ -1,0 +1,502 @@
+"""The update of a model: the calibration text passes through the dense and the pruned model side by side, block by block.
+
+Each target is updated so that, on the inputs which its pruned and moved predecessors give it, it returns what the dense layer
+returns on its dense inputs: min over What with the mask of sum_t w_t ||What xhat_t - W x_t||^2. The targets of a block come
+level by level, in the order of their calls, so that each sees what those before it really return.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from emp_llm.architecture.layers import Layer
+from emp_llm.architecture.model_layers import bias_of, set_to_zero, weight_of
+from emp_llm.architecture.targets import Target
+from emp_llm.calibration.whole_pass import own_batches
+from emp_llm.checkpoint.matrix import torch_dtype
+from emp_llm.common.errors import UserError
+from emp_llm.common.ranks import ranks
+from emp_llm.execution.blockwise import BlockwiseModel, Step
+from emp_llm.execution.hidden_states import HiddenStates
+from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.options.calibration import Place
+from emp_llm.records.run_report import FitRecord
+from emp_llm.update.admm import admm
+from emp_llm.update.least_squares import Solution, output_error, refit_rows
+from emp_llm.update.moved import Moved, MovedWeights
+from emp_llm.update.sparsegpt import sparsegpt
+from emp_llm.update.update import MOMENT_BYTES, Update, updatable
+
+_HELD_OUT = 16  # one sequence of this many
+_SAME = 0.01  # rounding of bfloat16, relative
+OfTarget = Callable[[Target], Tensor]
+
+
+def update_model(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    tokens: Tensor,
+    update: Update,
+    moved: MovedWeights,
+    *,
+    mask_of: OfTarget,
+    counts_of: OfTarget | None = None,
+    batch_size: int = 8,
+    hidden_states: Place = "auto",
+    blocks: str | None = None,
+) -> None:
+    """Update all blocks that `moved` does not hold yet, and put them there. A collective call.
+
+    Args:
+        model: dense, on any devices, offloaded or not; unchanged afterwards.
+        targets: those outside of the language model's decoder blocks are left out.
+        tokens: the calibration text, int64, shape (samples, length). One sequence of sixteen is held out: no weight is fitted
+            to it, and it measures the error.
+        update: how the weights move.
+        moved: of the first rank; the other ranks' stay empty.
+        mask_of: returns the mask of a target, bool, shape (outputs, inputs), true where kept. After a search, only for targets
+            that it leaves out: experts with few tokens, and layers that their block does not call.
+        counts_of: returns how many weights of a target a search keeps, int64: of each row, shape (outputs,), or of the matrix,
+            shape (1,), as SparseGPT needs it. Not needed with a pattern.
+        batch_size: sequences per forward pass.
+        hidden_states: where they are stored between blocks.
+        blocks: name of the list of decoder blocks; None: detected.
+
+    Raises:
+        UserError: the model cannot run block by block, memory runs out, or a moment is not finite.
+    """
+    targets = updatable(targets)
+    runner = BlockwiseModel(model, blocks, hidden_states)
+    kept = len(tokens) - (0 if len(tokens) < 2 else max(1, len(tokens) // _HELD_OUT))
+    batches = own_batches(tokens[:kept], batch_size)
+    rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
+    seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
+    runner.prepare(batches[0])
+    with (
+        runner.walk([*batches, *rest], "refit") as walk,
+        closing(walk.hidden) as dense,
+        closing(HiddenStates(walk.place)) as outputs,
+        closing(HiddenStates(walk.place)) as pruned,
+    ):
+        for number in (*seen, *held_out):
+            pruned.put(number, dense.get(number, walk.device))
+        for step in walk.steps():
+            for number in (*seen, *held_out):
+                outputs.put(number, step.output(number, dense))
+                walk.bar.update(walk.batches[number].numel())
+            members = [target for target in targets if target.name.startswith(f"{step.name}.")]
+            block = _Block(model, step, members, dense, outputs, pruned)
+            if ranks().share(moved.has(step.index)):
+                weights = ranks().share(_weights_of(moved, step.index) if ranks().main else None)
+                for target in members:
+                    block.change(target, mask_of(target) if weights[target.name] is None else None, weights[target.name])
+            elif members:
+                found = _update_block(block, update, seen, held_out, mask_of, counts_of)
+                if ranks().main:
+                    moved.put(step.index, found)
+            for number in (*seen, *held_out):
+                with block.pruned_weights():
+                    pruned.put(number, step.output(number, pruned))
+            dense, outputs = outputs, dense
+
+
+def _weights_of(moved: MovedWeights, block: int) -> dict[str, Tensor | None]:
+    return {name: each.weight for name, each in moved.block(block).items()}
+
+
+class _Block:
+    """A block whose weights are loaded, and the hidden states of all batches in both streams.
+
+    Attributes:
+        dense, outputs: the hidden states that enter and that leave the dense block.
+        pruned: those that enter the pruned block.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        targets: list[Target],
+        dense: HiddenStates,
+        outputs: HiddenStates,
+        pruned: HiddenStates,
+    ) -> None:
+        self.model, self.step, self.targets = model, step, targets
+        self.dense, self.outputs, self.pruned = dense, outputs, pruned
+        self._parameters = {name: model.get_parameter(name) for name in dict.fromkeys(t.layer.parameter for t in targets)}
+        self._values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}  # pruned and moved
+
+    @contextmanager
+    def pruned_weights(self) -> Iterator[None]:
+        """Inside this context, the block has its pruned and moved weights; outside, the dense ones."""
+        dense = {name: parameter.data for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.data = self._values[name]
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = dense[name]
+
+    def weight(self, target: Target) -> Tensor:
+        """The dense weight of a target, float32, shape (outputs, inputs)."""
+        return weight_of(self.model, target.layer).float()
+
+    def change(self, target: Target, mask: Tensor | None, weight: Tensor | None) -> None:
+        """Prune a target by a mask, and set its weight, both of shape (outputs, inputs)."""
+        with self.pruned_weights():
+            values = weight_of(self.model, target.layer)
+            if mask is not None:
+                set_to_zero(values, ~mask.to(values.device))
+            if weight is not None:
+                values.copy_(weight)
+
+    def calls(
+        self, targets: list[Target], number: int, pruned: bool, whole: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        """What some targets see in a batch: by name, their inputs, float32, and their outputs; and the block's output.
+
+        Args:
+            targets: of the block.
+            number: of the batch.
+            pruned: in the pruned stream, else in the dense one.
+            whole: run the block to its end. Else it stops when all targets were called, without an output.
+        """
+        inputs: dict[str, list[Tensor]] = {}
+        outputs: dict[str, list[Tensor]] = {}
+        names, output = {target.name for target in targets}, None
+
+        def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
+            for layer in layers:  # copies, because the block may write into both
+                inputs.setdefault(layer.name, []).append(given.detach().flatten(0, -2).to(torch.float32, copy=True))
+                outputs.setdefault(layer.name, []).append(returned.detach().flatten(0, -2).clone())
+            if not whole and inputs.keys() == names:
+                raise _AllSeen
+
+        with layer_hooks(self.model, [target.layer for target in targets], observe), suppress(_AllSeen):
+            if pruned:
+                with self.pruned_weights():
+                    output = self.step.output(number, self.pruned)
+            else:
+                output = self.step.output(number, self.dense)
+        return *({name: torch.cat(parts) for name, parts in each.items()} for each in (inputs, outputs)), output
+
+
+class _AllSeen(Exception):
+    """All targets of a level were called; the rest of the block's pass is not needed."""
+
+
+@dataclass
+class _Level:
+    """Targets of a block none of whose inputs depend on the output of another: q, k and v; or the same matrix of all experts.
+
+    Attributes:
+        routed: the targets are experts, which see only the tokens routed to them.
+        inputs: name of the first target of each distinct input -> the targets that share its moments.
+        closing: it is one target, whose output is added to that of the block; it restores the block's output.
+    """
+
+    routed: bool
+    inputs: dict[str, list[Target]] = field(default_factory=dict)
+    closing: bool = False
+
+    @property
+    def targets(self) -> list[Target]:
+        return [target for targets in self.inputs.values() for target in targets]
+
+    def parts(self) -> Iterator["_Level"]:
+        """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one input."""
+        part, held = _Level(self.routed, closing=self.closing), 0
+        for first, targets in self.inputs.items():
+            needed = 8 * targets[0].matrix.columns ** 2  # two float32 matrices
+            if part.inputs and held + needed > MOMENT_BYTES:
+                yield part
+                part, held = _Level(self.routed, closing=self.closing), 0
+            part.inputs[first] = targets
+            held += needed
+        yield part
+
+
+def _levels(block: _Block, number: int, update: Update) -> list[_Level]:
+    """The levels of a block in the order of their calls, found by running a batch through it."""
+    by_name = {target.name: target for target in block.targets}
+    shared = update.weighting == "equal"  # else each target has its own moments, because its outputs weight the tokens
+    levels: dict[str, _Level] = {}
+    called: set[str] = set()
+    last: list[tuple[Tensor, _Level, str]] = []
+
+    def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+        first = by_name[layers[0].name]
+        if first.name in called:
+            return
+        called.update(layer.name for layer in layers)
+        if first.layer.routed:
+            levels.setdefault(_stack(first), _Level(True))
+        elif last and last[0][0] is inputs:
+            last[0][1].inputs.setdefault(last[0][2] if shared else first.name, []).append(first)
+        else:
+            level = levels[first.name] = _Level(False, {first.name: [first]})
+            last[:] = [(inputs, level, first.name)]
+
+    with layer_hooks(block.model, [target.layer for target in block.targets], observe):
+        block.step.output(number, block.dense)
+    for target in block.targets:  # experts in one order on all ranks, whichever of them this batch reached
+        if target.layer.routed:
+            inputs = levels.setdefault(_stack(target), _Level(True)).inputs
+            first = next((name for name in inputs if shared and _same_matrix(by_name[name], target)), target.name)
+            inputs.setdefault(first, []).append(target)
+    found = list(levels.values())
+    if found and update.target == "block":
+        found[-1].closing = all(ranks().gather(_is_added(block, found[-1], number)))
+    return found
+
+
+def _stack(target: Target) -> str:
+    """The matrix of all experts to which one belongs."""
+    layer = target.layer
+    return layer.expert.parameter if layer.expert is not None else layer.role
+
+
+def _same_matrix(one: Target, other: Target) -> bool:
+    """Whether two experts' targets are parts of one matrix in the model, so that they share their inputs."""
+    first, second = one.layer.expert, other.layer.expert
+    return first is not None and second is not None and (first.parameter, first.expert) == (second.parameter, second.expert)
+
+
+def _is_added(block: _Block, level: _Level, number: int) -> bool:
+    """Whether a level is one layer, called once, whose output is added to the block's as it is.
+
+    It is found by a change of the layer's output in a batch, which must change the block's by as much.
+    """
+    if level.routed or len(level.targets) != 1:
+        return False
+    target, calls = level.targets[0], list[Tensor]()
+    before = block.step.output(number, block.dense)
+    if target.matrix.rows != before.shape[-1]:
+        return False
+    change = float(before.float().std()) * torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
+    change = change.to(before.device, before.dtype)
+
+    def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        calls.append(output)
+        return output + change.view(output.shape)
+
+    handle = block.model.get_submodule(target.layer.name).register_forward_hook(add)
+    try:
+        after = block.step.output(number, block.dense)
+    except RuntimeError:  # another shape
+        return False
+    finally:
+        handle.remove()
+    difference = after.float() - before.float() - change.float()
+    return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
+
+
+def _update_block(
+    block: _Block,
+    update: Update,
+    seen: Sequence[int],
+    held_out: Sequence[int],
+    mask_of: OfTarget,
+    counts_of: OfTarget | None,
+) -> dict[str, Moved]:
+    """Update the targets of a block, and return what became of them, by name.
+
+    Args:
+        seen, held_out: numbers of the batches that the weights are fitted to, and of those that only measure the error.
+    """
+    masks: dict[str, Tensor] = {}
+    if update.search is None:  # a level sees the block with all its masks
+        masks = {target.name: mask_of(target) for target in block.targets}
+        for target in block.targets:
+            block.change(target, masks[target.name], None)
+    levels = _levels(block, seen[0], update)
+    called = {target.name for level in levels for target in level.targets}
+    found: dict[str, Moved] = {}
+    for target in block.targets:
+        if target.name not in called:  # the block uses the weight without calling the layer
+            found[target.name] = Moved(None, FitRecord(tokens=0))
+            if update.search is not None:
+                block.change(target, mask_of(target), None)
+    for part in (part for level in levels for part in level.parts()):
+        moments = _moments(block, part, seen, update)
+        pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
+        mine = {
+            target.name: _updated(block, target, each, update, masks.get(target.name), mask_of, counts_of)
+            for target, each in ranks().part(pairs)
+        }
+        results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
+        for target in part.targets:
+            found[target.name], mask = results[target.name]
+            block.change(target, mask, found[target.name].weight)
+        del moments, pairs
+        moments = _moments(block, part, held_out, update)
+        for first, targets in part.inputs.items():
+            for target in targets if first in moments else ():
+                record = found[target.name].record
+                errors = _errors(block, target, results[target.name][1], found[target.name].weight, moments[first])
+                record.held_out_before, record.held_out_after = errors or (None, None)
+    return found
+
+
+@dataclass
+class _Moments:
+    """Sums over the tokens t of a level, for the targets that share its inputs. w_t are the weights of the tokens.
+
+    Attributes:
+        gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape (inputs, inputs).
+        cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32; None: the targets shall return W xhat_t.
+        wanted: sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs), in place of `cross`.
+        energy: sum_t w_t y_tr^2 of each wanted output r by target, float64, shape (outputs,).
+        tokens: number of tokens.
+    """
+
+    gram: Tensor
+    cross: Tensor | None
+    wanted: Tensor | None
+    energy: dict[str, Tensor]
+    tokens: int = 0
+
+    @classmethod
+    def zeros(cls, level: _Level, target: Target, inputs: Tensor) -> "_Moments":
+        """For a target's inputs, shape (tokens, inputs)."""
+        size = inputs.shape[1]
+        cross = None if level.routed or level.closing else inputs.new_zeros(size, size)
+        wanted = inputs.new_zeros(target.matrix.rows, size) if level.closing else None
+        return cls(inputs.new_zeros(size, size), cross, wanted, {})
+
+    def add(self, other: "_Moments") -> "_Moments":
+        """Add the sums over other tokens, in place."""
+        for mine, theirs in ((self.gram, other.gram), (self.cross, other.cross), (self.wanted, other.wanted)):
+            if mine is not None and theirs is not None:
+                mine.add_(theirs)
+        self.energy = {name: energy + other.energy[name] for name, energy in self.energy.items()}
+        self.tokens += other.tokens
+        return self
+
+    def to(self, device: torch.device) -> "_Moments":
+        cross, wanted = (None if each is None else each.to(device) for each in (self.cross, self.wanted))
+        energy = {name: each.to(device) for name, each in self.energy.items()}
+        return _Moments(self.gram.to(device), cross, wanted, energy, self.tokens)
+
+
+def _moments(block: _Block, level: _Level, numbers: Sequence[int], update: Update) -> dict[str, _Moments]:
+    """The moments of a level's inputs over some batches of all ranks, by the first target of each input that saw a token.
+
+    Raises:
+        UserError: a moment is not finite.
+    """
+    found: dict[str, _Moments] = {}
+    relative = update.weighting == "relative"
+    for number in numbers:
+        firsts = [targets[0] for targets in level.inputs.values()]
+        inputs, returned, output = block.calls(firsts, number, pruned=True, whole=level.routed or level.closing)
+        dense, wanted = dict[str, Tensor](), dict[str, Tensor]()
+        if not level.routed and (relative or not level.closing):
+            dense, wanted, _ = block.calls(level.targets, number, pruned=False)
+        for first, x in inputs.items():
+            for target in level.inputs[first]:
+                bias = bias_of(block.model, target.layer)
+                if level.routed:  # other tokens may be routed to it in the dense model
+                    wanted[target.name] = x @ block.weight(target).T
+                shares = _token_weights(wanted[target.name]) if relative else None
+                if level.closing and output is not None:
+                    missing = block.outputs.get(number, output.device).float() - output.float()
+                    y = missing.flatten(0, -2) + returned[first].float()
+                else:
+                    y = wanted[target.name]
+                y = y if bias is None else y - bias
+                if target.name == first:
+                    sums = found.setdefault(first, _Moments.zeros(level, target, x))
+                    sums.tokens += len(x)
+                    left = x.T if shares is None else (x * shares[:, None]).T
+                    sums.gram.addmm_(left, x)
+                    if sums.cross is not None:
+                        sums.cross.addmm_(left, dense[first])
+                    if sums.wanted is not None:
+                        sums.wanted.addmm_((y if shares is None else y * shares[:, None]).T, x)
+                squares = y.float().square()
+                energy = (squares if shares is None else squares * shares[:, None]).sum(0).double()
+                sums.energy[target.name] = sums.energy.get(target.name, 0) + energy
+    if ranks().count > 1:
+        device = block.weight(level.targets[0]).device
+        shared = ranks().gather({first: sums.to(torch.device("cpu")) for first, sums in found.items()})
+        found = {}
+        for first, sums in (item for each in shared for item in each.items()):
+            found[first] = found[first].add(sums) if first in found else sums
+        found = {first: sums.to(device) for first, sums in found.items()}
+    for first, sums in found.items():
+        if not all(bool(each.isfinite().all()) for each in (sums.gram, sums.cross, sums.wanted) if each is not None):
+            raise UserError(
+                f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be fitted. Try --dtype float32, "
+                "or prune without a fit."
+            )
+    return found
+
+
+def _token_weights(outputs: Tensor) -> Tensor:
+    """1 / ||y_t||^2 for the dense outputs y_t of each token, with their bias; 0 for outputs of zero."""
+    squares = outputs.float().square().sum(1)
+    return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))
+
+
+def _updated(
+    block: _Block,
+    target: Target,
+    moments: _Moments | None,
+    update: Update,
+    mask: Tensor | None,
+    mask_of: OfTarget,
+    counts_of: OfTarget | None,
+) -> tuple[Moved, Tensor]:
+    """Update a target. Returns what became of it, and its mask, on the CPU.
+
+    Args:
+        moments: of its inputs; None if it saw no token.
+        mask: bool, shape (outputs, inputs); None: to be searched.
+    """
+    tokens = 0 if moments is None else moments.tokens
+    if moments is None or tokens < (max(1, update.min_expert_tokens) if target.layer.routed else 1):
+        return Moved(None, FitRecord(tokens=tokens)), (mask_of(target) if mask is None else mask).cpu()
+    weight = block.weight(target)
+    if not bool(weight.isfinite().all()):
+        raise UserError(f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is damaged; download it again.")
+    damping, kept_mass = update.damping_of(target.matrix.columns, tokens), None
+    gram, cross, wanted, energy = moments.gram, moments.cross, moments.wanted, moments.energy[target.name]
+    found: Solution | None = None
+    if update.search is not None:
+        counts = None if update.pattern is not None or counts_of is None else counts_of(target).to(weight.device)
+        if update.search == "sparsegpt":
+            count = None if counts is None else int(counts.sum())
+            found = sparsegpt(weight, gram, count=count, pattern=update.pattern)
+        else:
+            found = admm(weight, gram, counts=counts, pattern=update.pattern, cross=cross, wanted=wanted, damping=damping)
+        mask, total = found.mask, float(weight.abs().sum(dtype=torch.float64))
+        kept_mass = float((weight.abs() * mask).sum(dtype=torch.float64)) / total if total else 1.0
+    mask = (mask_of(target) if mask is None else mask).to(weight.device)
+    if found is None or update.refit:
+        found = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
+    dtype = torch_dtype(target.matrix.stored.dtype)
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # values beyond the dtype's range become its largest
+    stored = found.weight.clamp(-most, most).to(dtype).masked_fill_(~mask, 0).cpu()  # not -0.0
+    before, after = _errors(block, target, mask, stored, moments) or (0.0, 0.0)
+    record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
+    return Moved(stored, record, kept_mass), mask.cpu()
+
+
+def _errors(block: _Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments) -> tuple[float, float] | None:
+    """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None where all y are 0."""
+    weight, energy = block.weight(target), moments.energy[target.name]
+    total = float(energy.sum())
+    if total <= 0:
+        return None
+    masked = weight * mask.to(weight.device)
+    new = masked if moved is None else moved.to(weight.device).float()
+    errors = (output_error(each, weight, moments.gram, moments.cross, energy, moments.wanted) for each in (masked, new))
+    before, after = (max(0.0, float(each.sum()) / total) for each in errors)
+    return before, after
