@@ -5,9 +5,10 @@
 
 Half of the weights of a random matrix are removed by Wanda; the others are refitted. Inputs are the products of two
 projections of hidden states, as in an MLP, with a spectrum that falls and a few inputs that are much larger than the others.
-"refit" is the whole call, "steps" are those of its slowest row, each of them one product of the weights with the matrix of moments,
-and "product" is the time of one such product in float32. "gap" is the largest difference of a row's objective from an exact float64 solution, relative to it, over some
-rows. "moments" is the time that the sum of x x^T over the tokens takes in float32. Medians.
+"refit" is the whole call, "steps" are those of its slowest row, each of them one product of the weights with the matrix of
+moments, and "product" is the time of one such product in float32, measured in turn with it. "gap" is the largest difference of
+a row's objective from an exact float64 solution, relative to it, over some rows. "moments" is the time that the sum of x x^T
+over the tokens takes in float32. Medians.
 """
 
 import argparse

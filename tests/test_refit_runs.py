@@ -20,8 +20,8 @@ from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.pruning.output.shard_writer import ShardWriter
 from emp_llm.pruning.recipe import read_report
-from emp_llm.refit.block_refit import BlockRefit
-from emp_llm.refit.fitted_weights import FittedFiles
+from emp_llm.update import walk
+from emp_llm.update.moved import MovedWeights
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
@@ -51,14 +51,14 @@ def whole(options: dict[str, Any], tmp_path: Path) -> torture.Bytes:
 
 def stop_at_block(patch: pytest.MonkeyPatch, block: int, stop: Callable[[], None]) -> None:
     """Stop a run when it is about to keep the weights of a block."""
-    put = FittedFiles.put
+    put = MovedWeights.put
 
-    def stopping(self: FittedFiles, number: int, fitted: Any) -> None:
+    def stopping(self: MovedWeights, number: int, moved: Any) -> None:
         if number == block:
             stop()
-        put(self, number, fitted)
+        put(self, number, moved)
 
-    patch.setattr(FittedFiles, "put", stopping)
+    patch.setattr(MovedWeights, "put", stopping)
 
 
 def kill() -> None:
@@ -72,17 +72,17 @@ def killed_at_block(options: dict[str, Any], block: int) -> None:
             prune(**options)
 
 
-def count_fits(patch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by one for every block that is fitted."""
-    fits: list[int] = []
-    run = BlockRefit.run
+def count_updates(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the number of every block that is updated."""
+    updated: list[int] = []
+    run = walk._update_block
 
-    def counted(self: BlockRefit) -> Any:
-        fits.append(self._step.index)
-        return run(self)
+    def counted(block: Any, *others: Any) -> Any:
+        updated.append(block.step.index)
+        return run(block, *others)
 
-    patch.setattr(BlockRefit, "run", counted)
-    return fits
+    patch.setattr(walk, "_update_block", counted)
+    return updated
 
 
 def test_a_killed_fit_resumes(
@@ -91,9 +91,9 @@ def test_a_killed_fit_resumes(
     killed_at_block(options, 1)
     (kept,) = (tmp_path / "killed" / ".out.partial" / "fitted").iterdir()
     assert kept.name == "block-00000.safetensors"
-    fits = count_fits(monkeypatch)
+    updated = count_updates(monkeypatch)
     prune(**options)
-    assert fits == [1], "the first block was fitted before"
+    assert updated == [1], "the first block was updated before"
     assert torture.snapshot(tmp_path / "killed") == whole
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"]
     assert verify(tmp_path / "killed" / "out", source=options["model"]).differences == []
@@ -106,9 +106,9 @@ def test_a_kill_while_the_checkpoint_is_written(
         patch.setattr(ShardWriter, "end", lambda *_: kill())
         with pytest.raises(_Killed):
             prune(**options)
-    fits = count_fits(monkeypatch)
+    updated = count_updates(monkeypatch)
     prune(**options)
-    assert fits == []
+    assert updated == []
     assert torture.snapshot(tmp_path / "killed") == whole
     assert read_report(tmp_path / "killed" / "out").stages.keys() >= {"refit", "prune"}
 
@@ -118,9 +118,9 @@ def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, mon
     change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
     with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit\.damping|sparsity) \S+, .*--overwrite"):
         prune(**options | change)
-    fits = count_fits(monkeypatch)
+    updated = count_updates(monkeypatch)
     prune(**options | change, overwrite=True)
-    assert fits == [0, 1]
+    assert updated == [0, 1]
     prune(**options | change | {"output": tmp_path / "fresh" / "out"})
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "fresh")
 
@@ -147,9 +147,9 @@ def test_ctrl_c(models: Models, text: Path, tmp_path: Path, command: Run, monkey
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
     assert ".out.partial; the same command resumes from there" in done.stderr
-    fits = count_fits(monkeypatch)
+    updated = count_updates(monkeypatch)
     assert command(*line).returncode == 0
-    assert fits == [1]
+    assert updated == [1]
     assert command(*line[:-1], tmp_path / "whole" / "out").returncode == 0
     one, other = torture.snapshot(tmp_path / "killed"), torture.snapshot(tmp_path / "whole")
     assert {name: raw for name, raw in one.items() if name != "emp_report.json"} == {

@@ -20,8 +20,8 @@ from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, re
 from emp_llm.common.errors import UserError
 from emp_llm.pruning.recipe import read_report
 from emp_llm.records.run_report import RunReport
-from emp_llm.refit.refit_pass import RefitPass
 from emp_llm.reporting.fit_tables import fit_lines
+from emp_llm.update import walk
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
@@ -101,13 +101,13 @@ def test_wrong_input_in_memory(models: Models, text: Path, method: str, monkeypa
         prune_model(model, recipe, DataLoader(torch.arange(256).reshape(4, 64), batch_size=2))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=rf"^{flag} runs a model of transformers block by block; Sequential is none"):
         prune_model(nn.Sequential(nn.Linear(8, 8)), Recipe(method=method, refit=recipe.refit, targets=".*"), torch.randn(4, 8))
-    run = RefitPass.run
+    update_model = walk.update_model
 
-    def fail(self: RefitPass, *arguments: Any) -> None:
-        run(self, *arguments)
+    def fail(*arguments: Any, **options: Any) -> None:
+        update_model(*arguments, **options)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(RefitPass, "run", fail)
+    monkeypatch.setattr(walk, "update_model", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         prune_model(model, recipe, str(text), tokenizer, **GIVEN)
     assert same(state(model), before)

@@ -126,9 +126,7 @@ def _unfitted(
     return right.sub_(product), error
 
 
-def _solve(
-    gram: Tensor, scale: float, damping: float, mask: Tensor, residual: Tensor, objective: Tensor
-) -> tuple[Tensor, int]:
+def _solve(gram: Tensor, scale: float, damping: float, mask: Tensor, residual: Tensor, objective: Tensor) -> tuple[Tensor, int]:
     """Minimise x A x - 2 x b over the masked positions of each row, with A = G / scale + damping I, from x = 0.
 
     Conjugate gradients, preconditioned by the diagonal of A: a few inputs of real layers are a thousand times larger than the

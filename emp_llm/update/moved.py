@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -49,13 +50,13 @@ class _BlockFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.weights = safe_open(path, framework="pt")
-            self.about = msgspec.json.decode(self.weights.metadata()[_KEY], type=dict[str, _About])
+            weights: Any = safe_open(path, framework="pt")
+            self.about = msgspec.json.decode(weights.metadata()[_KEY], type=dict[str, _About])
         except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
             raise UserError(
                 f"{path}: the fitted weights cannot be read ({reason(error)}). Delete {path.parents[1]}."
             ) from error
-        self.names = frozenset(self.weights.keys())
+        self.weights, self.names = weights, frozenset(weights.keys())
 
 
 class MovedWeights:

@@ -184,7 +184,8 @@ class _Block:
                     output = self.step.output(number, self.pruned)
             else:
                 output = self.step.output(number, self.dense)
-        return *({name: torch.cat(parts) for name, parts in each.items()} for each in (inputs, outputs)), output
+        joined = [{name: torch.cat(parts) for name, parts in each.items()} for each in (inputs, outputs)]
+        return joined[0], joined[1], output
 
 
 class _AllSeen(Exception):
