@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows, workspace_bytes
 from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.update.update import damping_for
@@ -234,6 +235,25 @@ def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = refit_rows(weight, mask, gram)
     assert workspace_bytes(300, 24) < more
     torch.testing.assert_close(whole.weight, chunks.weight, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-21, 1e-19, 1e15])
+def test_moments_of_any_size(scale: float) -> None:
+    """Also those that float32 holds as subnormal numbers, as behind a norm whose weights are tiny."""
+    weight, mask = layer(6, 24)
+    x = inputs_of("plain", 24)
+    fitted = [refit_rows(weight, mask, moments(scale * x)).weight for scale in (1.0, scale)]
+    torch.testing.assert_close(fitted[0], fitted[1], rtol=0, atol=1e-2)
+    assert not torch.equal(fitted[0], weight * mask)
+
+
+def test_products_beyond_float32() -> None:
+    weight, mask = layer(6, 24)
+    gram = moments(1e15 * inputs_of("plain", 24))
+    with pytest.raises(NonFiniteError, match="their products go beyond float32"):
+        admm(1e18 * weight, gram, counts=mask.sum(1))
+    with pytest.raises(NonFiniteError, match="their products go beyond float32"):
+        refit_rows(1e20 * weight, mask, gram / 1e30)
 
 
 @pytest.mark.parametrize("name", ["weight", "gram", "cross"])

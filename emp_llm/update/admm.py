@@ -20,7 +20,15 @@ from torch import Tensor
 
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, pattern_mask
-from emp_llm.update.least_squares import Solution, check_moments, check_pattern, full_float32, right_side, workspace_bytes
+from emp_llm.update.least_squares import (
+    Solution,
+    check_finite,
+    check_moments,
+    check_pattern,
+    full_float32,
+    right_side,
+    workspace_bytes,
+)
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
@@ -51,7 +59,8 @@ def admm(
 
     Raises:
         ValueError: shapes do not fit; or not exactly one of counts and pattern is given; or a value is out of range.
-        NonFiniteError: an argument holds NaN or infinity, or `gram` is no matrix of second moments.
+        NonFiniteError: an argument holds NaN or infinity, or values too large for their products, or `gram` is no matrix of
+            second moments.
     """
     check_moments(weight, gram, cross, wanted, damping)
     if not damping > 0:
@@ -84,7 +93,8 @@ def admm(
                 point.mul_(penalty).add_(right)
                 point = torch.cholesky_solve(point.T, factor).T
             before = penalty
-        return Solution(kept.div_(root), mask, damping)
+        check_finite(kept.div_(root))
+        return Solution(kept, mask, damping)
 
 
 def admm_workspace_bytes(outputs: int, inputs: int) -> int:

@@ -22,7 +22,7 @@ from emp_llm.selection.arithmetic.definitions import NonFiniteError
 _CHUNK = 1 << 24  # numbers in a chunk of rows
 _BUFFERS = 8  # of a chunk, in memory at a time
 _LEAST_ROWS = 256  # of a chunk: fewer make a product with a large matrix slow
-_SMALL = 1e-5  # a row is solved after a step that lowers F by no more than this share
+_SMALL = 5e-6  # a row is solved after a step that lowers F by no more than this share
 _ROUNDING = 1e-7  # or by this share of F before the first step, which float32 does not see
 _MOST_STEPS = 200
 _MOST_RAISES = 12
@@ -58,7 +58,7 @@ def refit_rows(
 ) -> Solution:
     """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
 
-    The result is deterministic and never NaN. If the matrix is not positive definite to float32, the damping is raised tenfold
+    The result is deterministic. If the matrix is not positive definite to float32, the damping is raised tenfold
     until it is.
 
     Args:
@@ -73,7 +73,7 @@ def refit_rows(
 
     Raises:
         ValueError: shapes do not fit, or the damping is negative.
-        NonFiniteError: weight, gram, cross or wanted holds NaN or infinity.
+        NonFiniteError: weight, gram, cross or wanted holds NaN or infinity, or values too large for their products.
     """
     if mask.shape != weight.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool of shape {tuple(weight.shape)}, got {mask.dtype} {tuple(mask.shape)}")
@@ -83,28 +83,26 @@ def refit_rows(
     fitted, most = (weight * mask).float(), 0
     scale = float(gram.diagonal().double().mean())
     with full_float32(), torch.no_grad():
-        raised = _definite(gram, scale, damping) if scale > 0 else None
-        if raised is None:
-            return Solution(fitted, mask, damping)
-        for rows in _chunks(*weight.shape):
+        system, damping = _definite_system(gram, scale, damping)
+        for rows in _chunks(*weight.shape) if system is not None else ():
             kept = mask[rows].float()
             residual, error = _unfitted(weight[rows].float(), fitted[rows], gram, cross, wanted, energy, rows)
-            residual.div_(scale).mul_(kept)
-            change, steps = _solve(gram, scale, raised, kept, residual, error / scale)
+            change, steps = _solve(system, kept, residual.div_(scale).mul_(kept), error / scale)
             fitted[rows] += change
             most = max(most, steps)
-    return Solution(fitted, mask, raised, most)
+    check_finite(fitted)
+    return Solution(fitted, mask, damping, most)
 
 
-def _definite(gram: Tensor, scale: float, damping: float) -> float | None:
-    """The damping with which G / scale + damping I is positive definite to float32; None if that takes more than 12 raises."""
-    system = torch.empty_like(gram)
-    for _ in range(_MOST_RAISES):
-        torch.div(gram, scale, out=system).diagonal().add_(damping)
+def _definite_system(gram: Tensor, scale: float, damping: float) -> tuple[Tensor | None, float]:
+    """A = G / scale + damping I, with a damping that makes it positive definite to float32; None if none of twelve does."""
+    for _ in range(_MOST_RAISES if scale > 0 else 0):
+        system = gram / scale
+        system.diagonal().add_(damping)
         if not int(torch.linalg.cholesky_ex(system).info):
-            return damping
+            return system, damping
         damping = max(10 * damping, _FIRST_RAISE)
-    return None
+    return None, damping
 
 
 def _unfitted(
@@ -126,21 +124,20 @@ def _unfitted(
     return right.sub_(product), error
 
 
-def _solve(gram: Tensor, scale: float, damping: float, mask: Tensor, residual: Tensor, objective: Tensor) -> tuple[Tensor, int]:
-    """Minimise x A x - 2 x b over the masked positions of each row, with A = G / scale + damping I, from x = 0.
+def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) -> tuple[Tensor, int]:
+    """Minimise x A x - 2 x b over the masked positions of each row, from x = 0.
 
     Conjugate gradients, preconditioned by the diagonal of A: a few inputs of real layers are a thousand times larger than the
     others. `residual` is b, zero outside of the mask; `objective` the value at x = 0 with its constant, never negative. Both
     are overwritten. Returns x and the number of steps.
     """
-    diagonal = gram.diagonal() / scale + damping
-    inverse = torch.where(diagonal > 0, 1 / diagonal, 0)
+    inverse = system.diagonal().reciprocal()
     change, product, least, step = torch.zeros_like(residual), torch.empty_like(residual), _ROUNDING * objective, 0
     direction = residual * inverse
     descent = torch.linalg.vecdot(residual, direction)
     moving = descent > 0  # rows that are not solved
     while step < _MOST_STEPS and bool(moving.any()):
-        torch.addmm(direction, direction, gram, beta=damping, alpha=1 / scale, out=product).mul_(mask)
+        torch.mm(direction, system, out=product).mul_(mask)
         curvature = torch.linalg.vecdot(direction, product)
         length = torch.where(moving & (curvature > 0), descent / curvature, 0)
         change.addcmul_(direction, length[:, None])
@@ -209,6 +206,12 @@ def check_moments(weight: Tensor, gram: Tensor, cross: Tensor | None, wanted: Te
         # The float64 sum is finite if and only if all values are. One pass, without a copy.
         if values is not None and not bool(values.sum(dtype=torch.float64).isfinite()):
             raise NonFiniteError(f"{name} holds NaN or infinity")
+
+
+def check_finite(weight: Tensor) -> None:
+    """Raise NonFiniteError if a solver's weights hold NaN or infinity: a product went beyond float32."""
+    if not bool(weight.isfinite().all()):
+        raise NonFiniteError("weight and gram are too large: their products go beyond float32")
 
 
 def check_pattern(pattern: tuple[int, int], inputs: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.selection.arithmetic.masks import largest_mask, order_keys, pattern_mask
-from emp_llm.update.least_squares import Solution, check_moments, check_pattern, full_float32
+from emp_llm.update.least_squares import Solution, check_finite, check_moments, check_pattern, full_float32
 
 _BLOCK = 128  # columns of a block
 _MOST_RAISES = 12
@@ -75,6 +75,7 @@ def sparsegpt(
                 mask[:, here] = largest_mask(scores, torch.tensor([kept], device=weight.device)).reshape(outputs, -1)
             errors = _prune_block(weight[:, here], mask[:, here], factor[here, here], pattern)
             weight[:, end:].addmm_(errors, factor[here, end:], alpha=-1)
+    check_finite(weight)
     return Solution(weight, mask, damping)
 
 

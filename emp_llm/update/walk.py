@@ -26,6 +26,7 @@ from emp_llm.execution.hidden_states import HiddenStates
 from emp_llm.execution.layer_hooks import layer_hooks
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
+from emp_llm.selection.arithmetic.definitions import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import Solution, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
@@ -470,18 +471,22 @@ def _updated(
     damping, kept_mass = update.damping_of(target.matrix.columns, tokens), None
     gram, cross, wanted, energy = moments.gram, moments.cross, moments.wanted, moments.energy[target.name]
     found: Solution | None = None
-    if update.search is not None:
-        counts = None if update.pattern is not None or counts_of is None else counts_of(target).to(weight.device)
-        if update.search == "sparsegpt":
-            count = None if counts is None else int(counts.sum())
-            found = sparsegpt(weight, gram, count=count, pattern=update.pattern)
-        else:
-            found = admm(weight, gram, counts=counts, pattern=update.pattern, cross=cross, wanted=wanted, damping=damping)
-        mask, total = found.mask, float(weight.abs().sum(dtype=torch.float64))
-        kept_mass = float((weight.abs() * mask).sum(dtype=torch.float64)) / total if total else 1.0
-    mask = (mask_of(target) if mask is None else mask).to(weight.device)
-    if found is None or update.refit:
-        found = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
+    try:
+        if update.search is not None:
+            counts = None if update.pattern is not None or counts_of is None else counts_of(target).to(weight.device)
+            if update.search == "sparsegpt":
+                count = None if counts is None else int(counts.sum())
+                found = sparsegpt(weight, gram, count=count, pattern=update.pattern)
+            else:
+                aim = {"cross": cross, "wanted": wanted}
+                found = admm(weight, gram, counts=counts, pattern=update.pattern, damping=damping, **aim)
+            mask, total = found.mask, float(weight.abs().sum(dtype=torch.float64))
+            kept_mass = float((weight.abs() * mask).sum(dtype=torch.float64)) / total if total else 1.0
+        mask = (mask_of(target) if mask is None else mask).to(weight.device)
+        if found is None or update.refit:
+            found = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
+    except NonFiniteError as error:
+        raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or prune without a fit.") from error
     dtype = torch_dtype(target.matrix.stored.dtype)
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # values beyond the dtype's range become its largest
     stored = found.weight.clamp(-most, most).to(dtype).masked_fill_(~mask, 0).cpu()  # not -0.0
