@@ -224,6 +224,53 @@ class _Level:
         yield part
 
 
+def _update_block(
+    block: _Block,
+    update: Update,
+    seen: Sequence[int],
+    held_out: Sequence[int],
+    mask_of: OfTarget,
+    counts_of: OfTarget | None,
+) -> dict[str, Moved]:
+    """Update the targets of a block, and return what became of them, by name.
+
+    Args:
+        seen, held_out: numbers of the batches that the weights are fitted to, and of those that only measure the error.
+    """
+    masks: dict[str, Tensor] = {}
+    if update.search is None:  # a level sees the block with all its masks
+        masks = {target.name: mask_of(target) for target in block.targets}
+        for target in block.targets:
+            block.change(target, masks[target.name], None)
+    levels = _levels(block, seen[0], update)
+    called = {target.name for level in levels for target in level.targets}
+    found: dict[str, Moved] = {}
+    for target in block.targets:
+        if target.name not in called:  # the block uses the weight without calling the layer
+            found[target.name] = Moved(None, FitRecord(tokens=0))
+            if update.search is not None:
+                block.change(target, mask_of(target), None)
+    for part in (part for level in levels for part in level.parts()):
+        moments = _moments(block, part, seen, update)
+        pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
+        mine = {
+            target.name: _updated(block, target, each, update, masks.get(target.name), mask_of, counts_of)
+            for target, each in ranks().part(pairs)
+        }
+        results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
+        for target in part.targets:
+            found[target.name], mask = results[target.name]
+            block.change(target, mask, found[target.name].weight)
+        del moments, pairs
+        moments = _moments(block, part, held_out, update)
+        for first, targets in part.inputs.items():
+            for target in targets if first in moments else ():
+                record = found[target.name].record
+                errors = _errors(block, target, results[target.name][1], found[target.name].weight, moments[first])
+                record.held_out_before, record.held_out_after = errors or (None, None)
+    return found
+
+
 def _levels(block: _Block, number: int, update: Update) -> list[_Level]:
     """The levels of a block in the order of their calls, found by running a batch through it."""
     by_name = {target.name: target for target in block.targets}
@@ -297,53 +344,6 @@ def _is_added(block: _Block, level: _Level, number: int) -> bool:
         handle.remove()
     difference = after.float() - before.float() - change.float()
     return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
-
-
-def _update_block(
-    block: _Block,
-    update: Update,
-    seen: Sequence[int],
-    held_out: Sequence[int],
-    mask_of: OfTarget,
-    counts_of: OfTarget | None,
-) -> dict[str, Moved]:
-    """Update the targets of a block, and return what became of them, by name.
-
-    Args:
-        seen, held_out: numbers of the batches that the weights are fitted to, and of those that only measure the error.
-    """
-    masks: dict[str, Tensor] = {}
-    if update.search is None:  # a level sees the block with all its masks
-        masks = {target.name: mask_of(target) for target in block.targets}
-        for target in block.targets:
-            block.change(target, masks[target.name], None)
-    levels = _levels(block, seen[0], update)
-    called = {target.name for level in levels for target in level.targets}
-    found: dict[str, Moved] = {}
-    for target in block.targets:
-        if target.name not in called:  # the block uses the weight without calling the layer
-            found[target.name] = Moved(None, FitRecord(tokens=0))
-            if update.search is not None:
-                block.change(target, mask_of(target), None)
-    for part in (part for level in levels for part in level.parts()):
-        moments = _moments(block, part, seen, update)
-        pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
-        mine = {
-            target.name: _updated(block, target, each, update, masks.get(target.name), mask_of, counts_of)
-            for target, each in ranks().part(pairs)
-        }
-        results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
-        for target in part.targets:
-            found[target.name], mask = results[target.name]
-            block.change(target, mask, found[target.name].weight)
-        del moments, pairs
-        moments = _moments(block, part, held_out, update)
-        for first, targets in part.inputs.items():
-            for target in targets if first in moments else ():
-                record = found[target.name].record
-                errors = _errors(block, target, results[target.name][1], found[target.name].weight, moments[first])
-                record.held_out_before, record.held_out_after = errors or (None, None)
-    return found
 
 
 @dataclass
