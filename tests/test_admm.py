@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reconstruction import KINDS, inputs_of, layer, moments
+from test_solvers import KINDS, inputs_of, layer, moments
 from torch import Tensor
 
 from emp_llm.selection.arithmetic.definitions import NonFiniteError

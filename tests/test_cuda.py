@@ -14,7 +14,7 @@ from kernel_cases import DTYPES, weights
 from safetensors.torch import load_file
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
-from test_reconstruction import inputs_of, layer, moments, objective
+from test_solvers import inputs_of, layer, moments, objective
 
 from emp_llm import Recipe, effective_mask, prune_model
 from emp_llm.calibrate import calibrate

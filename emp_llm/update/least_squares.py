@@ -84,7 +84,9 @@ def refit_rows(
     scale = float(gram.diagonal().double().mean())
     with full_float32(), torch.no_grad():
         system, damping = _definite_system(gram, scale, damping)
-        for rows in _chunks(*weight.shape) if system is not None else ():
+        if system is None:
+            return Solution(fitted, mask, damping)
+        for rows in _chunks(*weight.shape):
             kept = mask[rows].float()
             residual, error = _unfitted(weight[rows].float(), fitted[rows], gram, cross, wanted, energy, rows)
             change, steps = _solve(system, kept, residual.div_(scale).mul_(kept), error / scale)
