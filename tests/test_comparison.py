@@ -8,10 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, paired_error_of_losses, signed
 from emp_llm.evaluation.comparison import compare
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
-from emp_llm.evaluation.measured_values import Value, values_of
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results
+from emp_llm.evaluation.values import (
+    Change,
+    Value,
+    change_between,
+    change_of,
+    change_text,
+    paired_error_of_losses,
+    signed,
+    values_of,
+)
 from emp_llm.records.evaluation import AnswersRecord, Measures, packed_answers
 from emp_llm.records.results import Results
 

@@ -8,7 +8,7 @@ from emp_llm.cluster.collecting.study_status import StudyStatus
 from emp_llm.cluster.plan_file import Job
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results, models_of_report
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results, models_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results

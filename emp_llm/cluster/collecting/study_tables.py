@@ -3,10 +3,19 @@
 from emp_llm.cluster.collecting.study_results import StudyModel, StudyResults, StudyRow
 from emp_llm.common.errors import count_of, printable
 from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
-from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, signed
-from emp_llm.evaluation.comparison import change_notes
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent, value_cell, values_of
-from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.evaluation.comparison import PublishedRow, change_notes, published_row
+from emp_llm.evaluation.values import (
+    Change,
+    Value,
+    change_between,
+    change_of,
+    change_text,
+    formatted,
+    in_percent,
+    signed,
+    value_cell,
+    values_of,
+)
 from emp_llm.reporting.studies.study import short_model_name
 
 _PROTOCOL = "† by another protocol than lm-eval's: compare the changes from the dense model, not the values"
