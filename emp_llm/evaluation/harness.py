@@ -175,7 +175,7 @@ class Harness:
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
     """The parts of lm-eval's report that a results file keeps."""
-    kept: dict[str, Any] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
+    kept: dict[str, Any] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
     kept = json.loads(json.dumps(kept | {"groups": sorted(found.get("groups", {}))}, default=str))
     for metrics in kept["results"].values():
         for key, value in metrics.items():

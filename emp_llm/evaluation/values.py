@@ -11,6 +11,8 @@ from typing import Any
 
 from emp_llm.records.evaluation import Measures, TaskRecord
 
+_ACCURACIES = ("acc", "acc_norm")  # shares in any file, whose names need no "%"
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -87,8 +89,8 @@ def _mean(accuracies: list[Value]) -> Value:
 
 
 def in_percent(name: str) -> bool:
-    """Whether a measure is an accuracy: shown in percent, with changes in points."""
-    return name.startswith("mean acc of ") or any(_is_accuracy(word) for word in name.split(" ")[1:])
+    """Whether a measure is an accuracy or another share of the examples: shown in percent, with changes in points."""
+    return name.startswith("mean acc of ") or any(word in (*_ACCURACIES, "%") for word in name.split(" ")[1:])
 
 
 def formatted(value: float, digits: int = 3) -> str:
@@ -106,7 +108,11 @@ def value_cell(name: str, value: Value | None) -> str:
 
 
 def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
-    """The rows of one task of a suite; a group has its own row if it reports one, else the rows of its members."""
+    """The rows of one task of a suite; a group has its own row if it reports one, else the rows of its members.
+
+    A metric of which more is better, with a standard error and a value between 0 and 1, is a share of the examples, such as
+    exact_match, f1 or pass@1: its name ends with "%".
+    """
     shown = {task: record.results[task]} if _metrics(record.results.get(task, {})) else record.results
     values = {}
     for name, metrics in shown.items():
@@ -115,9 +121,13 @@ def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
         for key in _metrics(metrics):
             metric, _, kind = key.partition(",")
             stderr = metrics.get(f"{metric}_stderr,{kind}")
-            scale = 100 if _is_accuracy(metric) else 1
-            error = scale * stderr if isinstance(stderr, float) and math.isfinite(stderr) else None
-            label = f"{name} {metric}" + (f" ({kind})" if kind != "none" else "")
+            stderr = stderr if isinstance(stderr, float) and math.isfinite(stderr) else None
+            better = record.higher_is_better.get(name, {}).get(metric)
+            share = better is True and stderr is not None and 0 <= (metrics[key] or 0) <= 1
+            scale = 100 if share or metric in _ACCURACIES else 1
+            error = None if stderr is None else scale * stderr
+            label = f"{name} {metric}{' %' if share and metric not in _ACCURACIES else ''}"
+            label += f" ({kind})" if kind != "none" else ""
             number = math.inf if metrics[key] is None else scale * metrics[key]
             values[label] = Value(number, error, partial, _answers(record, name, name == task, key, number / scale))
     return values
@@ -151,12 +161,8 @@ def _metrics(metrics: dict[str, Any]) -> list[str]:
         and not key.partition(",")[0].endswith("_stderr")
         and (isinstance(value, int | float) or (value is None and "perplexity" in key))
     ]
-    accuracies = [key for key in keys if _is_accuracy(key.partition(",")[0])]
+    accuracies = [key for key in keys if key.partition(",")[0] in _ACCURACIES]
     return accuracies if any(key.startswith("acc,") for key in keys) else keys
-
-
-def _is_accuracy(metric: str) -> bool:
-    return metric in ("acc", "acc_norm")
 
 
 # Changes.
