@@ -7,9 +7,9 @@ import pytest
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.results_file import read_results
-from emp_llm.pruning.writing import read_manifest
+from emp_llm.evaluation.results import read_results
 from emp_llm.pruning.counts import read_report
+from emp_llm.pruning.writing import read_manifest
 from emp_llm.push import push
 from emp_llm.records.base import read_record
 from emp_llm.records.measure import Measure
