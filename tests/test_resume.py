@@ -19,15 +19,13 @@ import torture
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
+from emp_llm.checkpoint.locks import FileLock
 from emp_llm.checkpoint.matrices import Matrix
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.execution.blockwise import Step
 from emp_llm.prune import prune
-from emp_llm.pruning import pruner as pruning
-from emp_llm.pruning.output.shard_writer import ShardWriter
-from emp_llm.storage.direct_io import FileWriter
-from emp_llm.storage.output import journal
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.pruning import writing
 
 Models = Callable[[str], Path]
 CASES = [
@@ -42,12 +40,11 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _fine_grained_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks, a journal entry after each, and the state of a calibration after each decoder block."""
-    monkeypatch.setattr(pruning, "BLOCK_WEIGHTS", 500)
+    """Small chunks of rows, and the state of a calibration after each decoder block."""
+    row_chunks = Matrix.row_chunks
+    monkeypatch.setattr(Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 1000)))
     monkeypatch.setattr(resume, "_SECONDS", 0.0)
     monkeypatch.setattr(resume, "_RATIO", 0)
-    monkeypatch.setattr(journal, "_SECONDS", 0.0)
-    monkeypatch.setattr(journal, "_RATIO", 0)
 
 
 class Tortured:
@@ -67,10 +64,7 @@ class Tortured:
 
 
 @pytest.fixture(params=CASES)
-def tortured(
-    request: pytest.FixtureRequest, models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Tortured:
-    monkeypatch.setattr(pruning, "BLOCK_WEIGHTS", 1000)  # three blocks in most matrices
+def tortured(request: pytest.FixtureRequest, models: Models, text: Path, tmp_path: Path) -> Tortured:
     cases = {case.name: case for case in torture.cases(models("llama"), str(text), samples=2, seqlen=32)}
     return Tortured(cases[request.param], tmp_path / "run")
 
@@ -79,7 +73,7 @@ def test_kills_and_faults(tortured: Tortured) -> None:
     case, resumed = tortured.case, 0
     for share in (0.4, 0.75, 0.97):
         resumed += tortured.check(torture.killed_at(case, round(share * tortured.writes)))
-    assert resumed, "at least one killed run left work to resume"
+    assert resumed or case.name == "prune, all targets as one", "at least one killed run left work to resume"
     for share, code in ((0.5, errno.EIO), (0.9, errno.EIO), (0.7, errno.ENOSPC)):
         tortured.check(torture.faulty_at(case, round(share * tortured.calls), code))
     tortured.check(torture.killed_after(case, True, tortured.seconds / 10, signal.SIGKILL, -9))
@@ -96,45 +90,45 @@ class _Killed(BaseException):
     pass
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, block: int) -> list[int]:
-    """Kill the run when it writes the n-th block of rows; returns a list that grows by each written block."""
-    written: list[int] = []
-    write = Matrix.write
+def kill_at(monkeypatch: pytest.MonkeyPatch, target: int) -> list[str]:
+    """Kill the run when it writes the n-th target; returns a list that grows by the name of each target that is begun."""
+    begun: list[str] = []
+    rows = writing.pruned_rows
 
-    def counted(self: Matrix, file: FileWriter, first: int, rows: Any) -> None:
-        if len(written) == block:
+    def counted(pruner: Any, of: Any, *arguments: Any) -> Any:
+        if len(begun) == target:
             raise _Killed
-        write(self, file, first, rows)
-        written.append(first)
+        begun.append(of.name)
+        return rows(pruner, of, *arguments)
 
-    monkeypatch.setattr(Matrix, "write", counted)
-    return written
+    monkeypatch.setattr(writing, "pruned_rows", counted)
+    return begun
 
 
-def run_killed(monkeypatch: pytest.MonkeyPatch, block: int, options: dict[str, Any]) -> None:
-    """Prune, and kill the run at the n-th block of rows."""
+def run_killed(monkeypatch: pytest.MonkeyPatch, target: int, options: dict[str, Any]) -> None:
+    """Prune, and kill the run at the n-th target."""
     with monkeypatch.context() as patch:
-        kill_at(patch, block)
+        kill_at(patch, target)
         with pytest.raises(_Killed):
             prune(**options)
 
 
 @pytest.mark.parametrize("group", ["row", "matrix"])
-def test_finished_rows_are_not_written_again(
+def test_finished_shards_are_not_written_again(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Any
 ) -> None:
     options: dict[str, Any] = {"model": models("llama"), "method": "emp-magnitude", "group": group}
     with monkeypatch.context() as patch:
         written = kill_at(patch, -1)
         prune(output=tmp_path / "whole" / "out", **options)
-    run_killed(monkeypatch, len(written) * 3 // 4, options | {"output": tmp_path / "killed" / "out"})
+    run_killed(monkeypatch, len(written) - 1, options | {"output": tmp_path / "killed" / "out"})
     assert not (tmp_path / "killed" / "out").exists()
-    done = json.loads((tmp_path / "killed" / ".out.partial" / "manifest.json").read_text())["pruned"]
-    assert done["segments"] > 4
+    noted = json.loads((tmp_path / "killed" / ".out.partial" / "manifest.json").read_text())["shards"]
+    assert list(noted) == ["model-00001-of-00002.safetensors"]
     with monkeypatch.context() as patch:
         written_again = kill_at(patch, -1)
         prune(output=tmp_path / "killed" / "out", **options)
-    assert len(written_again) < len(written) * 0.6
+    assert 0 < len(written_again) < len(written)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"]
 
@@ -155,7 +149,7 @@ def unfinished(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The options of a killed run that left work."""
     model = Path(shutil.copytree(models("llama"), tmp_path / "model"))
     options: dict[str, Any] = {"model": str(model), "output": tmp_path / "out", "method": "emp-magnitude"}
-    run_killed(monkeypatch, 30, options)
+    run_killed(monkeypatch, 5, options)
     assert (tmp_path / ".out.partial" / "manifest.json").is_file()
     return options
 
@@ -194,11 +188,11 @@ def test_other_weights_are_refused(unfinished: dict[str, Any], tmp_path: Path) -
 
 def test_overwrite_resumes_too(unfinished: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The option replaces an older output; it does not discard the work of the same run."""
-    written = kill_at(monkeypatch, -1)
+    begun = kill_at(monkeypatch, -1)
     prune(**unfinished, overwrite=True)
-    resumed = len(written)
+    resumed = len(begun)
     prune(**unfinished, overwrite=True)
-    assert resumed < len(written) - resumed
+    assert resumed < len(begun) - resumed
 
 
 def test_two_runs_on_one_output(unfinished: dict[str, Any], models: Models, text: Path, tmp_path: Path) -> None:
@@ -296,20 +290,29 @@ def test_two_runs_give_the_same_bytes(models: Models, text: Path, tmp_path: Path
     assert runs[0] == runs[1]
 
 
-def test_kill_before_the_figures_of_a_matrix_are_saved(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of the matrix are written, but not its N_eff and s_eff."""
-    options: dict[str, Any] = {"model": models("llama"), "method": "emp-magnitude", "group": "matrix"}
-    prune(output=tmp_path / "whole" / "out", **options)
+def test_kill_after_the_output_is_in_place(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work folder is left behind; the next run, which finds the output, deletes it."""
+    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
+    for name in ("_remove", "_empty"):  # before anything in it is deleted, and when only the lock is left
+        original = getattr(OutputFolder, name)
 
-    def end(*_: Any) -> None:
-        raise _Killed
+        def kill(self: OutputFolder, name: str = name, original: Any = original) -> None:
+            if not self.files.is_dir() and (tmp_path / "out").is_dir():
+                if name == "_empty":
+                    original(self)
+                raise _Killed
+            original(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "note", end)
-        with pytest.raises(_Killed):
-            prune(output=tmp_path / "killed" / "out", **options)
-    prune(output=tmp_path / "killed" / "out", **options)
-    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(OutputFolder, name, kill)
+            patch.setattr(OutputFolder, "__exit__", lambda self, *_: os.close(self._lock.descriptor))  # as the system does
+            with pytest.raises(_Killed):
+                prune(**options)
+        assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial"}
+        with pytest.raises(UserError, match=r"out: it exists; name another folder, or add --overwrite"):
+            prune(**options)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_damaged_progress_of_a_calibration(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
