@@ -90,7 +90,7 @@ def run(
 def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
     from emp_llm.common.errors import UserError
-    from emp_llm.lifelines.peer import RankLost
+    from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
@@ -98,9 +98,9 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         # On a scheduler's SIGTERM, incomplete files are deleted as on Ctrl-C.
         signal.signal(signal.SIGTERM, _terminate)
         _set_up_logging(mark, rank)
-        work(rank)
+        with rank_losses():
+            work(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
-        _leave(0)
     except UserError as error:
         _fail(2, mark, f"error: {error}")
     except RankLost as loss:
@@ -110,30 +110,17 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     except _Terminated:
         _fail(143, mark, "terminated by SIGTERM; no incomplete output is left.")
     except BaseException as error:
-        _leave(1, f"{type(error).__name__}: {error}")
+        tell_ranks(1, f"{type(error).__name__}: {error}")
         raise
 
 
 def _fail(code: int, mark: str, message: str) -> NoReturn:
-    """Print why this rank ends, tell the others and the launcher, and exit."""
+    """Print why this rank ends, tell the others, and exit."""
+    from emp_llm.common.ranks import tell_ranks
+
     print(f"{mark}{message}", file=sys.stderr)
-    _leave(code, message.removeprefix("error: "))
+    tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
-
-
-def _leave(code: int, message: str = "") -> None:
-    """Tell the launcher and the other ranks that this one ends."""
-    if _is_rank():
-        from emp_llm.lifelines.lifeline import lifeline, tell_launcher
-
-        if message:
-            tell_launcher(message)
-        if (line := lifeline()) is not None:
-            line.leave(code, message)
-
-
-def _is_rank() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
@@ -158,6 +145,12 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     if not values:  # --help was shown
         sys.exit(0)
     return values
+
+
+def options_of(name: str, words: list[str]) -> Any:
+    """The options of a command by its name, parsed from the words of a command line, and not checked yet."""
+    command = getattr(import_module(f"emp_llm.{name}"), name)
+    return command.options(**parse(command, words, f"emp-llm {name}"))
 
 
 def help_of(command: Callable[..., Any]) -> str:
@@ -251,9 +244,4 @@ def _hide_bars_of_libraries() -> None:
 def _terminate(*_: object) -> None:
     """End in good order, on the first SIGTERM: a scheduler and torchrun may both send it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if _is_rank():
-        from emp_llm.lifelines.lifeline import lifeline
-
-        if (line := lifeline()) is not None:
-            line.end()
     raise _Terminated

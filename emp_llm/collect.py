@@ -1,17 +1,59 @@
 """`emp-llm collect`: the finished results of a study -> tables and a report."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 from emp_llm.cli import callable_module, run
+from emp_llm.common.errors import UserError, quotable, shortened_list
 from emp_llm.options.base import takes
-from emp_llm.options.jobs.studies import CollectOptions
+from emp_llm.options.jobs import CollectOptions
+from emp_llm.records.base import FileRecord
 
-if TYPE_CHECKING:
-    from emp_llm.cluster.collecting.collect_study import CollectSummary
+_SUMMARY = "collected.json"
+_RUNS_IN_DETAIL = 200
+_PATIENCE = 120.0  # seconds to wait for another collector
+
+
+class Collected(FileRecord, kw_only=True, omit_defaults=False):
+    """What was collected of a study.
+
+    Attributes:
+        done, jobs: numbers of jobs.
+        details: whether the report shows the matrices of the runs; it does not if there are too many.
+        missing: ids of the jobs that are not done, with their status.
+        unreadable: sentences about outputs that cannot be read.
+        files: names of the files beside this one.
+    """
+
+    KIND = "collection"
+    VERSION = 1
+
+    done: int
+    jobs: int
+    details: bool
+    missing: dict[str, str]
+    unreadable: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class CollectSummary:
+    """Collected results.
+
+    Attributes:
+        output: their folder.
+        record: content of collected.json.
+        page: the tables as Markdown; text: for a terminal.
+    """
+
+    output: Path
+    record: Collected
+    page: str
+    text: str
 
 
 @takes(CollectOptions)
-def collect(options: CollectOptions) -> "CollectSummary":
+def collect(options: CollectOptions) -> CollectSummary:
     """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV, and the HTML report.
 
     It may run at any time, also while jobs write. Tables of a part of the study say what is missing. The same results give the
@@ -19,16 +61,62 @@ def collect(options: CollectOptions) -> "CollectSummary":
 
     Returns the tables, and what is missing.
     """
-    from emp_llm.cluster.collecting.collect_study import collect_study
+    from emp_llm.checkpoint.locks import FileLock
+    from emp_llm.checkpoint.output import check_folder, write_folder
+    from emp_llm.cluster.collecting import job_views, study_csv, study_markdown, study_results, study_text
 
-    return collect_study(options)
+    output, views = options.output or options.study / "tables", job_views(options.study)
+    foreign = next((view.message for view in views if view.status == "foreign"), None)
+    if foreign is not None:
+        raise UserError(foreign)
+    check_folder(output, True, _SUMMARY)
+    results = study_results(views)
+    missing = {view.job.id: view for view in views if view.status != "done"}
+    lines = [
+        f"{name}: {view.status}" + (f": {quotable(view.message)}" if view.message else "") for name, view in missing.items()
+    ]
+    page = study_markdown(results, len(views) - len(missing), len(views), lines)
+    files = {"tables.md": page.encode(), "tables.csv": study_csv(results).encode()}
+    details = len(results.runs) <= _RUNS_IN_DETAIL
+    paths = [*(results.runs if details else []), *results.outputs]
+    if paths:
+        from emp_llm.reporting.report_folder import report_content
+
+        report = report_content(paths, f"Study {options.study.resolve().name}", not options.no_plots)
+        files |= {f"report/{name}": content for name, content in report.files.items()}
+    record = Collected(
+        done=len(views) - len(missing),
+        jobs=len(views),
+        details=details,
+        missing={name: view.status for name, view in missing.items()},
+        unreadable=results.unreadable,
+        files=sorted(files),
+    )
+    files[_SUMMARY] = record.encoded()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.parent / f".{output.name}.lock", str(output))
+    lock.acquire(_PATIENCE)  # another collector may write the folder at this moment
+    try:
+        write_folder(output, files, True, _SUMMARY)
+    finally:
+        lock.release()
+    return CollectSummary(output, record, page, study_text(results))
 
 
-def show(summary: "CollectSummary") -> None:
+def show(summary: CollectSummary) -> None:
     """Print the tables and their location."""
-    from emp_llm.cluster.collecting.collect_study import collected_words
-
-    print(collected_words(summary))
+    record = summary.record
+    print(summary.text)
+    for sentence in record.unreadable:
+        print(f"warning: unreadable, so left out: {quotable(sentence)}")
+    if not record.details:
+        print(f"the report leaves out the matrices of more than {_RUNS_IN_DETAIL} runs; emp-llm report shows those you name")
+    if record.missing:
+        names = shortened_list([f"{name} ({status})" for name, status in record.missing.items()], 6)
+        print(f"partial: {names} {'is' if len(record.missing) == 1 else 'are'} missing")
+    report = summary.output / "report" / "report.html"
+    where = f"; open {report}" if "report/report.html" in record.files else ""
+    print(f"{record.done:,} of {record.jobs:,} jobs collected in {summary.output}{where}")
 
 
 callable_module(__name__)

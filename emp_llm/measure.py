@@ -52,7 +52,8 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
-    from emp_llm.common.machine import command_line, stage, versions
+    from emp_llm.common.machine import command_line, versions
+    from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.pruning.chosen import targets_of_folder
@@ -82,7 +83,7 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     with OutputFile(path) as out:
         if data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin
-            from emp_llm.execution.loading import load_model
+            from emp_llm.models.loading import load_model
 
             with stage("calibrate"):
                 dense = load_model(source.folder, loading.device_map, loading.dtype, model.trust_remote_code)

@@ -1,18 +1,36 @@
 """`emp-llm plan`: models x recipes -> plan.jsonl, the jobs of a study."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from emp_llm.cli import callable_module, parse, run
+from emp_llm.cli import callable_module, options_of, run
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.tables import table
 from emp_llm.options.base import takes
-from emp_llm.options.jobs.planning import PlanOptions
+from emp_llm.options.jobs import DEFAULT_GPU_GB, DEFAULT_SUITE, PlanOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.planning.plan_study import PlanSummary
+    from emp_llm.cluster.plan_file import Job, Needs
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """A written plan.
+
+    Attributes:
+        study: its folder.
+        jobs: of the plan.
+        assumptions: of the estimated needs, as sentences.
+    """
+
+    study: Path
+    jobs: "list[Job]"
+    assumptions: list[str]
 
 
 @takes(PlanOptions)
-def plan(options: PlanOptions) -> "PlanSummary":
+def plan(options: PlanOptions) -> PlanSummary:
     """Plan a study of models x methods as a file: one job a line, with its command, the jobs that come first, and its needs.
 
     Each model is evaluated dense and calibrated once; each recipe is pruned and evaluated. The needs (GPUs, memory, disk,
@@ -21,22 +39,82 @@ def plan(options: PlanOptions) -> "PlanSummary":
 
     Returns the jobs, and the assumptions of the estimates.
     """
-    from emp_llm.cluster.planning.plan_study import plan_study
+    from emp_llm.calibration.texts import calibration_corpora
+    from emp_llm.cluster.needs import Work, assumptions, model_size
+    from emp_llm.cluster.plan_file import PLAN_NAME, read_plan, write_plan
+    from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
+    from emp_llm.evaluation.suites import find_suite
+    from emp_llm.options.calibration import CalibrationOptions
 
-    return plan_study(options, _parsed)
+    options = with_table(options)
+    suite = find_suite(options.suite or DEFAULT_SUITE)
+    recipes = study_recipes(options, options_of)
+    text = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
+    jobs: list[Job] = []
+    assumed: list[str] = []
+    for name, slug in named_models(options.models or []).items():
+        size = model_size(name, None, options.trust_remote_code)
+        corpora = calibration_corpora(text, size.context)
+        work = Work(
+            samples=sum(corpus.samples or 0 for corpus in corpora),
+            seqlen=max(corpus.seqlen or 0 for corpus in corpora),
+            suite=suite,
+            limit=options.limit,
+            dtype=options.dtype or "auto",
+            gpu_gb=DEFAULT_GPU_GB if options.gpu_gb is None else options.gpu_gb,
+            processes=options.processes or 1,
+        )
+        jobs += model_jobs(options, name, slug, recipes, size, work)
+        assumed += assumptions(replace(size, name=slug), work)
+
+    path = options.output / PLAN_NAME
+    if path.exists() and not options.overwrite:
+        older = {job.id: job for job in read_plan(options.output)}
+        different = sum(older.get(job.id) != job for job in jobs) + len(older.keys() - {job.id for job in jobs})
+        if different:
+            raise UserError(
+                f"{path}: it holds another plan; {count_of(different, 'job')} would change. Name another --output, or "
+                "--overwrite."
+            )
+    try:
+        write_plan(options.output, jobs)
+    except OSError as error:
+        raise UserError(f"--output {options.output}: the plan cannot be written ({error.strerror}).") from error
+    return PlanSummary(options.output, jobs, list(dict.fromkeys(assumed)))
 
 
-def _parsed(kind: str, words: list[str]) -> Any:
-    """The options of a job's command."""
-    command = getattr(import_module(f"emp_llm.{kind}"), kind)
-    return command.options(**parse(command, words, f"emp-llm plan: {kind}"))
-
-
-def show(summary: "PlanSummary") -> None:
+def show(summary: PlanSummary) -> None:
     """Print the jobs by kind, and the assumptions."""
-    from emp_llm.cluster.planning.plan_study import plan_words
+    classes: dict[tuple[str, str], list[Needs]] = {}
+    for job in summary.jobs:
+        classes.setdefault((job.kind, _place(job.needs)), []).append(job.needs)
+    rows = [["jobs", "each on", "memory, GB", "disk, GB", "hours"]]
+    for (kind, place), needs in classes.items():
+        columns = zip(*((each.memory_gb, each.disk_gb, each.hours) for each in needs), strict=True)
+        rows.append([f"{len(needs)} {kind}", place, *map(_range, columns)])
+    print(table(rows))
+    disk = sum(job.needs.disk_gb for job in summary.jobs)
+    gpu_hours = sum(job.needs.hours * job.needs.gpus * job.needs.nodes for job in summary.jobs)
+    hours = sum(job.needs.hours for job in summary.jobs)
+    total = f"{count_of(len(summary.jobs), 'job')}: {hours:.3g} hours one after the other"
+    total += f", {gpu_hours:.3g} GPU hours" if gpu_hours else ""
+    print(f"{total}, {disk:.3g} GB of disk")
+    print("assumed:", *summary.assumptions, sep="\n  ")
+    file, study = summary.study / "plan.jsonl", summary.study
+    print(f"written to {file}; start it with emp-llm run {study}, or emp-llm submit")
 
-    print(plan_words(summary))
+
+def _place(needs: "Needs") -> str:
+    """What a job computes on, in words."""
+    where = f"{count_of(needs.gpus, 'GPU')} of {needs.gpu_gb:g} GB" if needs.gpus else "CPU"
+    where += f", {needs.processes} processes" if needs.processes > 1 else ""
+    return f"{needs.nodes} nodes with {where}" if needs.nodes > 1 else where
+
+
+def _range(numbers: tuple[float, ...]) -> str:
+    """The least and the greatest of some numbers, with two digits."""
+    low, high = f"{min(numbers):.2g}", f"{max(numbers):.2g}"
+    return low if low == high else f"{low} to {high}"
 
 
 callable_module(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError
-from emp_llm.common.paths import ACTIVATIONS_NAME, REPORT_NAME
+from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Opt, Options, takes
 from emp_llm.options.calibration import NormOptions, Propagate
@@ -16,12 +16,10 @@ from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
 from emp_llm.options.output import MaskDevice, PushOptions
 from emp_llm.options.recipe import SEARCHES, Recipe, check_choice
-from emp_llm.options.structure import StructureOptions
+from emp_llm.options.structure import StructureOptions, check_structured
 
 if TYPE_CHECKING:
-    from emp_llm.calibration.activations import Activations
-    from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import Stopwatch
+    from emp_llm.hub.destination import Destination
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.records.run_report import RunReport
 
@@ -69,18 +67,14 @@ def prune(
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    if structure.structure is not None:
-        from emp_llm.structure.prune_structure import prune_structure
-
-        return prune_structure(model, recipe, structure, text, loading, quantized, evaluation, push, output)
-    _check(recipe, text, loading, quantized, evaluation, push, output)
+    _check(recipe, structure, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch
     from emp_llm.common.progress import stage
-    from emp_llm.execution.one_model import OneModel
-    from emp_llm.execution.quantization import quantization_of
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.one_model import OneModel
+    from emp_llm.models.placement import quantization_of
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import counts_of, matched, read_report
     from emp_llm.pruning.dry_run import dry_run
@@ -95,10 +89,24 @@ def prune(
     destination, suite = None, None
     if push.push_to_hub is not None:
         from emp_llm.hub.destination import Destination, check_login
-        from emp_llm.publishing.publish import publish_finished
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
+    if structure.structure is not None:
+        from emp_llm.structure.prune_structure import prune_structure, structure_recipe
+
+        report, path = prune_structure(
+            model,
+            structure_recipe(recipe, structure),
+            text,
+            loading,
+            evaluation,
+            output.output,
+            output.overwrite,
+            output.dry_run,
+            destination,
+        )
+        return report if output.dry_run else _pushed(report, path, destination)
     if evaluation.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
 
@@ -127,6 +135,7 @@ def prune(
     quantization, calibrates = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit), norms is None
     data = None
     if update is not None or (recipe.needs_activations and calibrates):
+        from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.data import calibration_data
         from emp_llm.calibration.passes import calibrated, delete_progress, fit_origin, model_origin
 
@@ -148,7 +157,7 @@ def prune(
     prepared = None
     if suite is not None:
         from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
-        from emp_llm.execution.loading import load_tokenizer
+        from emp_llm.models.loading import load_tokenizer
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
@@ -187,8 +196,7 @@ def prune(
                         if quantization is not None:
                             models.free()
                         if ranks().main:
-                            norms.save(out.files / ACTIVATIONS_NAME)
-                            out.note(calibrated={"norms": norms.digest, "stages": dict(stopwatch.record)})
+                            keep_norms(out, norms, stopwatch)
                     delete_progress(out.calibration)
                 scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
             about = None if norms is None else norms.about
@@ -250,29 +258,24 @@ def prune(
 
     if prepared is not None:
         report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+    return _pushed(report, path, destination)
+
+
+def _pushed(report: "RunReport", path: Path, destination: "Destination | None") -> "RunReport":
+    """The report of a finished checkpoint, which is pushed if that is asked for."""
     if destination is not None and ranks().main:
+        from emp_llm.common.progress import stage
+        from emp_llm.publishing.publish import publish_finished
+
         with stage("push"):
             report.push = publish_finished(path, destination)
     logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
     return report
 
 
-def kept_norms(out: "OutputFolder", stopwatch: "Stopwatch") -> "Activations | None":
-    """The norms that an interrupted run of the same command collected; None if it did not finish its calibration."""
-    from emp_llm.calibration.activations import Activations
-
-    noted = out.get("calibrated")
-    if noted is None:
-        return None
-    norms = Activations.load(out.files / ACTIVATIONS_NAME)
-    if norms.digest != noted["norms"]:
-        raise UserError(f"{out.files / ACTIVATIONS_NAME}: it has changed since it was written. Delete {out.work}.")
-    stopwatch.record |= noted["stages"]
-    return norms
-
-
 def _check(
     recipe: Recipe,
+    structure: StructureOptions,
     text: NormOptions,
     loading: LoadingOptions,
     quantized: QuantizationOptions,
@@ -281,6 +284,14 @@ def _check(
     output: OutputOptions,
 ) -> None:
     """Raise UserError for invalid or conflicting options."""
+    structure.check_structure()
+    if structure.structure is not None:
+        check_structured(recipe, structure, text, output.propagate, quantized.load_in_8bit or quantized.load_in_4bit)
+        loading.check_loading()
+        text.check_calibration()
+        evaluation.check_evaluation()
+        push.check_push()
+        return
     if recipe.name == "taylor":
         raise UserError(f"--method {recipe.method} scores heads and neurons, not weights. Add --structure, or use emp-wanda.")
     recipe.check()
@@ -311,15 +322,14 @@ def _check(
             )
         if text.calibration is None and not searches and not recipe.needs_activations:
             raise UserError(
-                f"--refit fits weights to a calibration text, and method {recipe.method} needs none. Leave out --refit, or name "
-                "the text with --calibration."
+                f"--refit fits weights to a calibration text, and method {recipe.method} needs none. Leave out --refit, or "
+                "name the text with --calibration."
             )
 
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
     from emp_llm.records.run_report import RunReport
-    from emp_llm.reporting.fit_tables import fit_lines
     from emp_llm.reporting.fit_tables import fit_lines
     from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, pruning_table
 

@@ -1,39 +1,278 @@
 """`emp-llm run`: all jobs of a plan on this machine, or one of them for a scheduler."""
 
+import logging
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 from emp_llm.cli import callable_module
 from emp_llm.cli import run as run_command
-from emp_llm.lifelines.peer import LOST_CODE
+from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
+from emp_llm.common.ranks import LOST_CODE
 from emp_llm.options.base import takes
-from emp_llm.options.jobs.studies import RunOptions
+from emp_llm.options.jobs import RunOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.running.local_run import RunSummary
+    from emp_llm.cluster.jobs import Attempt, JobState
+    from emp_llm.cluster.plan_file import Job
+
+logger = logging.getLogger(__name__)
+_TICK = 0.1  # seconds between two looks at the running jobs
+_LOOK = 5.0  # seconds between two looks at jobs that other processes run
+_CORES = 8  # of a worker, if jobs run on CPUs
+
+
+@dataclass
+class RunSummary:
+    """What became of the jobs of a run.
+
+    Attributes:
+        done: ids of the jobs that are done; skipped: how many of them were done before.
+        failed: states of the jobs that failed; stopped: of those that were stopped and resume when they are run again.
+        waiting: ids of the jobs that did not run, because one that comes first failed.
+        elsewhere: ids of the jobs that another process runs, with --only.
+    """
+
+    done: list[str] = field(default_factory=list)
+    skipped: int = 0
+    failed: "list[JobState]" = field(default_factory=list)
+    stopped: "list[JobState]" = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return not (self.failed or self.stopped or self.waiting or self.elsewhere)
 
 
 @takes(RunOptions)
-def run(options: RunOptions) -> "RunSummary":
+def run(options: RunOptions) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
-    Jobs that are done are left out. Killed and started again, the same command goes on where it stopped; so it does after a job
+    Jobs that are done are left out. Killed and started again, the same command resumes where it stopped; so it does after a job
     failed. The outputs, states and logs are those of a study on a cluster. With --only, a scheduler's task runs one job.
 
     Returns the ids of the jobs that are done, and the states of those that failed.
     """
-    from emp_llm.cluster.running.local_run import LocalRun
+    from emp_llm.cluster.jobs import Attempt, JobFiles, follow, node_of
+    from emp_llm.cluster.plan_file import read_plan
+    from emp_llm.common.progress import progress_bar
 
-    return LocalRun(options).run()
+    study, only = options.study, options.only is not None
+    plan = {job.id: job for job in read_plan(study)}
+    jobs = [plan[name] for name in (plan if options.only is None else _named(options.only, plan))]
+    machine = Machine.found(jobs, options.workers, only)
+    done = [job.id for job in jobs if JobFiles(study, job).status() == "done"]
+    summary = RunSummary(done, len(done))
+    left = {job.id: job for job in jobs if job.id not in done}
+    if only and len(jobs) == 1 and node_of(jobs[0])[0] > 0:  # a node of a job that another one runs
+        if left and (code := follow(study, jobs[0])):
+            sys.exit(code)
+        return summary
+    if done:
+        logger.info("%s of %d done before.", count_of(len(done), "job"), len(jobs))
+    running: dict[str, Attempt] = {}
+    gpus: dict[str, list[int] | None] = {}
+    finished, lost, elsewhere = set(done), set[str](), set[str]()
+    looked = -_LOOK
+
+    def start(job: "Job") -> None:
+        """Start a job if there is room, unless it is done by now, or another process runs it."""
+        if not machine.has_room(job):
+            return
+        files = JobFiles(study, job)
+        status = files.status()
+        if status not in ("done", "running"):
+            gpus[job.id] = machine.take(job)
+            try:
+                running[job.id] = Attempt(study, job, gpus[job.id], machine.threads)
+            except BaseException as error:
+                machine.give_back(job, gpus[job.id])
+                if not isinstance(error, UserError) or files.runner() is None:
+                    raise
+                status = "running"  # another process was faster
+            else:
+                del left[job.id]
+                shown = ", ".join(map(str, gpus[job.id] or ()))
+                logger.info("%s: started%s.", job.id, f" on GPU {shown}" if shown else "")
+                return
+        if status == "done" or only:
+            del left[job.id]
+            finished.add(job.id)
+            (summary.done if status == "done" else summary.elsewhere).append(job.id)
+        elif job.id not in elsewhere:
+            elsewhere.add(job.id)
+            logger.info("%s: %s works on it; waiting for that.", job.id, files.runner() or "another machine")
+
+    try:
+        with progress_bar(len(jobs), study.resolve().name, " jobs") as bar:
+            bar.update(len(done))
+            while left or running:
+                look = time.monotonic() - looked > _LOOK
+                looked = time.monotonic() if look else looked
+                for job in list(left.values()):
+                    if not lost.isdisjoint(job.after):
+                        del left[job.id]
+                        lost.add(job.id)
+                        summary.waiting.append(job.id)
+                        continue
+                    for name in job.after:
+                        if name not in finished and name not in left and name not in running:  # --only leaves it out
+                            if JobFiles(study, plan[name]).status() != "done":
+                                raise UserError(f"{job.id} waits for {name}, which is not done. Run that first.")
+                            finished.add(name)
+                    if finished.issuperset(job.after) and (look or job.id not in elsewhere):
+                        start(job)
+                if not left and not running:
+                    break
+                time.sleep(_TICK)
+                for name, attempt in list(running.items()):
+                    state = attempt.poll()
+                    if state is not None:
+                        del running[name]
+                        machine.give_back(plan[name], gpus[name])
+                        (finished if state.status == "done" else lost).add(name)
+                        _note(state, attempt.files.rerun, str(attempt.files.log_path), summary)
+                        bar.update(1)
+    except BaseException:
+        _stop(running)
+        raise
+    return summary
 
 
-def show(summary: "RunSummary") -> None:
+def _named(text: str, plan: "dict[str, Job]") -> list[str]:
+    """The ids in --only, in the order of the plan; UserError for one that the plan does not have."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = next((name for name in names if name not in plan), None)
+    if unknown is not None or not names:
+        raise UserError(f"--only {text}: the plan has no job {quotable(unknown or '')!r}; emp-llm status lists its jobs.")
+    return [name for name in plan if name in names]
+
+
+def _note(state: "JobState", rerun: str, log: str, summary: RunSummary) -> None:
+    """Add a job that has ended to the summary and to the log."""
+    if state.status == "done":
+        summary.done.append(state.id)
+        logger.info("%s: done in %.1f s.", state.id, state.seconds)
+    elif state.status == "stopped":
+        summary.stopped.append(state)
+        logger.error("%s: stopped with exit code %s: %s", state.id, state.exit_code, quotable(state.message))
+        logger.error("  it resumes when it is run again: %s", rerun)
+    else:
+        summary.failed.append(state)
+        logger.error("%s: failed with exit code %s: %s", state.id, state.exit_code, quotable(state.message))
+        logger.error("  its log: %s; to run it again: %s", log, rerun)
+
+
+def _stop(running: "dict[str, Attempt]") -> None:
+    """Ask all running commands to end, and wait for them; on a second signal, kill them."""
+    for attempt in running.values():
+        attempt.stop()
+    if running:
+        logger.info("stopping %s; the same command resumes them.", shortened_list(list(running)))
+    try:
+        while running:
+            for name, attempt in list(running.items()):
+                try:
+                    if attempt.poll() is not None:
+                        del running[name]
+                except UserError as error:  # its state cannot be written
+                    logger.error("%s", error)
+                    del running[name]
+            time.sleep(_TICK)
+    except BaseException:
+        for attempt in running.values():
+            attempt.kill()
+        for attempt in running.values():
+            attempt.poll()
+        raise
+
+
+@dataclass
+class Machine:
+    """What is free of this machine.
+
+    Attributes:
+        workers: number of further jobs.
+        gpus: their numbers; None: a scheduler has divided the machine already, and each job may use all of it.
+        threads: cores of a job; None: the scheduler has set their number.
+        memory_gb: of its memory.
+        used: number of running jobs.
+    """
+
+    workers: int
+    gpus: list[int] | None
+    threads: int | None
+    memory_gb: float
+    used: int = 0
+
+    @classmethod
+    def found(cls, jobs: "Sequence[Job]", workers: int | None, scheduled: bool) -> Self:
+        """This machine, for some jobs.
+
+        Args:
+            workers: number of jobs at the same time; None: the number of GPUs that they can use, or one for each 8 cores.
+            scheduled: a scheduler has chosen the machine for the job.
+
+        Raises:
+            UserError: a job needs more GPUs than there are.
+        """
+        from emp_llm.common.machine import available_memory
+
+        cores, memory = available_cores(), (available_memory() or 0) / 1e9 or float("inf")
+        if scheduled:
+            return cls(workers or 1, None, None, memory)
+        wanted = [_gpus_of(job) for job in jobs if _gpus_of(job)]
+        gpus = _gpu_count() if wanted else 0
+        if wanted and max(wanted) > gpus:
+            job = next(job for job in jobs if _gpus_of(job) == max(wanted))
+            raise UserError(
+                f"{job.id} needs {count_of(max(wanted), 'GPU')}, and this machine has {gpus or 'none'}. Plan with --gpu-gb 0 "
+                "for CPUs, or with the memory of your GPUs; or submit the study to a cluster."
+            )
+        workers = workers or (gpus // min(wanted) if wanted else max(1, cores // _CORES))
+        return cls(workers, list(range(gpus)), max(1, cores // workers), memory)
+
+    def has_room(self, job: "Job") -> bool:
+        """Whether a job fits beside those that run. A job alone always fits."""
+        if self.gpus is not None and len(self.gpus) < _gpus_of(job):
+            return False
+        return self.used == 0 or (self.used < self.workers and job.needs.memory_gb * job.needs.nodes <= self.memory_gb)
+
+    def take(self, job: "Job") -> list[int] | None:
+        """Give a job its part; returns the numbers of its GPUs, None: all that are visible."""
+        self.used += 1
+        self.memory_gb -= job.needs.memory_gb * job.needs.nodes
+        if self.gpus is None:
+            return None
+        taken, self.gpus = self.gpus[: _gpus_of(job)], self.gpus[_gpus_of(job) :]
+        return taken
+
+    def give_back(self, job: "Job", gpus: list[int] | None) -> None:
+        """Take back the part of a job that has ended."""
+        self.used -= 1
+        self.memory_gb += job.needs.memory_gb * job.needs.nodes
+        self.gpus = None if self.gpus is None else sorted([*self.gpus, *(gpus or ())])
+
+
+def _gpus_of(job: "Job") -> int:
+    """The number of GPUs of a job on all its nodes together."""
+    return job.needs.gpus * job.needs.nodes
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def show(summary: RunSummary) -> None:
     """Print the number of jobs by what became of them.
 
     Exit codes: 1 if a job failed; 75 if the others only need to be run again, which a scheduler may do.
     """
-    from emp_llm.common.errors import count_of
-
     counts = {
         "failed": len(summary.failed),
         "stopped": len(summary.stopped),

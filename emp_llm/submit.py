@@ -1,17 +1,63 @@
 """`emp-llm submit`: the jobs of a study as arrays of Slurm."""
 
+import logging
+import shlex
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import callable_module, options_of, run
+from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.tables import table
 from emp_llm.options.base import takes
-from emp_llm.options.jobs.submitting import SubmitOptions
+from emp_llm.options.jobs import SubmitOptions
 
 if TYPE_CHECKING:
-    from emp_llm.cluster.slurm.submission import SubmitSummary
+    from emp_llm.cluster.slurm import JobArray
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SubmittedArray:
+    """An array, and how it was submitted.
+
+    Attributes:
+        array: its jobs.
+        command: that submitted it, or would.
+        script: its text.
+        number: of Slurm; None for a dry run.
+    """
+
+    array: "JobArray"
+    command: list[str]
+    script: str
+    number: str | None = None
+
+
+@dataclass
+class SubmitSummary:
+    """What was submitted of a study, or would be.
+
+    Attributes:
+        study: its folder.
+        arrays: in their order.
+        done, running: numbers of jobs that are done, or that a process works on without Slurm.
+        queued: number of jobs that are in Slurm's queue already.
+        dry_run: whether nothing was written.
+    """
+
+    study: Path
+    arrays: list[SubmittedArray] = field(default_factory=list)
+    done: int = 0
+    running: int = 0
+    queued: int = 0
+    dry_run: bool = False
 
 
 @takes(SubmitOptions)
-def submit(options: SubmitOptions) -> "SubmitSummary":
+def submit(options: SubmitOptions) -> SubmitSummary:
     """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with their dependencies.
 
     Jobs with equal needs share an array. Before its time limit a job is stopped and queued again, and resumes. The scripts are
@@ -19,16 +65,116 @@ def submit(options: SubmitOptions) -> "SubmitSummary":
 
     Returns the arrays and their numbers.
     """
-    from emp_llm.cluster.slurm.submission import submit_study
+    import msgspec
 
-    return submit_study(options)
+    from emp_llm.checkpoint.locks import FileLock
+    from emp_llm.cluster.downloads import download, wanted_by
+    from emp_llm.cluster.jobs import JobFiles
+    from emp_llm.cluster.plan_file import read_plan
+    from emp_llm.cluster.site import read_site
+    from emp_llm.cluster.slurm import (
+        FOLDER_NAME,
+        check_fits,
+        check_sbatch,
+        grouped_jobs,
+        next_number,
+        queued_jobs,
+        sbatch_words,
+        script_text,
+    )
+    from emp_llm.common.progress import progress_bar
+
+    site, plan = read_site(options.site), read_plan(options.study)
+    study, summary = options.study.resolve(), SubmitSummary(options.study, dry_run=options.dry_run)
+    with ExitStack() as stack:
+        if not options.dry_run:
+            check_sbatch(options.study)
+            try:
+                (study / FOLDER_NAME).mkdir(exist_ok=True)
+            except OSError as error:
+                raise UserError(f"{study / FOLDER_NAME}: the folder cannot be made ({error.strerror}).") from error
+            lock = FileLock(study / FOLDER_NAME / ".lock", str(options.study))
+            lock.acquire()
+            stack.callback(lock.release)
+
+        queued = queued_jobs(study)
+        statuses = {job.id: "queued" if job.id in queued else JobFiles(study, job).status() for job in plan}
+        summary.done, summary.running, summary.queued = (
+            sum(status == word for status in statuses.values()) for word in ("done", "running", "queued")
+        )
+        left = [
+            msgspec.structs.replace(job, needs=site.needs_of(job))
+            for job in plan
+            if statuses[job.id] not in ("done", "running", "queued")
+        ]
+        running = next((name for job in left for name in job.after if statuses[name] == "running"), None)
+        if running is not None:
+            raise UserError(
+                f"{options.study}: a process without Slurm works on {running}, and other jobs wait for it. Submit when it has "
+                "ended."
+            )
+        check_fits(left, site, options.site)
+        arrays = grouped_jobs(left, site, queued, next_number(study))
+        if site.offline and options.prepare and not options.dry_run:
+            download(wanted_by(left, [job.output for job in plan], options_of), study, site.cache)
+
+        numbers = {array.name: array.name for array in arrays}
+        with progress_bar(len(arrays), "submitting", "array") as bar:
+            for array in arrays:
+                text, words = script_text(array, site, study), sbatch_words(array, numbers)
+                number = None if options.dry_run else _submit_array(array, text, words, study, len(summary.arrays))
+                summary.arrays.append(SubmittedArray(array, words, text, number))
+                numbers[array.name] = number or array.name
+                bar.update(1)
+    return summary
 
 
-def show(summary: "SubmitSummary") -> None:
-    """Print the arrays; for a dry run also their scripts."""
-    from emp_llm.cluster.slurm.submission import submit_words
+def _submit_array(array: "JobArray", text: str, words: list[str], study: Path, before: int) -> str:
+    """Write the files of an array, submit it, and note it at once; returns its number. `before`: arrays submitted before it."""
+    from emp_llm.checkpoint.files import write_text
+    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, note_array, submit_script
 
-    print(submit_words(summary))
+    script = study / FOLDER_NAME / f"{array.name}.sh"
+    try:
+        write_text(script.with_suffix(".jobs"), list_text(array))
+        write_text(script, text)
+    except OSError as error:
+        raise UserError(f"{script}: cannot be written ({error.strerror}).") from error
+    try:
+        number = submit_script(words, study)
+    except UserError as error:
+        done = f"The arrays before it ({before}) are submitted. " if before else ""
+        raise UserError(
+            f"{script} was not submitted: {error} {done}Correct the site file, and run the same command again; it resumes "
+            "with this array."
+        ) from error
+    note_array(study, array, number)
+    logger.info("%s: %s, as %s.", array.name, count_of(len(array.jobs), "job"), number)
+    return number
+
+
+def show(summary: SubmitSummary) -> None:
+    """Print a line for each array; for a dry run also the commands and scripts."""
+    before = {"done": summary.done, "running without Slurm": summary.running, "already queued": summary.queued}
+    known = ", ".join(f"{number} {word}" for word, number in before.items() if number)
+    total = sum(len(each.array.jobs) for each in summary.arrays)
+    if not total:
+        print(f"nothing to submit: {known}")
+        return
+    rows = [["array", "jobs", "each with", "after", *([] if summary.dry_run else ["Slurm"])]]
+    for each in summary.arrays:
+        after = next((word.partition("=")[2] for word in each.command if word.startswith("--dependency=")), "-")
+        shown = after if len(after) <= 40 else f"{after[:37]}..."
+        rows.append([each.array.name, str(len(each.array.jobs)), str(each.array.request), shown, *filter(None, [each.number])])
+    print(table(rows))
+    print(f"{count_of(total, 'job')} {'to submit' if summary.dry_run else 'submitted'}{known and f'; {known}'}")
+    if not summary.dry_run:
+        print(f"to see them: squeue --me, or emp-llm status {summary.study}")
+        return
+    for number, each in enumerate(summary.arrays):
+        lines = [line for line in each.script.splitlines() if number == 0 or line.startswith(("#SBATCH ", "list="))]
+        print(f"\n{each.array.name}.sh{'' if number == 0 else ', which differs from the first in these lines'}:")
+        print(*lines, f"\n$ {shlex.join(each.command)}", sep="\n")
 
 
 callable_module(__name__)

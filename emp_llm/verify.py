@@ -71,10 +71,10 @@ def _check_against(
     source: str, options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
 ) -> None:
     """Compare bytes and masks with the dense model."""
-    from emp_llm.architecture.architecture import Architecture
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.common.paths import MANIFEST_NAME
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.architecture import Architecture
     from emp_llm.pruning.mask_verification import check_masks
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.pruning.verification import check_other_bytes, check_source
@@ -111,8 +111,8 @@ def _check_units(
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.pruning.counts import read_report
-    from emp_llm.structured.language.unit_plan import UnitPlan
-    from emp_llm.structured.language.unit_verification import UnitVerification, config_changes
+    from emp_llm.structure.plan import UnitPlan
+    from emp_llm.structure.verification import UnitVerification, config_changes
 
     recipe, folder = manifest.recipe, options.folder
     assert recipe.structure is not None
@@ -121,10 +121,9 @@ def _check_units(
     unit: Any = recipe.structure.head_unit or "group"
     plan = UnitPlan(dense.folder, kinds, unit, options.blocks or recipe.blocks, options.trust_remote_code)
     check = UnitVerification(plan, pruned, recipe, findings.differences.append)
-    features = _features(recipe.method.removeprefix("emp-"), options, manifest)
-    findings.count("heads or neurons", check.check_scores(features))
+    findings.count("heads or neurons", check.check_scores(_features(recipe.name, options, manifest)))
     findings.count("choices", check.check_choice())
-    findings.count("tensors of the source", check.check_tensors(recipe.refit is not None))
+    findings.count("tensors of the source", check.check_tensors(recipe.refit))
     structure = read_report(folder).structure
     findings.count("side files", check.check_side_files(config_changes({} if structure is None else structure.config)))
 
@@ -133,7 +132,7 @@ def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> A
     """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
     if criterion == "taylor":
         from emp_llm.common.paths import TAYLOR_NAME
-        from emp_llm.structured.language.unit_verification import read_tensors
+        from emp_llm.structure.verification import read_tensors
 
         return read_tensors(options.folder / TAYLOR_NAME).get
     norms = _norms(options, manifest)

@@ -62,7 +62,7 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
     """Seconds and peak memory of one role, in this process."""
     import torch
 
-    from emp_llm.execution.loading import load_model
+    from emp_llm.models.loading import load_model
 
     loaded = load_model(model, "cpu", "float32")
     ids = torch.randint(0, 32000, (tokens // 512, 512), generator=torch.Generator().manual_seed(0))
@@ -81,8 +81,8 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
 
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
     from emp_llm.options.commands import PruneOptions
-    from emp_llm.runs.stages.structuring import taylor_sums
-    from emp_llm.structured.language.unit_plan import UnitPlan
+    from emp_llm.structure.prune_structure import taylor_sums
+    from emp_llm.structure.plan import UnitPlan
 
     plan = UnitPlan(folder, ("heads", "neurons"))
     taylor_sums(model, plan, ids, PruneOptions(model=str(folder), structure="both", method="taylor", batch_size=1))

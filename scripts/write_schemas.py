@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.cluster.collecting.collect_study import Collected
+from emp_llm.cluster.jobs import JobState
 from emp_llm.cluster.plan_file import Job
-from emp_llm.cluster.running.job_files import JobState
-from emp_llm.cluster.slurm.notes import SubmittedTask
-from emp_llm.cluster.slurm.site import Site
+from emp_llm.cluster.site import Site
+from emp_llm.cluster.slurm import SubmittedTask
+from emp_llm.collect import Collected
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import FileRecord

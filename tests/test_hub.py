@@ -19,7 +19,7 @@ from hub_server import COMMIT, TOKEN, Hub
 from huggingface_hub.errors import HfHubHTTPError
 from studies import command_job, stand_in, study_of
 
-from emp_llm.cluster.planning.model_size import model_size
+from emp_llm.cluster.needs import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.hub import retries
 from emp_llm.hub.explained_errors import hub_errors_explained

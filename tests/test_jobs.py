@@ -19,15 +19,13 @@ import pytest
 from conftest import Run
 
 from emp_llm import cli
+from emp_llm.cluster import jobs as cluster_jobs
+from emp_llm.cluster.jobs import Attempt, JobFiles, JobState
 from emp_llm.cluster.plan_file import Job, Needs, read_plan, write_plan
-from emp_llm.cluster.planning.job_maker import named_models
-from emp_llm.cluster.planning.study_table import planned as planned_options
-from emp_llm.cluster.running import job_files, local_run, runner
-from emp_llm.cluster.running.job_files import JobFiles, JobState
-from emp_llm.cluster.running.runner import Attempt
+from emp_llm.cluster.planning import named_models, with_table
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
-from emp_llm.options.jobs.planning import PlanOptions
+from emp_llm.options.jobs import PlanOptions
 from emp_llm.plan import plan
 from emp_llm.run import run as run_study
 from emp_llm.run import show as show_run
@@ -49,12 +47,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Programs of jobs by id, in place of their commands; a job without one writes an output that emp-llm would take."""
     programs: dict[str, str] = {}
 
-    def words(job: Job, **_: Any) -> tuple[list[str], dict[str, str]]:
+    def launches(job: Job, **_: Any) -> list[tuple[list[str], dict[str, str]]]:
         report = json.dumps({"command": job.command})
         write = f"import os; os.makedirs({job.output!r}); open({job.output!r} + '/emp_report.json', 'w').write({report!r})"
-        return [sys.executable, "-S", "-c", programs.get(job.id, "WRITE").replace("WRITE", write)], dict(os.environ)
+        return [([sys.executable, "-S", "-c", programs.get(job.id, "WRITE").replace("WRITE", write)], dict(os.environ))]
 
-    monkeypatch.setattr(runner, "launch_words", words)
+    monkeypatch.setattr(cluster_jobs, "launches", launches)
     return programs
 
 
@@ -198,10 +196,10 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
 def test_the_papers_table(tmp_path: Path) -> None:
     """The plan of the paper's table of language models names its models and methods."""
     root = Path(__file__).parents[1]
-    definition = planned_options(PlanOptions(root / "scripts" / "paper" / "llm_table.toml"))
+    definition = with_table(PlanOptions(root / "scripts" / "paper" / "llm_table.toml"))
     published = json.loads((root / "eval" / "published" / "llama.json").read_text())["results"]
-    assert list(named_models(definition.models)) == list(published)
-    assert {"dense", *definition.methods.split(",")} == set(published["huggyllama/llama-7b"])
+    assert list(named_models(definition.models or [])) == list(published)
+    assert {"dense", *(definition.methods or "").split(",")} == set(published["huggyllama/llama-7b"])
     assert (definition.betas, definition.sparsities, definition.suite) == ("1.0", "0.5", "paper")
 
 
@@ -302,7 +300,7 @@ def test_a_signal_stops_the_commands(scripted: dict[str, str], tmp_path: Path, m
             (tmp_path / "up").unlink()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(local_run.time, "sleep", interrupted)
+    monkeypatch.setattr(time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_study(tmp_path)
     files = JobFiles(tmp_path, job("a"))
@@ -324,7 +322,7 @@ def test_a_second_signal_kills(scripted: dict[str, str], tmp_path: Path, monkeyp
         if (tmp_path / "up").exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(local_run.time, "sleep", interrupted)
+    monkeypatch.setattr(time, "sleep", interrupted)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_study(tmp_path)
@@ -349,7 +347,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_killed_run_loses_nothing(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command goes on alone and holds the lock; the next run waits for it and does not start it twice."""
-    monkeypatch.setattr(local_run, "_LOOK", 0.1)
+    monkeypatch.setattr(sys.modules["emp_llm.run"], "_LOOK", 0.1)
     scripted["a"] = (
         "import time\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\nopen('ran', 'a').write('x'); WRITE"
     )
@@ -401,7 +399,7 @@ def test_a_job_that_another_process_has_just_finished(scripted: dict[str, str], 
 
 
 def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_run, "_LOOK", 0.1)
+    monkeypatch.setattr(sys.modules["emp_llm.run"], "_LOOK", 0.1)
     jobs = [job(f"j{number}") for number in range(8)]
     for each in jobs:
         scripted[each.id] = f"import time; time.sleep(0.1); open('ran', 'a').write('{each.id} '); WRITE"
@@ -416,13 +414,13 @@ def test_two_runs_share_the_jobs(scripted: dict[str, str], tmp_path: Path, monke
 def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
     given: list[int | None] = []
-    words = runner.launch_words
+    launches = cluster_jobs.launches
 
-    def noted(job: Job, *, threads: int | None, **more: Any) -> tuple[list[str], dict[str, str]]:
+    def noted(job: Job, *, threads: int | None, **more: Any) -> list[tuple[list[str], dict[str, str]]]:
         given.append(threads)
-        return words(job, threads=threads, **more)
+        return launches(job, threads=threads, **more)
 
-    monkeypatch.setattr(runner, "launch_words", noted)
+    monkeypatch.setattr(cluster_jobs, "launches", noted)
     study_of(tmp_path, job("a"), job("b"))
     assert run_study(tmp_path, only="a").complete
     assert run_study(tmp_path, workers=1).complete
@@ -483,12 +481,12 @@ def test_a_job_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert files.status() == "running"
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine's clock is wrong
     assert files.status() == "running"
-    monkeypatch.setattr(job_files, "server_time", lambda _: files.lock_path.stat().st_mtime + 300)
+    monkeypatch.setattr(cluster_jobs, "server_time", lambda _: files.lock_path.stat().st_mtime + 300)
     assert files.status() == "stopped"
 
 
 def test_signs_of_life(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "BEAT", 0.0)
+    monkeypatch.setattr(cluster_jobs, "BEAT", 0.0)
     scripted["a"] = "import time; time.sleep(0.3)"
     attempt = Attempt(tmp_path, job("a"))
     os.utime(attempt.files.lock_path, (1, 1))

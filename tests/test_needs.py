@@ -1,7 +1,6 @@
 """The estimate of a job's needs: sizes of models from their configs, memory, GPUs, disk and hours."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measure_calibration import SHAPES
 from measure_needs import highest_memory
 from tiny import FAMILIES, MIXTURES
 
-from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.cluster.planning.model_size import ModelSize, conventional_size, model_size, size_of_skeleton
-from emp_llm.cluster.planning.needs import assumptions, estimated_needs
-from emp_llm.cluster.planning.workload import Work, bytes_per_token, hours_of, size_of_task
+from emp_llm.cluster.needs import ModelSize, Work, assumptions, estimated_needs, model_size
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.suites import Task, find_suite
+from emp_llm.evaluation.suites import find_suite
 
 Models = Callable[[str], Path]
 
@@ -96,46 +93,11 @@ def test_counts_are_those_of_the_checkpoint(family: str, models: Models) -> None
     folder = models(family)
     size, checkpoint = model_size(str(folder)), Checkpoint(folder)
     assert size.parameters == checkpoint.parameters
-    assert size.weight_bytes() == sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
-    assert size.weight_bytes("float32") == 4 * size.parameters
-    assert (size.layers, size.hidden_size, size.vocabulary, size.dtype) == (2, 32, 256, "bfloat16")
-    assert (size.experts, size.active < size.in_blocks) == ((4, True) if family in MIXTURES else (0, False))
-    assert size.widest_input >= (size.hidden_size if family in MIXTURES else 80)
-    assert size.largest_block * size.layers == size.in_blocks
-    matrices = sum(outputs * inputs * number for outputs, inputs, number in size.shapes)
-    assert 0.9 * size.in_blocks < matrices <= size.in_blocks
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"attention_bias": True, "mlp_bias": True},
-        {"head_dim": 16, "tie_word_embeddings": True},
-        {"num_key_value_heads": 1, "dtype": "float32"},
-    ],
-)
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"])
-def test_arithmetic_agrees_with_the_class(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    config = LLAMA | {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "vocab_size": 256, "head_dim": 8, "model_type": kind, "architectures": None} | changes
-    folder = Path(written(tmp_path / kind, config))
-    known = conventional_size(kind, config)
-    assert known is not None
-    found = size_of_skeleton(kind, build_skeleton(folder))
-    assert replace(known, shapes=()) == replace(found, shapes=())
-    assert sorted(known.shapes) == sorted(found.shapes)
-
-
-def test_arithmetic_leaves_incomplete_and_other_configs_to_the_class(tmp_path: Path) -> None:
-    assert conventional_size("mixtral", KNOWN["mixtral-8x7b"][1]) is None
-    for key in ("hidden_size", "max_position_embeddings", "vocab_size"):
-        assert conventional_size("a", {name: value for name, value in LLAMA.items() if name != key}) is None
-    assert conventional_size("a", LLAMA | {"num_attention_heads": "32"}) is None
-    assert conventional_size("a", LLAMA | {"auto_map": {}}) is None
-    assert conventional_size("a", LLAMA | {"model_type": "gemma2"}) is None, "its heads have a width of their own"
-    sparse = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
-    assert model_size(written(tmp_path / "sparse", sparse)).parameters == KNOWN["llama-2-7b"][0]
+    assert size.file_bytes == sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
+    assert (size.hidden_size, size.vocabulary, size.dtype, size.itemsize("float32")) == (32, 256, "bfloat16", 4)
+    assert (size.active < size.parameters) == (family in MIXTURES)
+    assert size.widest >= (size.hidden_size if family in MIXTURES else 80)
+    assert size.largest_block * 2 == size.in_blocks
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -143,20 +105,14 @@ def test_published_models_have_their_number_of_parameters(name: str, tmp_path: P
     parameters, config = KNOWN[name]
     size = model_size(written(tmp_path / name, config))
     assert size.parameters == parameters
-    assert size.weight_bytes() == size.file_bytes == 2 * parameters
-    if name == "mixtral-8x7b":  # 2 of 8 experts
-        assert (size.experts, size.active) == (8, size.in_blocks - 32 * 6 * 3 * 4096 * 14336)
+    assert size.file_bytes == 2 * parameters
+    idle = 32 * 6 * 3 * 4096 * 14336 if name == "mixtral-8x7b" else 0  # 2 of 8 experts
+    assert size.parameters - size.active == idle
 
 
 def test_tied_embeddings_count_once(seven: ModelSize, tmp_path: Path) -> None:
     tied = model_size(written(tmp_path / "tied", LLAMA | {"tie_word_embeddings": True}))
-    assert seven.parameters - tied.parameters == seven.head == tied.head == tied.embeddings == 32000 * 4096
-
-
-def test_fp8_checkpoints_are_half_as_large(seven: ModelSize, tmp_path: Path) -> None:
-    quantised = LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    size = model_size(written(tmp_path / "fp8", quantised))
-    assert size.file_bytes == seven.file_bytes - seven.in_blocks
+    assert seven.parameters - tied.parameters == 32000 * 4096
 
 
 def test_missing_and_unreadable_configs_are_named(tmp_path: Path) -> None:
@@ -207,7 +163,7 @@ def test_needs_grow_with_the_model_and_the_text(gpu_gb: float, seven: ModelSize,
     suite = find_suite("paper")
     works = {
         "calibrate": Work(gpu_gb=gpu_gb, calibrates=True),
-        "prune": Work(gpu_gb=gpu_gb, calibrates=True, refit=True),
+        "prune": Work(gpu_gb=gpu_gb, calibrates=True, updates=True),
         "evaluate": Work(gpu_gb=gpu_gb, suite=suite),
         "sweep": Work(gpu_gb=gpu_gb, calibrates=True, suite=suite, points=8, keep=True),
     }
@@ -216,68 +172,53 @@ def test_needs_grow_with_the_model_and_the_text(gpu_gb: float, seven: ModelSize,
         assert small.hours < large.hours
         assert small.memory_gb <= large.memory_gb
         assert small.disk_gb < large.disk_gb or kind == "evaluate"
+
+    def hours(kind: Any, work: Work) -> float:
+        return estimated_needs(kind, seven, work).hours
+
     more = replace(works["calibrate"], samples=100_000)
-    assert hours_of("calibrate", seven, more) > 100 * hours_of("calibrate", seven, works["calibrate"])
+    assert hours("calibrate", more) > 50 * hours("calibrate", works["calibrate"])
     assert estimated_needs("calibrate", seven, replace(more, propagates=True)).memory_gb > 800
-    limited = replace(works["evaluate"], limit=10)
-    assert hours_of("evaluate", seven, limited) < 0.2 * hours_of("evaluate", seven, works["evaluate"])
-    assert hours_of("sweep", seven, replace(works["sweep"], points=80)) > 7 * hours_of("sweep", seven, works["sweep"])
+    assert hours("evaluate", replace(works["evaluate"], limit=10)) < 0.3 * hours("evaluate", works["evaluate"])
+    assert hours("sweep", replace(works["sweep"], points=80)) > 7 * hours("sweep", works["sweep"])
     wide = replace(works["calibrate"], batch_size=64, gpu_gb=0.0)
-    assert (
-        estimated_needs("calibrate", seven, wide).memory_gb
-        > 2 + estimated_needs("calibrate", seven, replace(wide, batch_size=1)).memory_gb
-    )
+    narrow = replace(wide, batch_size=1)
+    assert estimated_needs("calibrate", seven, wide).memory_gb > 2 + estimated_needs("calibrate", seven, narrow).memory_gb
     full = estimated_needs("calibrate", seven, replace(wide, dtype="float32")).memory_gb
     assert full > 13 + estimated_needs("calibrate", seven, wide).memory_gb
 
 
-def test_tokens_of_a_text_follow_its_size_and_the_vocabulary(tmp_path: Path, seven: ModelSize) -> None:
-    assert [round(bytes_per_token(number), 1) for number in (1, 256, 32000, 128256)] == [1.0, 1.0, 3.8, 4.6]
-    (tmp_path / "long.txt").write_text("word " * 1_000_000)
+def test_a_longer_text_takes_longer(tmp_path: Path, seven: ModelSize) -> None:
+    (tmp_path / "long.txt").write_text("word " * 20_000_000)
     (tmp_path / "own.toml").write_text('[perplexity]\nfile = "long.txt"\n')
-    own = hours_of("evaluate", seven, Work(suite=find_suite(str(tmp_path / "own.toml"))))
-    text = hours_of("evaluate", seven, Work(suite=find_suite("perplexity")))
-    assert 3 < own / text < 5, "5 MB beside 1.3 MB"
-
-
-def test_tasks_have_the_size_of_their_data() -> None:
-    facts, *_, stories = (size_of_task(task) for task in find_suite("demo").tasks)
-    assert facts.examples == stories.examples == 240
-    assert facts.length < stories.length < stories.longest < 150
-    assert size_of_task(Task("rte", num_fewshot=3, limit=100)) == (100, 1, 360, 1400)
+    own = estimated_needs("evaluate", seven, Work(suite=find_suite(str(tmp_path / "own.toml")))).hours
+    assert own > 50 * estimated_needs("evaluate", seven, Work(suite=find_suite("perplexity"))).hours
 
 
 def test_assumptions_are_said(seven: ModelSize) -> None:
-    suite = replace(find_suite("demo"), tasks=(Task("boolq"), Task("mmlu"), *find_suite("demo").tasks))
-    said = "\n".join(assumptions(seven, Work(gpu_gb=80, suite=suite)))
+    said = "\n".join(assumptions(seven, Work(gpu_gb=80, suite=find_suite("demo"))))
     assert "6,738,415,616 parameters" in said
-    assert "Tasks of unknown size (mmlu): 1,000 examples" in said
+    assert "A task: 2,500 examples of 4 answers, 100 tokens each" in said
     assert "80 GB" in said
     assert "GPU" not in "\n".join(assumptions(seven, Work()))
 
 
-QUICK = """
-import sys, time
-from pathlib import Path
-start = time.process_time()
-from emp_llm.cluster.planning.model_size import model_size
-from emp_llm.cluster.planning.needs import estimated_needs
-from emp_llm.cluster.planning.workload import Work
-from emp_llm.evaluation.suites import Task, find_suite
-suite = find_suite("paper")
-for number in range(2000):
-    size = model_size(sys.argv[1 + number % 10])
-    estimated_needs("evaluate", size, Work(gpu_gb=80, suite=suite, limit=number + 1))
-assert "torch" not in sys.modules, "torch was imported"
-print(time.process_time() - start)
-"""
+# What scripts/measure_needs.py measured in GB: model, job, memory. The estimates are within 15 %.
+MEASURED = [
+    ("1B", "calibrate", Work(calibrates=True, samples=4, seqlen=128), 2.43),
+    ("1B", "calibrate", Work(calibrates=True, samples=4, seqlen=512, dtype="float32"), 5.19),
+    ("1B", "prune", Work(), 0.43),
+    ("1B", "prune", Work(calibrates=True, samples=4, seqlen=128, propagates=True), 2.61),
+    ("3B", "calibrate", Work(calibrates=True, samples=4, seqlen=128), 6.36),
+    ("3B", "prune", Work(calibrates=True, samples=4, seqlen=128), 6.31),
+]
 
 
-def test_two_thousand_estimates_take_little_time(tmp_path: Path) -> None:
-    names = [written(tmp_path / str(number), LLAMA | {"num_hidden_layers": 20 + number}) for number in range(10)]
-    done = subprocess.run([sys.executable, "-c", QUICK, *names], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 3  # 0.4 s on an idle machine
+@pytest.mark.parametrize(("model", "kind", "work", "measured"), MEASURED)
+def test_estimates_are_near_what_was_measured(model: str, kind: Any, work: Work, measured: float, tmp_path: Path) -> None:
+    config = LLAMA | SHAPES[model] | {"torch_dtype": "bfloat16"}
+    size = model_size(written(tmp_path / model, config))
+    assert estimated_needs(kind, size, work).memory_gb == pytest.approx(measured, rel=0.15)
 
 
 HOLDS = """

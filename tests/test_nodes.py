@@ -17,13 +17,12 @@ import pytest
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
+from emp_llm.cluster.jobs import Processes, launches, node_of
 from emp_llm.cluster.plan_file import Job, Needs
-from emp_llm.cluster.running import torchrun
-from emp_llm.cluster.running.launch import exit_code_of, launch_words, node_of
 from emp_llm.common.errors import UserError
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
-SENTENCE = "has not been heard from for 3 s; it or its network is gone. The same command goes on from where it stopped."
+SENTENCE = "Another rank has not been heard from for 3 s; it or its network is gone. The same command resumes where it stopped."
 
 
 def job(command: str = "emp-llm calibrate --model m", **needs: Any) -> Job:
@@ -33,30 +32,31 @@ def job(command: str = "emp-llm calibrate --model m", **needs: Any) -> Job:
 
 
 def test_one_process() -> None:
-    words, environment = launch_words(job("emp-llm calibrate --model 'my model'"), environment={"PATH": "/bin"})
+    ((words, environment),) = launches(job("emp-llm calibrate --model 'my model'"), environment={"PATH": "/bin"})
     assert words == [sys.executable, "-m", "emp_llm.calibrate", "--model", "my model"]
     assert environment == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": ""}
-    _, environment = launch_words(job(gpus=1), gpus=[1], threads=3, environment={"CUDA_VISIBLE_DEVICES": "4,GPU-7"})
+    ((_, environment),) = launches(job(gpus=1), gpus=[1], threads=3, environment={"CUDA_VISIBLE_DEVICES": "4,GPU-7"})
     assert environment == {"CUDA_VISIBLE_DEVICES": "GPU-7", "OMP_NUM_THREADS": "3"}
 
 
 def test_several_processes() -> None:
-    words, environment = launch_words(job(processes=2, gpus=2), gpus=[0, 3], threads=7, environment={})
-    start = [sys.executable, "-m", "emp_llm.cluster.running.torchrun", "--nproc-per-node"]
-    assert words == [*start, "2", "-m", "emp_llm.calibrate", "--model", "m"]
-    assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("0,3", "3")
-    words, environment = launch_words(job(processes=2, nodes=3), environment={"OMP_NUM_THREADS": "5"})
-    assert words == [*start, "6", "-m", "emp_llm.calibrate", "--model", "m"]  # all nodes are this machine
-    assert environment["OMP_NUM_THREADS"] == "5"
+    first, second = launches(job(processes=2, gpus=2), gpus=[0, 3], threads=7, environment={})
+    assert first[0] == second[0] == [sys.executable, "-m", "emp_llm.calibrate", "--model", "m"]
+    for number, (_, environment) in enumerate((first, second)):
+        assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("0,3", "3")
+        assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == [str(number), str(number), "2"]
+        assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", first[1]["MASTER_PORT"])
+    here = launches(job(processes=2, nodes=3), environment={"OMP_NUM_THREADS": "5"})
+    assert [environment["RANK"] for _, environment in here] == list("012345")  # all nodes are this machine
+    assert here[0][1]["OMP_NUM_THREADS"] == "5"
 
 
 def test_several_nodes() -> None:
-    at = {"EMP_LLM_RENDEZVOUS": "first:29500", "SLURM_NODEID": "1"}
-    words, _ = launch_words(job(nodes=2, gpus=1), environment=at)
-    assert " ".join(words[2:]) == (
-        "emp_llm.cluster.running.torchrun --nproc-per-node 1 --nnodes 2 --node-rank 1 --rdzv-id norms --rdzv-backend static "
-        "--rdzv-endpoint first:29500 -m emp_llm.calibrate --model m"
-    )
+    at = {"EMP_LLM_RENDEZVOUS": "localhost:29500", "SLURM_NODEID": "1"}
+    ranks = [environment for _, environment in launches(job(nodes=2, processes=2, gpus=2), environment=at)]
+    assert [(each["RANK"], each["LOCAL_RANK"], each["WORLD_SIZE"]) for each in ranks] == [("2", "0", "4"), ("3", "1", "4")]
+    assert (ranks[0]["MASTER_ADDR"], ranks[0]["MASTER_PORT"]) == ("localhost", "29500")
+    assert ranks[0]["GLOO_SOCKET_IFNAME"] == "lo"
     assert node_of(job(nodes=2), at | {"EMP_LLM_NODE": "0"}) == (0, 2)
     assert node_of(job(nodes=1), at) == (0, 1)
 
@@ -76,21 +76,17 @@ def test_several_nodes() -> None:
 )
 def test_the_number_of_a_node(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        launch_words(job(nodes=2), environment={"EMP_LLM_RENDEZVOUS": "first:29500"} | environment)
+        launches(job(nodes=2), environment={"EMP_LLM_RENDEZVOUS": "first:29500"} | environment)
     assert str(error.value).startswith(message)
 
 
 def test_too_few_gpus() -> None:
     with pytest.raises(UserError, match="norms needs a GPU for each of 4 processes here, and has 2"):
-        launch_words(job(nodes=2, processes=2, gpus=2), gpus=[0, 1], environment={})
+        launches(job(nodes=2, processes=2, gpus=2), gpus=[0, 1], environment={})
     with pytest.raises(UserError, match="norms has 3 processes and 2 GPUs on a node"):
-        launch_words(job(processes=3, gpus=2), environment={})
+        launches(job(processes=3, gpus=2), environment={})
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES 5 shows 1 GPU; norms asks for more"):
-        launch_words(job(gpus=1), gpus=[1], environment={"CUDA_VISIBLE_DEVICES": "5"})
-
-
-def test_exit_codes() -> None:
-    assert [exit_code_of(code) for code in (0, 1, 2, 143, -15, -9)] == [0, 1, 2, 143, 143, 137]
+        launches(job(gpus=1), gpus=[1], environment={"CUDA_VISIBLE_DEVICES": "5"})
 
 
 RANK = """
@@ -120,7 +116,7 @@ _with_exit_codes(work)
 
 @dataclass(frozen=True)
 class Launcher:
-    """A fork that runs torchrun's part of a job; it has imported torch already."""
+    """A fork that starts a node's part of a job."""
 
     process: Any
     log: Path
@@ -131,28 +127,20 @@ class Launcher:
         return self.process.exitcode, self.log.read_text().splitlines()
 
 
-def start(words: list[str], environment: dict[str, str], folder: Path, log: Path, space: str | None = None) -> Launcher:
-    """Start the ranks of a node.
-
-    Args:
-        words, environment: of the launcher.
-        folder: where it runs.
-        log: for what all print.
-        space: the network namespace.
-    """
+def start(launched: list[tuple[list[str], dict[str, str]]], folder: Path, log: Path, space: str | None = None) -> Launcher:
+    """Start the ranks of a node in a folder and a network namespace."""
 
     def child() -> None:
-        for number in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
         if space is not None:
             with open(f"/run/netns/{space}") as file:
                 assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-        torchrun.start_ranks(words[words.index("emp_llm.cluster.running.torchrun") + 1 :])
+        processes = Processes(folder, launched, log)
+        signal.signal(signal.SIGTERM, lambda *_: processes.stop())
+        code = processes.wait()
+        log.write_text(f"{log.read_text()}{processes.cause}\n") if processes.cause else None
+        os._exit(code)
 
+    log.touch()
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     return Launcher(process, log)
@@ -162,29 +150,32 @@ def start(words: list[str], environment: dict[str, str], folder: Path, log: Path
 def launched(tmp_path: Path) -> Callable[[str], Launcher]:
     """Start two ranks, which import no torch."""
     (tmp_path / "rank.py").write_text(RANK)
-    words, environment = launch_words(job(processes=2))
-    words = words[: words.index("-m", 2)]
-    return lambda how: start([*words, "rank.py", how], environment, tmp_path, tmp_path / "log")
+    ranks = [environment for _, environment in launches(job(processes=2))]
+    return lambda how: start([([sys.executable, "rank.py", how], each) for each in ranks], tmp_path, tmp_path / "log")
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "last"),
+    ("how", "code", "said"),
     [
         ("end", 0, None),
-        ("input", 2, "error: the file is missing."),
-        ("kill", 137, "was ended by SIGKILL; the machine may have too little memory. The same command goes on from where it "),
+        ("input", 2, "rank 1: error: the file is missing."),
+        (
+            "kill",
+            137,
+            "was ended by SIGKILL; the machine may have too little memory. The same command resumes where it stopped.",
+        ),
     ],
 )
-def test_how_torchrun_ends(launched: Callable[[str], Launcher], how: str, code: int, last: str | None) -> None:
+def test_how_ranks_end(launched: Callable[[str], Launcher], how: str, code: int, said: str | None) -> None:
     found, lines = launched(how).ended()
     assert found == code, lines
-    assert lines == [] if last is None else last in lines[-1]
+    assert lines == [] if said is None else any(said in line for line in lines)
     assert not any("Traceback" in line or "torch" in line for line in lines)
 
 
 @pytest.mark.parametrize("to_all", [False, True])
-def test_sigterm_reaches_the_ranks_through_torchrun(launched: Callable[[str], Launcher], tmp_path: Path, to_all: bool) -> None:
-    """Twice, and also if the scheduler sends it to all processes of a job: the ranks then get it again from torchrun."""
+def test_sigterm_reaches_the_ranks(launched: Callable[[str], Launcher], tmp_path: Path, to_all: bool) -> None:
+    """Twice, and also if the scheduler sends it to all processes of a job: the ranks then get it again."""
     launcher = launched("wait")
     wait_for(lambda: len(list(tmp_path.glob("rank-?"))) == 2)
     ranks = [int(path.read_text()) for path in tmp_path.glob("rank-?")] if to_all else []
@@ -236,7 +227,7 @@ import os, time
 from pathlib import Path
 from emp_llm.calibration import resume
 from emp_llm.cli import main
-from emp_llm.execution.blockwise import Step
+from emp_llm.models.blockwise import Step
 
 def run(step, *given, run=Step.run, **named):
     if step.index == 2 and os.environ["RANK"] == "1":
@@ -255,11 +246,11 @@ def start_nodes(spaces: list[str], job: Job, folder: Path, script: Path | None =
     started = []
     for node, space in enumerate(spaces):
         about = {"EMP_LLM_RENDEZVOUS": "10.199.77.1:29571", "EMP_LLM_NODE": str(node), "EMP_LLM_SILENT_SECONDS": "3"}
-        words, environment = launch_words(job, environment=dict(os.environ) | about)
+        ((words, environment),) = launches(job, environment=dict(os.environ) | about | {"GLOO_SOCKET_IFNAME": "cable"})
         if script is not None:
-            place = words.index("emp_llm.calibrate")
-            words[place - 1 : place + 1] = [str(script), "calibrate"]
-        started.append(start(words, environment, folder, folder / f"log-{node}-{script is None}", space))
+            words[1:3] = [str(script), "calibrate"]
+        log = folder / f"log-{node}-{script is None}"
+        started.append(start([(words, environment | {"GLOO_SOCKET_IFNAME": "cable"})], folder, log, space))
     return started
 
 
@@ -276,8 +267,6 @@ def test_a_node_that_dies(network: list[str], text: Path, tmp_path: Path) -> Non
     assert time.monotonic() - cut < 60
     assert codes == (75, 75), logs
     assert all(SENTENCE in log[-1] for log in logs), logs
-    assert " 1 on " in logs[0][-1]
-    assert " 0 on " in logs[1][-1]
     assert not (tmp_path / "norms.safetensors").exists()
     ip("-n", network[1], "link", "set", "cable", "up")
     nodes = start_nodes(network, there, tmp_path)

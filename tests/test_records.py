@@ -3,7 +3,6 @@
 import json
 import tomllib
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm.bench import bench
 from emp_llm.calibration.activations import METADATA_KEY, Activations
+from emp_llm.cluster.jobs import JobState
 from emp_llm.cluster.plan_file import read_plan
-from emp_llm.cluster.running.job_files import JobState
-from emp_llm.cluster.slurm.arrays import grouped_jobs
-from emp_llm.cluster.slurm.notes import Notes
-from emp_llm.cluster.slurm.site import Site
+from emp_llm.cluster.site import Site
+from emp_llm.cluster.slurm import grouped_jobs, note_array
 from emp_llm.collect import collect
 from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
@@ -79,7 +77,7 @@ def written(
     state.save(study / "jobs" / f"{job.id}.json")
     collect(study, no_plots=True)
     (study / "slurm").mkdir()
-    Notes(study).add(grouped_jobs(read_plan(study), Site(), {}, count(1))[0], "7")
+    note_array(study, grouped_jobs(read_plan(study), Site(), {}, 1)[0], "7")
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:

@@ -23,7 +23,7 @@ from emp_llm.checkpoint.locks import FileLock
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
-from emp_llm.execution.blockwise import Step
+from emp_llm.models.blockwise import Step
 from emp_llm.prune import prune
 from emp_llm.pruning import writing
 

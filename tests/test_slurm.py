@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ from conftest import Run
 from studies import TOKEN, command_job, job, stand_in, study_of
 
 from emp_llm.cluster.plan_file import Job
-from emp_llm.cluster.slurm.arrays import JobArray, grouped_jobs, request_of
-from emp_llm.cluster.slurm.script import list_text, script_text
-from emp_llm.cluster.slurm.site import Site, read_site
+from emp_llm.cluster.site import Site, SiteNeeds, read_site
+from emp_llm.cluster.slurm import JobArray, grouped_jobs, list_text, request_of, script_text
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "scripts" / "slurm"
 
 
 def arrays_of(jobs: list[Job], site: Site | None = None, queued: dict[str, str] | None = None) -> list[JobArray]:
-    return grouped_jobs(jobs, site or Site(), queued or {}, count(1))
+    return grouped_jobs(jobs, site or Site(), queued or {}, 1)
 
 
 def shown(arrays: list[JobArray]) -> list[tuple[str, dict[int, str], tuple[str, ...], str | None]]:
@@ -48,21 +46,21 @@ def test_jobs_of_equal_needs_share_an_array() -> None:
 def test_recipes_of_one_model_wait_for_its_calibration() -> None:
     jobs = [job("calibrate"), *(job(f"prune{i}", "calibrate") for i in range(3))]
     jobs += [job(f"evaluate{i}", f"prune{i}") for i in range(3)]
-    assert shown(arrays_of(jobs)) == [
+    arrays = arrays_of(jobs)
+    assert shown(arrays) == [
         ("001-calibrate", {0: "calibrate"}, (), None),
-        ("002-calibrate", {0: "prune0", 1: "prune1", 2: "prune2"}, ("calibrate",), None),
+        ("002-calibrate", {0: "prune0", 1: "prune1", 2: "prune2"}, ("001-calibrate",), None),
         ("003-calibrate", {0: "evaluate0", 1: "evaluate1", 2: "evaluate2"}, (), "002-calibrate"),
     ]
+    numbers = {"001-calibrate": "41", "002-calibrate": "42"}
+    assert [array.dependency(numbers) for array in arrays] == ["", "afterany:41", "aftercorr:42"]
 
 
-def test_many_models_follow_their_calibrations_task_by_task() -> None:
-    """7 models with 2 recipes: two arrays of 7, not seven of 2."""
+def test_many_models_have_one_array_of_a_kind_and_depth() -> None:
     jobs = [job(f"c{m}") for m in range(7)] + [job(f"p{m}{r}", f"c{m}") for m in range(7) for r in range(2)]
-    first, *following = arrays_of(jobs)
-    assert len(following) == 2
-    for array in following:
-        assert array.follows == first.name
-        assert all(each.after == [first.jobs[index].id] for index, each in array.jobs.items())
+    first, following = arrays_of(jobs)
+    assert len(following.jobs) == 14
+    assert following.waits == (first.name,)
 
 
 def test_an_index_without_a_job_stays_empty() -> None:
@@ -74,30 +72,24 @@ def test_an_index_without_a_job_stays_empty() -> None:
 
 def test_jobs_that_wait_for_several() -> None:
     """Each waits for its own prune and for the model's dense evaluation."""
-    jobs = [
-        job("dense", gpus=1),
-        job("p0"),
-        job("p1"),
-        job("e0", "dense", "p0", hours=9.0),
-        job("e1", "dense", "p1", hours=9.0),
-    ]
-    assert shown(arrays_of(jobs))[-1] == ("003-calibrate", {0: "e0", 1: "e1"}, ("dense",), "002-calibrate")
+    jobs = [job("dense", gpus=1), job("p0"), job("p1")]
+    jobs += [job(f"e{i}", "dense", f"p{i}", hours=9.0) for i in range(2)]
+    assert shown(arrays_of(jobs))[-1] == ("003-calibrate", {0: "e0", 1: "e1"}, ("001-calibrate", "002-calibrate"), None)
 
 
 def test_what_is_done_or_queued_is_left_out() -> None:
     """A job that is neither pending nor queued is done."""
     jobs = [job("e0", "done"), job("e1", "queued")]
-    assert shown(arrays_of(jobs, queued={"queued": "7_3"})) == [
-        ("001-calibrate", {0: "e0"}, (), None),
-        ("002-calibrate", {0: "e1"}, ("queued",), None),
-    ]
+    (array,) = arrays_of(jobs, queued={"queued": "7_3"})
+    assert shown([array]) == [("001-calibrate", {0: "e0", 1: "e1"}, ("7",), None)]
+    assert array.dependency({}) == "afterany:7"
 
 
 def test_large_arrays_are_divided() -> None:
     jobs = [job(f"a{i}") for i in range(5)] + [job("last", *(f"a{i}" for i in range(5)))]
     arrays = arrays_of(jobs, Site(largest_array=2))
     assert [list(each.jobs) for each in arrays] == [[0, 1], [0, 1], [0], [0]]
-    assert arrays[-1].waits == tuple(f"a{i}" for i in range(5))
+    assert arrays[-1].waits == tuple(each.name for each in arrays[:3])
 
 
 def test_every_job_has_one_place_and_waits_for_all_that_it_should() -> None:
@@ -115,8 +107,9 @@ def test_every_job_has_one_place_and_waits_for_all_that_it_should() -> None:
     for array in arrays:
         for index, each in array.jobs.items():
             assert each.id not in seen
-            seen[each.id] = set(array.waits) | ({by_name[array.follows].jobs[index].id} if array.follows else set())
-            assert seen[each.id] == set(each.after)
+            before = {job.id for name in array.waits for job in by_name[name].jobs.values()}
+            seen[each.id] = before | ({by_name[array.follows].jobs[index].id} if array.follows else set())
+            assert seen[each.id] >= set(each.after)
     assert len(seen) == len(jobs) == 2000
     assert len(arrays) < 300
 
@@ -128,6 +121,15 @@ def test_requests_are_within_the_site() -> None:
     assert request_of(job("a", processes=4, gpus=4).needs, site).cpus == 64
     whole = request_of(job("a", memory_gb=500.0).needs, site)
     assert whole.megabytes == int(512e9 / 2**20)  # rounded up, but not above the node
+
+
+def test_the_numbers_of_the_site_go_first(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text("[needs.calibrate]\nhours = 3\n[needs.prune]\nmemory_gb = 9")
+    site = read_site(path)
+    assert site.needs["calibrate"] == SiteNeeds(hours=3)
+    planned = job("a", memory_gb=2.0)
+    assert site.needs_of(planned) == msgspec.structs.replace(planned.needs, hours=3.0)
 
 
 # Scripts
@@ -251,7 +253,7 @@ def test_a_refusal_is_told_in_the_words_of_sbatch(command: Run, tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     assert "1 job submitted; 1 already queued" in done.stdout
     called = (study / "called").read_text()
-    assert "--dependency=afterok:41 slurm/003-calibrate.sh" in called
+    assert "--dependency=afterany:41 slurm/003-calibrate.sh" in called
     assert (study / "slurm" / "003-calibrate.jobs").read_text() == "b\n"
 
 
@@ -293,7 +295,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(command: Run, tmp_path: Path) ->
     assert "#SBATCH --gpus-per-node=1\n" in done.stdout
     calls = [shlex.split(line.removeprefix("$ ")) for line in done.stdout.splitlines() if line.startswith("$ sbatch")]
     assert [call[-1] for call in calls] == ["slurm/001-calibrate.sh", "slurm/002-calibrate.sh"]
-    assert "--dependency=afterok:001-calibrate_0" in calls[1]
+    assert "--dependency=aftercorr:001-calibrate" in calls[1]
 
 
 def test_finished_jobs_are_not_submitted(command: Run, tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_the_example_for_another_scheduler_runs(tmp_path: Path) -> None:
 
 def test_a_streamed_text_cannot_be_cached(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only jobs that read it: not one with activations, and not one by magnitude."""
-    lines = ("--model /m --activations a --calibration-of-another c4", "--model /m --method magnitude")
+    lines = ("--model /m --activations a", "--model /m --method magnitude")
     harmless = [command_job(f"p{i}", "prune", line) for i, line in enumerate(lines)]
     stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
     study = study_of(tmp_path / "study", harmless)

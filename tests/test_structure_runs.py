@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm.architecture.layers import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
@@ -23,9 +23,9 @@ from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report
 from emp_llm.selection.budgets import EffectiveBudget, RatioBudget
-from emp_llm.structured.language.unit_choice import Widths, choose_units
-from emp_llm.structured.language.unit_plan import UnitPlan
-from emp_llm.structured.language.units import Units
+from emp_llm.structure.choice import Widths, choose_units
+from emp_llm.structure.plan import UnitPlan
+from emp_llm.structure.units import Units
 from emp_llm.verify import verify
 
 # What cannot be removed: config.json has no number of heads apart from the width, or the heads share a norm.
@@ -344,7 +344,7 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
 
 def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error between two shards, the same command goes on and gives the same bytes."""
-    from emp_llm.structured.language.unit_writer import UnitWriter
+    from emp_llm.structure.writing import UnitWriter
 
     source, whole, broken = models("llama"), tmp_path / "whole", tmp_path / "broken"
     options: dict[str, Any] = {
@@ -368,7 +368,7 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="the machine stops"):
         prune(str(source), output=broken, **options)
     assert not broken.exists()
-    monkeypatch.setattr("emp_llm.structured.language.gradients.input_gradients", None)  # the sums are not collected again
+    monkeypatch.setattr("emp_llm.structure.gradients.input_gradients", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]

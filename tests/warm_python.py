@@ -29,14 +29,14 @@ from typing import Any, NoReturn
 from launch import IMPORTS
 
 _MORE = [
-    "emp_llm.cluster.running.local_run",
+    "emp_llm.cluster.jobs",
     "emp_llm.evaluate",
     "emp_llm.run",
     "lm_eval.api.metrics",
     "lm_eval.evaluator",
     "lm_eval.tasks",
     "pydantic.main",
-    "torch.distributed.run",
+    "torch.distributed",
     "transformers.convert_slow_tokenizer",
     "transformers.models.auto.tokenization_auto",
     "typer.main",

@@ -19,7 +19,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from emp_llm.checkpoint.files import tensor_bytes, write_bytes
+from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of, reason
+from emp_llm.common.machine import Stopwatch
+from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.tables import table
 from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import record_of
@@ -212,3 +215,21 @@ def difference_table(difference: NormsDifference) -> str:
         lines.append(f"only in one file, or with another number of inputs: {count_of(len(difference.only), 'layer')} ({names})")
     lines += [f"{field}: {first[:60]} | {second[:60]}" for field, first, second in difference.about]
     return "\n".join(lines)
+
+
+def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> None:
+    """Save norms in an unfinished output, as a part of it and for resuming an interrupted run."""
+    norms.save(out.files / ACTIVATIONS_NAME)
+    out.note(calibrated={"norms": norms.digest, "stages": dict(stopwatch.record)})
+
+
+def kept_norms(out: OutputFolder, stopwatch: Stopwatch) -> Activations | None:
+    """The norms that an interrupted run of the same command collected; None if it did not finish its calibration."""
+    noted = out.get("calibrated")
+    if noted is None:
+        return None
+    norms = Activations.load(out.files / ACTIVATIONS_NAME)
+    if norms.digest != noted["norms"]:
+        raise UserError(f"{out.files / ACTIVATIONS_NAME}: it has changed since it was written. Delete {out.work}.")
+    stopwatch.record |= noted["stages"]
+    return norms

@@ -1,27 +1,47 @@
-"""Ranks: the processes of one job, started by `torchrun` or `accelerate launch`. A single process is rank 0 of 1."""
+"""Ranks: the processes of one job, started by `emp-llm run`, torchrun or accelerate. A single process is rank 0 of 1."""
 
 import atexit
 import os
 import re
+import socket
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from emp_llm.lifelines.lifeline import hold_lifeline, lifeline
-from emp_llm.lifelines.peer import AGAIN, RankLost
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 
-# Ranks wait for each other at the end of their shares, for hours in a long job. If one dies, its lifeline ends the others.
-_TIMEOUT = timedelta(weeks=52)
-# A lost connection in the words of gloo and NCCL.
+RESUMES = "The same command resumes where it stopped."
+LOST_CODE = 75  # exit code of a rank that ends because another is gone: EX_TEMPFAIL of sysexits.h
+SILENT_SECONDS = "EMP_LLM_SILENT_SECONDS"
+_DAY = 24 * 3600  # ranks wait for each other at the end of their parts, for hours in a long job
+_MEETING = timedelta(minutes=10)
+# A lost connection, and a silent one, in the words of gloo and NCCL.
 _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process exited|ncclRemoteError")
+_SILENT = re.compile(r"Timed out waiting|[Tt]imeout")
+_END = "emp_llm/end"  # where the first rank that fails leaves its message for the others
+_LETTERS = 1000  # of that message
+
+
+class RankLost(BaseException):
+    """Another rank of this job is gone. Commands print the message and exit with its code.
+
+    It ends the process, like KeyboardInterrupt: no part of a run can continue without the others.
+
+    Args:
+        message: the cause.
+        code: exit code of this process.
+    """
+
+    def __init__(self, message: str, code: int = LOST_CODE) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,7 @@ class Ranks:
         from torch import distributed
 
         values: list[Any] = [None] * self.count
-        with _losses():
+        with rank_losses():
             _state()
             distributed.all_gather_object(values, value)
         return values
@@ -81,7 +101,7 @@ class Ranks:
         from torch import distributed
 
         values = [value]
-        with _losses():
+        with rank_losses():
             _state()
             distributed.broadcast_object_list(values, src=0)
         return values[0]
@@ -91,45 +111,89 @@ class Ranks:
 def ranks() -> Ranks:
     """The ranks of this job.
 
-    They watch each other from the first call. A process joins the group, gloo on CPUs and NCCL on GPUs, at its first collective
-    call. So wrong input is reported by every rank, and no rank loses its connection to one that has ended already.
+    A process joins the others at its first collective call. So wrong input is reported by every rank, and no rank loses its
+    connection to one that has ended already.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        return Ranks(0, 1)
-    index = int(os.environ.get("RANK") or _state().process_index)
-    hold_lifeline(index, count)
-    return Ranks(index, count)
+    return Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @contextmanager
-def _losses() -> Iterator[None]:
-    """A collective call that breaks because another rank is lost raises RankLost, also if no lifeline says which one."""
+def rank_losses() -> Iterator[None]:
+    """A collective call that breaks or times out because another rank is gone raises RankLost, with the cause."""
     try:
         yield
     except RuntimeError as error:
-        line = lifeline()
-        loss = line.cause() if line is not None else None
-        if loss is None and _BROKEN.search(str(error)):  # it died before its lifeline was connected
-            loss = RankLost(f"The connection to another rank is lost: it was killed, or it crashed. {AGAIN}")
-        if loss is None:
+        text = str(error)
+        if not _is_joined() or not (_BROKEN.search(text) or _SILENT.search(text)):
             raise
-        raise loss from error
+        atexit.unregister(_leave)
+        raise _loss(text) from error
+
+
+def tell_ranks(code: int, message: str) -> None:
+    """Leave the cause of this rank's end for the others, unless one has done so before."""
+    if _is_joined():
+        cause = " ".join(message.split())[:_LETTERS]
+        with suppress(RuntimeError):  # the store is gone
+            _joined().compare_set(_END, "", f"{code} rank {ranks().index} on {socket.gethostname()} has ended: {cause}")
+
+
+def _loss(text: str) -> RankLost:
+    """What to tell of a loss, from the error of the collective call and from what the lost rank has left."""
+    with suppress(RuntimeError):
+        store = _joined()
+        store.set_timeout(timedelta(seconds=5))
+        if store.check([_END]):
+            code, _, message = store.get(_END).decode(errors="replace").partition(" ")
+            return RankLost(message, 2 if code == "2" else LOST_CODE)  # wrong input is wrong for all
+    if _BROKEN.search(text):
+        return RankLost(f"The connection to another rank is lost: it was killed, or it crashed. {RESUMES}")
+    return RankLost(f"Another rank has not been heard from for {_patience()} s; it or its network is gone. {RESUMES}")
+
+
+def _patience() -> int:
+    """Seconds that a rank waits for another in a collective call."""
+    return int(os.environ.get(SILENT_SECONDS) or _DAY)
+
+
+def _is_joined() -> bool:
+    return "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+
+
+@cache
+def _joined() -> Any:
+    """Join the other ranks, and return the store in which they met.
+
+    Objects travel by gloo, also between GPUs: it reports a lost rank as an error, where NCCL aborts the process.
+    """
+    import torch
+    from torch import distributed
+
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        store, rank, count = next(distributed.rendezvous("env://", timeout=_MEETING))
+        patience = timedelta(seconds=_patience())
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=patience)
+    except distributed.DistError as error:
+        cause = str(error).splitlines()[0].rstrip(".")
+        raise RankLost(f"The ranks did not meet at {address} ({cause}). {RESUMES}") from error
+    atexit.register(_leave)
+    return store
 
 
 @cache
 def _state() -> Any:
+    """accelerate's view of the ranks, which knows the device of each; lm-eval uses it too."""
     import torch
     from accelerate import PartialState
 
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_TIMEOUT)
-    atexit.register(_leave)
-    return state
+    _joined()
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _leave() -> None:
-    from torch import distributed
+    if _is_joined():
+        from torch import distributed
 
-    line = lifeline()
-    if distributed.is_initialized() and (line is None or line.loss is None):  # without the others, NCCL may wait for ever
         distributed.destroy_process_group()

@@ -301,6 +301,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         self._check_counts()
         self._check_update()
 
+    def check_units(self) -> None:
+        """Raise UserError for invalid or conflicting numbers of a recipe for heads and neurons."""
+        self._check_values()
+        self._check_counts()
+        self._check_update()
+
     def check_propagated(self) -> None:
         """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
         if not self.needs_activations:

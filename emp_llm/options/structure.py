@@ -1,10 +1,12 @@
 """Options of structured pruning: whole heads and neurons in place of weights."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Options
+from emp_llm.options.calibration import NormOptions
+from emp_llm.options.recipe import Recipe, check_choice
 
 StructureKind = Literal["heads", "neurons", "both"]
 StructureGroup = Literal["layer", "all"]
@@ -59,7 +61,7 @@ class StructureOptions(Options):
     def check_structure(self) -> None:
         """Raise UserError for an invalid value, or one without --structure."""
         for name, choices in (("structure", StructureKind), ("structure_group", StructureGroup), ("head_unit", HeadUnit)):
-            self.check_choice(name, choices)
+            check_choice(getattr(self, name), choices | None, name)
         for field in fields(StructureOptions):
             if self.structure is None and getattr(self, field.name) not in (None, False):
                 raise UserError(
@@ -73,7 +75,7 @@ class StructureOptions(Options):
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
 
 
-# Options of weights, with what to do in place of them.
+# Options of weights, and why they are not for units.
 _OF_WEIGHTS = {
     "pattern": "N:M is a pattern of single weights",
     "criterion": "a criterion of your own scores single weights",
@@ -88,47 +90,26 @@ _OF_WEIGHTS = {
 }
 
 
-def check_structured(options: Any) -> None:
-    """Raise UserError for options of `prune` that do not go with --structure; `options` are those of the command."""
-    for name, why in _OF_WEIGHTS.items():
-        if getattr(options, name) is not None:
-            raise UserError(
-                f"--{'map' if name == 'score_map' else name.replace('_', '-')} does not go with --structure: {why}."
-            )
-    for name, default in (("group", "row"), ("targets", "mlp"), ("tower", "language"), ("propagate", "dense")):
-        if getattr(options, name) != default:
-            instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}.get(
-                name, "Leave it out"
-            )
-            raise UserError(f"--{name} does not go with --structure. {instead}.")
-    if options.load_in_8bit or options.load_in_4bit:
+def check_structured(recipe: Recipe, structure: StructureOptions, text: NormOptions, propagate: str, quantised: bool) -> None:
+    """Raise UserError for options of `prune` that do not go with --structure."""
+    name = recipe.name
+    filled = Recipe(method=f"{'emp-' if recipe.adaptive else ''}magnitude", match=recipe.match)  # what nobody asked for
+    for field, why in _OF_WEIGHTS.items():
+        if getattr(recipe, field) not in (None, getattr(filled, field)) and not (name == "relative" and field == "count_by"):
+            flag = "map" if field == "score_map" else field.replace("_", "-")
+            raise UserError(f"--{flag} does not go with --structure: {why}.")
+    values = {"group": recipe.group, "targets": recipe.targets, "tower": recipe.tower, "propagate": propagate}
+    instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}
+    for field, default in (("group", "row"), ("targets", "mlp"), ("tower", "language"), ("propagate", "dense")):
+        if values[field] != default:
+            raise UserError(f"--{field} does not go with --structure. {instead.get(field, 'Leave it out')}.")
+    if quantised:
         raise UserError("--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit.")
-    _check_structured_method(options)
-    _check_structured_numbers(options)
-    options.check_refit()
-
-
-def _check_structured_method(options: Any) -> None:
-    name = options.criterion_name
     if name not in STRUCTURE_CRITERIA:
         known = ", ".join(f"emp-{each}, {each}" for each in STRUCTURE_CRITERIA)
-        raise UserError(f"--method {options.method} does not score heads or neurons. Use one of {known}.")
-    if options.activations is None:
-        return
-    if name == "taylor":
+        raise UserError(f"--method {recipe.method} does not score heads or neurons. Use one of {known}.")
+    if text.activations is not None and name == "taylor":
         raise UserError("--activations holds norms, and --method taylor needs gradients. Leave it out, or use --method wanda.")
-    if options.refit:
+    if text.activations is not None and recipe.refit:
         raise UserError("--activations holds norms, and --refit needs a text. Leave out one of them.")
-
-
-def _check_structured_numbers(options: Any) -> None:
-    given = [name for name in ("sparsity", "match") if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise UserError("--sparsity and --match both set the sparsity; give only one.")
-    if options.adaptive and options.sparsity is not None and options.beta is not None:
-        raise UserError(f"--sparsity finds the beta of {options.method}; leave out --beta.")
-    if options.adaptive and options.match is not None:
-        raise UserError(f"--match does not go with method {options.method}. Use --method {options.criterion_name}.")
-    for name in ("beta", "order"):
-        if not options.adaptive and getattr(options, name) is not None:
-            raise UserError(f"--{name} does not go with method {options.method}. Use --method emp-{options.criterion_name}.")
+    recipe.check_units()

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.targets import Coverage, Target, check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, quotable
+from emp_llm.models.architecture import Architecture, Coverage, Target, check_calibrated
+from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
 
 
@@ -65,7 +64,7 @@ def targets_of_folder(
         trust_remote_code: run code from the model's folder.
 
     Raises:
-        UserError: the folder is no checkpoint; the model is quantised, unless it is FP8, whose weights can be removed as stored;
+        UserError: the folder is no checkpoint; the model is quantised (not to FP8, whose weights are removed as stored);
             no layer matches, or most of the model cannot be pruned.
     """
     checkpoint = Checkpoint(folder)

@@ -4,7 +4,6 @@ A shard is written in order, under its final name in the work folder. When it is
 rows are noted there, and an interrupted run resumes after it; a shard that is not finished is written again.
 """
 
-from emp_llm.options.recipe import Recipe
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -16,19 +15,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_from_hashes, known_hashes, remember_hashes
 from emp_llm.checkpoint.files import (
-        INDEX_LIMIT,
-        PIECE,
-        FilePool,
-        FileReader,
-        RunningHash,
-        bytes_of,
-        file_hash,
-        prefetch,
-        sync_path,
-        write_exactly,
+    INDEX_LIMIT,
+    PIECE,
+    FilePool,
+    FileReader,
+    RunningHash,
+    bytes_of,
+    file_hash,
+    prefetch,
+    sync_path,
+    write_exactly,
 )
 from emp_llm.checkpoint.matrices import Words
 from emp_llm.checkpoint.output import OutputFolder
@@ -36,6 +34,8 @@ from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME
 from emp_llm.common.progress import Bar, progress_bar
+from emp_llm.models.architecture import Target
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.records.base import read_record

@@ -14,7 +14,6 @@ from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
 from emp_llm.reporting.structure_tables import structure_lines, structure_rows
 
-
 if TYPE_CHECKING:
     from emp_llm.pruning.dry_run import DryRun
 

@@ -1,0 +1,147 @@
+"""What jobs need of the Hub, downloaded into the cache by the login node, because the nodes have no network.
+
+A process of its own downloads (`python -m emp_llm.cluster.downloads`): variables of the environment choose the cache, and the
+Hub's client reads them once.
+"""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emp_llm.cluster.plan_file import Job
+from emp_llm.common.errors import UserError
+from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.commands import METHODS
+from emp_llm.options.evaluation import SuiteOptions
+
+logger = logging.getLogger(__name__)
+_LOCAL_READERS = ("json", "csv", "parquet", "text", "arrow")
+
+
+class Wanted(msgspec.Struct):
+    """What jobs read, each once.
+
+    Attributes:
+        models: (name, revision, trust_remote_code). texts: of calibrations. suites: (suite, tasks).
+    """
+
+    models: list[tuple[str, str | None, bool]] = []
+    texts: list[str] = []
+    suites: list[tuple[str | None, str | None]] = []
+
+
+def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str, list[str]], Any]) -> Wanted:
+    """What jobs read of the Hub, or of files.
+
+    Args:
+        jobs: that will run.
+        outputs: of the plan, which are no models of the Hub.
+        parsed: the options of a command, given its name and its words.
+    """
+    models, texts, suites = {}, {}, {}  # as sets in the order of the plan
+    for job in jobs:
+        options = parsed(job.kind, job.arguments[1:])
+        if options.model not in outputs:
+            models[options.model, options.revision, options.trust_remote_code] = None
+        baseline = options.baseline if job.kind == "evaluate" else None
+        if baseline is not None and baseline not in outputs and not baseline.endswith(".json"):
+            models[baseline, None, options.trust_remote_code] = None
+        if _reads_text(job.kind, options):
+            texts[options.text_name] = None
+        if job.kind in ("evaluate", "sweep"):
+            suites[options.suite, options.tasks] = None
+        elif job.kind == "prune" and options.evaluate is not None:
+            suites[options.evaluate, None] = None
+    return Wanted([*models], [*texts], [*suites])
+
+
+def _reads_text(kind: str, options: Any) -> bool:
+    """Whether a job reads its calibration text."""
+    if kind == "evaluate":
+        return False
+    if kind == "calibrate" or options.calibration is not None:
+        return True
+    if options.activations is not None:
+        return False
+    if kind == "sweep":
+        return not all(method.strip().endswith("magnitude") for method in (options.methods or METHODS).split(","))
+    return bool(options.needs_activations or options.fits)
+
+
+def download(wanted: Wanted, study: Path, cache: str | None) -> None:
+    """Download what is not in the cache yet, in a process of its own.
+
+    Args:
+        study: folder that relative paths begin at.
+        cache: HF_HOME; None: as the environment says.
+
+    Raises:
+        UserError: something cannot be downloaded.
+    """
+    environment = os.environ | ({} if cache is None else {"HF_HOME": cache})
+    root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    words = [sys.executable, "-m", "emp_llm.cluster.downloads"]
+    text = msgspec.json.encode(wanted)
+    done = subprocess.run(words, cwd=study, env=environment, input=text, stdout=subprocess.PIPE, check=False)
+    if done.returncode == 2:
+        raise UserError(done.stdout.decode("utf-8", "replace").strip())
+    if done.returncode:
+        raise UserError("the download for the nodes failed, as shown above; with --no-prepare, nothing is downloaded.")
+
+
+def _download_here(wanted: Wanted) -> None:
+    from emp_llm.calibration.texts import calibration_corpora, open_data_set
+    from emp_llm.evaluation.suites import suite_of
+    from emp_llm.hub.local_model import find_model
+
+    texts = [each for name in wanted.texts for each in calibration_corpora(CalibrationOptions(calibration=name), None)]
+    suites = [suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites]
+    texts += [suite.corpus for suite in suites if suite.corpus is not None]
+    for name, revision, trust in wanted.models:
+        if not (Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+            logger.info("%s: looking in the cache.", name)
+            find_model(name, revision, trust)
+    for corpus in dict.fromkeys(texts):
+        if corpus.file is not None or corpus.dataset is None or Path(corpus.dataset).is_dir():
+            continue
+        if corpus.stream:
+            raise UserError(
+                f"{corpus.source} is streamed from the Hub and never in the cache, and the nodes are offline. Run its "
+                "calibrations here (emp-llm run STUDY --only ID), calibrate on a file of it, or set offline = false in the "
+                "site file."
+            )
+        logger.info("%s: looking in the cache.", corpus.source)
+        open_data_set(corpus)
+    for suite in dict.fromkeys(suites):
+        tasks = tuple(task for task in suite.tasks if task.folder is None or _reads_hub(task.folder))
+        if tasks:
+            from emp_llm.evaluation.harness import Harness
+
+            logger.info("suite %s: looking for its tasks in the cache.", suite.name)
+            Harness(tasks)
+
+
+def _reads_hub(folder: Path) -> bool:
+    """Whether a task file in a folder names a data set that is not read from local files."""
+    for path in folder.rglob("*.yaml"):
+        names = re.findall(r"^dataset_path:\s*[\"']?([^\"'\s#]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if any(name not in _LOCAL_READERS and not Path(name).exists() for name in names):
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        _download_here(msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted))
+    except UserError as error:
+        print(error)
+        sys.exit(2)

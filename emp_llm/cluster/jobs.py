@@ -1,0 +1,513 @@
+"""Jobs in processes of their own: the files that tell what became of a job, how it is started, and one attempt to run it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import ClassVar, Literal
+from uuid import uuid4
+
+import msgspec
+
+from emp_llm.checkpoint.locks import FileLock, holder_of
+from emp_llm.cluster.plan_file import Job, shell_words
+from emp_llm.common.errors import UserError, count_of, quotable
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
+from emp_llm.common.ranks import LOST_CODE, RESUMES
+from emp_llm.records.base import FileRecord, read_record
+
+JobStatus = Literal["done", "running", "stopped", "failed", "missing"]
+RENDEZVOUS = "EMP_LLM_RENDEZVOUS"
+NODE = "EMP_LLM_NODE"
+BEAT = 20.0  # seconds between two signs of life
+_SILENT = 120.0  # seconds after which a job on another machine, without a lock that can be seen here, has died
+_GLANCE = 0.5  # seconds: one who looks who holds a lock holds it for a moment
+_PATIENCE = 100.0  # seconds that a command has to end after SIGTERM
+_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")  # variables with the number of the scheduler's job
+_CONSEQUENCES = (LOST_CODE, 143, -signal.SIGTERM)  # of processes that end because another has ended
+
+
+class JobState(FileRecord, kw_only=True, omit_defaults=False):
+    """What the last attempt of a job has come to.
+
+    Attributes:
+        command: that ran.
+        status: "running" also after the runner was killed.
+        attempts: their number.
+        host, pid: of the runner.
+        scheduler_job: of the scheduler; null without one.
+        exit_code: of the command; null while it runs. message: why it failed.
+        seconds: of all finished attempts together.
+    """
+
+    KIND: ClassVar[str] = "job state"
+    VERSION: ClassVar[int] = 1
+
+    id: str
+    command: str
+    status: Literal["running", "done", "failed", "stopped"]
+    attempts: int = 1
+    host: str = ""
+    pid: int = 0
+    scheduler_job: str | None = None
+    exit_code: int | None = None
+    message: str = ""
+    seconds: float = 0.0
+
+
+class _Made(msgspec.Struct):
+    """The part of an output that tells its command."""
+
+    command: str | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """The files of a job in its study's folder."""
+
+    study: Path
+    job: Job
+
+    @property
+    def state_path(self) -> Path:
+        return self.study / "jobs" / f"{self.job.id}.json"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.study / "jobs" / f"{self.job.id}.lock"
+
+    @property
+    def log_path(self) -> Path:
+        return self.study / "logs" / f"{self.job.id}.log"
+
+    @property
+    def output(self) -> Path:
+        return self.study / self.job.output
+
+    @property
+    def rerun(self) -> str:
+        """The command that runs the job again."""
+        return f"emp-llm run {self.study} --only {self.job.id}"
+
+    def state(self) -> JobState | None:
+        """The state of the last attempt; None if there was none, or its file is damaged."""
+        try:
+            return read_record(self.state_path, JobState)
+        except UserError:
+            return None
+
+    def status(self) -> JobStatus:
+        """What has become of the job so far; UserError if the output was made by another command."""
+        state = self.state()
+        if self._is_running(state):
+            return "running"
+        if self.is_complete(state):
+            return "done"
+        if state is None:
+            return "missing"
+        return "stopped" if state.status in ("running", "done") else state.status
+
+    def runner(self) -> str | None:
+        """The process that works on the job, in words; None if there is none."""
+        return holder_of(self.lock_path)
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines of the log."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 400 * count))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return []
+        lines = [quotable(line) for line in text.splitlines() if line.strip()]
+        return lines[max(0, len(lines) - count) :]
+
+    def _is_running(self, state: JobState | None) -> bool:
+        """Whether a process works on the job: by its lock, or on a file system without locks by its signs of life."""
+        if self.runner() is not None:
+            return True
+        if state is None or state.status != "running" or state.host == os.uname().nodename:
+            return False
+        try:
+            return server_time(self.lock_path.parent) - self.lock_path.stat().st_mtime < _SILENT
+        except OSError:
+            return False
+
+    def is_complete(self, state: JobState | None) -> bool:
+        """Whether the output is finished, given the state of the last attempt.
+
+        Raises:
+            UserError: the output was made by another command.
+        """
+        if not self.output.exists():
+            return False
+        if state is not None and state.status == "done" and state.command == self.job.command:
+            return True
+        made = self._made()
+        command = made.command if made is not None else state.command if state is not None else None
+        if command is not None and command != self.job.command and _arguments(command) != self.job.arguments:
+            raise UserError(
+                f"{self.output}: it was made by another command than this plan's ({quotable(command)}). Move it away, or "
+                "write the plan that it belongs to."
+            )
+        if self.job.kind == "sweep":  # a sweep is finished only if its command said so
+            return False
+        return made is None or made.complete
+
+    def _made(self) -> _Made | None:
+        """The command that made the output, as the output says; None if it cannot tell."""
+        if self.job.kind == "calibrate":
+            return None
+        name = {"prune": REPORT_NAME, "sweep": SWEEP_NAME}.get(self.job.kind, "")
+        try:
+            return msgspec.json.decode((self.output / name if name else self.output).read_bytes(), type=_Made)
+        except (OSError, msgspec.DecodeError):
+            return _Made(complete=False)
+
+
+def _arguments(command: str) -> list[str]:
+    """The words of a command after the program."""
+    try:
+        return shell_words(command)[1:]
+    except ValueError:
+        return [command]
+
+
+def server_time(folder: Path) -> float:
+    """The clock of a folder's file server, in seconds, by a file that is written and deleted."""
+    path = folder / f".{uuid4().hex}.now"
+    try:
+        path.touch()
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# How a job is started.
+
+
+def launches(
+    job: Job,
+    *,
+    gpus: Sequence[int] | None = None,
+    threads: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> list[tuple[list[str], dict[str, str]]]:
+    """The words and the environment of each process of a job on this node, for the study's folder.
+
+    Args:
+        gpus: numbers of the GPUs that the job may use, counted among those that the environment shows; None: as the environment
+            says. A job that needs no GPU sees none.
+        threads: number of cores for all processes of this node; None: OMP_NUM_THREADS of the environment, or all cores.
+        environment: of this process.
+
+    Raises:
+        UserError: a job of several nodes does not say which node this is; fewer GPUs than processes.
+    """
+    node, nodes = node_of(job, environment)
+    here = job.needs.processes * (job.needs.nodes // nodes)  # without a rendezvous, all nodes are this machine
+    words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
+    common = dict(environment) | _visible_gpus(job, here, gpus, environment) | _threads(here, threads, environment)
+    if here * nodes == 1:
+        return [(words, common)]
+    host, port = "127.0.0.1", "0"
+    if nodes > 1:
+        host, _, port = environment[RENDEZVOUS].rpartition(":")
+        host = host.strip("[]")
+        common |= _interface_to(host, int(port))
+    else:
+        with socket.create_server((host, 0)) as free:
+            port = str(free.getsockname()[1])
+    common |= {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(here * nodes), "LOCAL_WORLD_SIZE": str(here)}
+    common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of every address without a name
+    return [(words, common | {"RANK": str(node * here + local), "LOCAL_RANK": str(local)}) for local in range(here)]
+
+
+def node_of(job: Job, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The number of this node, from 0, and the number of nodes on which the job runs: (0, 1) if it runs on this one only.
+
+    Raises:
+        UserError: EMP_LLM_RENDEZVOUS is not HOST:PORT; the number of the node is missing, or too large.
+    """
+    nodes, meeting = job.needs.nodes, environment.get(RENDEZVOUS, "")
+    if nodes == 1 or not meeting:
+        return 0, 1
+    host, _, port = meeting.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"{RENDEZVOUS} {quotable(meeting)} must be HOST:PORT: the first node, and a free port on it.")
+    name = NODE if environment.get(NODE) else "SLURM_NODEID"
+    number = environment.get(name, "")
+    if not number:
+        raise UserError(
+            f"{job.id} runs on {count_of(nodes, 'node')}, and this one does not know which it is. Set {NODE} to its number, "
+            f"from 0, or unset {RENDEZVOUS} to run all processes here."
+        )
+    if not number.isdecimal() or int(number) >= nodes:
+        raise UserError(
+            f"{name} {quotable(number)} must be a number from 0 to {nodes - 1}: {job.id} runs on {count_of(nodes, 'node')}."
+        )
+    return int(number), nodes
+
+
+def _interface_to(host: str, port: int) -> dict[str, str]:
+    """The network interface that leads to the first node, for gloo. It would take that of the host's name, often loopback."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return {}  # the ranks report it
+    found = [name for name, addresses in psutil.net_if_addrs().items() if own in [each.address for each in addresses]]
+    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", found[0])} if found else {}
+
+
+def _visible_gpus(job: Job, processes: int, gpus: Sequence[int] | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES, where it must be set. Each rank takes the GPU with its local number."""
+    if job.needs.gpus == 0:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if job.needs.gpus < job.needs.processes:
+        raise UserError(
+            f"{job.id} has {count_of(job.needs.processes, 'process', 'processes')} and {count_of(job.needs.gpus, 'GPU')} on a "
+            "node. Each process holds the whole model on a GPU of its own; change processes or gpus in the plan."
+        )
+    if gpus is None:
+        return {}
+    if len(gpus) < processes > 1:
+        raise UserError(f"{job.id} needs a GPU for each of {processes} processes here, and has {len(gpus)}.")
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    if any(number >= len(names) for number in gpus):
+        raise UserError(f"CUDA_VISIBLE_DEVICES {quotable(shown)} shows {count_of(len(names), 'GPU')}; {job.id} asks for more.")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in gpus)}
+
+
+def _threads(processes: int, threads: int | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """OMP_NUM_THREADS, where it must be set: the cores divided among the processes."""
+    if threads is None:
+        if processes == 1 or environment.get("OMP_NUM_THREADS"):
+            return {}
+        threads = available_cores()
+    return {"OMP_NUM_THREADS": str(max(1, threads // processes))}
+
+
+class Processes:
+    """The processes of a job on this node. If one fails, the others are asked to end.
+
+    Args:
+        study: folder in which they run.
+        launched: of `launches`.
+        log: file for what they print; None: they print where this process does.
+        inherited: files that stay open in them.
+
+    Attributes:
+        failure: number and return code of the process that failed first.
+    """
+
+    def __init__(
+        self,
+        study: Path,
+        launched: list[tuple[list[str], dict[str, str]]],
+        log: Path | None = None,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        self.failure: tuple[int, int] | None = None
+        self._stopped: float | None = None
+        self._all: list[subprocess.Popen[bytes]] = []
+        with nullcontext() if log is None else log.open("ab") as file:
+            for words, environment in launched:
+                process = subprocess.Popen(
+                    words,
+                    cwd=study,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    pass_fds=inherited,
+                    start_new_session=True,  # Ctrl-C reaches it once, through this process
+                )
+                self._all.append(process)
+
+    def poll(self) -> int | None:
+        """None while one runs; then 0, or the exit code of the one that failed first: 143 also if SIGTERM has killed it."""
+        failed = [(number, process.returncode) for number, process in enumerate(self._all) if process.poll()]
+        if failed and self.failure is None:
+            self.failure = min(failed, key=lambda each: each[1] in _CONSEQUENCES)
+            self.stop()
+        if self._stopped is not None and time.monotonic() - self._stopped > _PATIENCE:
+            self.kill()
+        if any(process.returncode is None for process in self._all):
+            return None
+        code = 0 if self.failure is None else self.failure[1]
+        return 128 - code if code < 0 else code
+
+    @property
+    def cause(self) -> str:
+        """Which process was ended by a signal, for one of several; else empty, as the process itself has said why."""
+        if self.failure is None or len(self._all) == 1 or self.failure[1] >= 0 or self.failure[1] in _CONSEQUENCES:
+            return ""
+        number, code = self.failure
+        name = signal.Signals(-code).name
+        reason = "; the machine may have too little memory" if name == "SIGKILL" else ""
+        return f"process {number} ({self._all[number].pid}) was ended by {name}{reason}. {RESUMES}"
+
+    def stop(self) -> None:
+        """Ask the processes to end where they can resume."""
+        if self._stopped is None:
+            self._stopped = time.monotonic()
+            for process in self._all:
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the processes and theirs at once."""
+        for process in self._all:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def wait(self) -> int:
+        """The exit code when all have ended."""
+        while (code := self.poll()) is None:
+            time.sleep(0.05)
+        return code
+
+
+class Attempt:
+    """A job that runs from its construction on, with lock, log and state. It has ended if another process has just finished it.
+
+    Args:
+        study: folder of the study.
+        job: of its plan.
+        gpus, threads: as for `launches`.
+
+    Attributes:
+        files: of the job.
+
+    Raises:
+        UserError: another process works on the job, or its files cannot be written.
+    """
+
+    def __init__(self, study: Path, job: Job, gpus: Sequence[int] | None = None, threads: int | None = None) -> None:
+        self.files = files = JobFiles(study, job)
+        self._ended: JobState | None = None
+        self._stopping = False
+        self._message: str | None = None
+        for path in (files.lock_path, files.log_path, files.output):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"{path.parent}: the folder cannot be made ({error.strerror}).") from error
+        self._lock = FileLock(files.lock_path, job.id)
+        self._lock.acquire(_GLANCE)
+        try:
+            before = files.state()
+            if files.is_complete(before):  # by another process, which held the lock until now
+                self._ended = before or JobState(id=job.id, command=job.command, status="done")
+                self._ended.status = "done"
+                self._lock.release()
+            else:
+                self._start(before, launches(job, gpus=gpus, threads=threads))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _start(self, before: JobState | None, launched: list[tuple[list[str], dict[str, str]]]) -> None:
+        files, job = self.files, self.files.job
+        self._state = JobState(
+            id=job.id,
+            command=job.command,
+            status="running",
+            attempts=1 if before is None else before.attempts + 1,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            scheduler_job=next((os.environ[name] for name in _SCHEDULERS if name in os.environ), None),
+            seconds=0.0 if before is None else before.seconds,
+        )
+        self._save()
+        self._began = self._beat = time.monotonic()
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._log(f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}")
+        # They share the lock: if this process is killed, it stays until they have ended.
+        self._processes = Processes(files.study, launched, files.log_path, [self._lock.descriptor])
+
+    def poll(self) -> JobState | None:
+        """The state of the finished job; None while it runs. UserError if the state cannot be written."""
+        if self._ended is not None:
+            return self._ended
+        now = time.monotonic()
+        if now - self._beat > BEAT:
+            self._beat = now
+            with suppress(OSError):
+                os.utime(self.files.lock_path)
+        code = self._processes.poll()
+        if self._processes.failure is not None and self._message is None:  # before the others say that they end as well
+            self._message = self._processes.cause or next(iter(self.files.last_lines(1)), "")
+        return None if code is None else self._finish(code)
+
+    def stop(self) -> None:
+        """Ask the command to end where it can resume."""
+        if self._ended is None:
+            self._stopping = True
+            self._processes.stop()
+
+    def kill(self) -> None:
+        """End the command and all its processes at once."""
+        if self._ended is None:
+            self._processes.kill()
+
+    def _finish(self, code: int) -> JobState:
+        state, files = self._state, self.files
+        state.exit_code = code
+        state.seconds += time.monotonic() - self._began
+        if code == 0:
+            state.status = "done" if files.output.exists() else "failed"
+            state.message = "" if state.status == "done" else f"the command ended well, but did not write {files.job.output}"
+        else:
+            state.status = "stopped" if self._stopping or code in (130, 143, LOST_CODE) else "failed"
+            state.message = self._message or next(iter(files.last_lines(1)), "")
+            if state.message and [state.message] != files.last_lines(1):
+                self._log(state.message)
+        self._ended = state
+        try:
+            self._save()
+        finally:
+            self._lock.release()
+        return state
+
+    def _log(self, line: str) -> None:
+        with self.files.log_path.open("ab") as log:
+            log.write(f"{line}\n".encode())
+
+    def _save(self) -> None:
+        try:
+            self._state.save(self.files.state_path)
+        except OSError as error:
+            raise UserError(f"{self.files.state_path}: cannot be written ({error.strerror}).") from error
+
+
+def follow(study: Path, job: Job) -> int:
+    """Run the processes of a node that is not the job's first; returns their exit code. Lock, log and state are the first's."""
+    processes = Processes(study, launches(job))
+    try:
+        code = processes.wait()
+    except BaseException:
+        processes.stop()
+        processes.wait()
+        raise
+    if processes.cause:
+        print(f"error: {processes.cause}", file=sys.stderr)
+    return code

@@ -1,0 +1,211 @@
+"""The plan of a study: options and their TOML table -> models x recipes -> jobs."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from emp_llm.cluster.needs import LEAST_HOURS, ModelSize, Work, estimated_needs
+from emp_llm.cluster.plan_file import Job, JobKind
+from emp_llm.common.errors import UserError
+from emp_llm.options.commands import METHODS
+from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
+from emp_llm.options.lists import parse_words
+from emp_llm.records.base import converted
+from emp_llm.sweep import SweepPoint, plan_points
+
+_LISTS = ("models", "methods", "patterns", "targets")
+_NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")
+_OF_COMMAND = ("table", "output", "overwrite", "verbose", "quiet")  # options that a table does not hold
+
+
+def with_table(options: PlanOptions) -> PlanOptions:
+    """The options, with those of the table where the command line has none, and absolute paths.
+
+    Raises:
+        UserError: the table cannot be read or has an unknown key; an option is wrong, or no models are named.
+    """
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    if options.table is not None:
+        hints = get_type_hints(PlanOptions)
+        kinds = {each.name: hints[each.name] | None for each in fields(options) if each.name not in _OF_COMMAND}
+        kinds |= dict.fromkeys(_LISTS, str | list[str] | None) | dict.fromkeys(_NUMBERS, str | float | list[float] | None)
+        kind = msgspec.defstruct("StudyTable", [(name, hint, None) for name, hint in kinds.items()], forbid_unknown_fields=True)
+        try:
+            table = converted(tomllib.loads(options.table.read_text(encoding="utf-8")), kind, str(options.table))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UserError(f"{options.table}: not a TOML table that can be read ({error}).") from error
+        for name in kinds:
+            value = getattr(table, name)
+            if values[name] in (None, False) and value is not None:
+                text = ",".join(map(str, value)) if isinstance(value, list) and name != "models" else value
+                values[name] = str(text) if name in _NUMBERS else text
+    merged = PlanOptions(**values)
+    merged.check()
+    if merged.models is None:
+        raise UserError("--models is missing; name model folders or Hub ids, separated by commas.")
+    calibration = None if merged.calibration is None else absolute(merged.calibration)
+    return replace(merged, suite=absolute(merged.suite or DEFAULT_SUITE), calibration=calibration)
+
+
+def absolute(name: str) -> str:
+    """A path that exists as an absolute path, because jobs run in the study's folder; other names as they are."""
+    path, comma, rest = name.partition(",")
+    found = Path(path).expanduser()
+    return f"{found.resolve()}{comma}{rest}" if path and found.exists() else name
+
+
+def named_models(models: str | list[str]) -> dict[str, str]:
+    """name -> slug of the models in an option; folders become absolute.
+
+    Raises:
+        UserError: a name is empty, or given twice.
+    """
+    given = parse_words(models, "--models") if isinstance(models, str) else [str(model) for model in models]
+    names = [absolute(name) for name in given]
+    if len(set(names)) < len(names):
+        raise UserError(f"--models names {next(n for n in names if names.count(n) > 1)} twice; leave one out.")
+    slugs: dict[str, str] = {}
+    for name in names:
+        parts = [part for part in PurePath(name).parts if part != "/"]
+        short = parts[-2:] if parts[-1:] == ["model"] else parts[-1:]
+        slug = re.sub(r"[^a-z0-9._]+", "-", "-".join(short).lower()).strip("-.")[:60] or "model"
+        number = 2
+        while slug in slugs.values():
+            slug, number = f"{slug.rstrip('0123456789').rstrip('-')}-{number}", number + 1
+        slugs[name] = slug
+    return slugs
+
+
+class Norms(NamedTuple):
+    """Where a recipe gets its norms, and what else it does with the text.
+
+    Attributes:
+        shared: from the model's calibration job.
+        reads_text: it reads the calibration text itself.
+        updates: it moves the kept weights. propagates: --propagate pruned.
+    """
+
+    shared: bool
+    reads_text: bool
+    updates: bool
+    propagates: bool
+
+
+def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any]) -> dict[SweepPoint, Norms]:
+    """The recipes of a study, checked as their commands would check them.
+
+    Args:
+        options: with their table.
+        parsed: the options of a command, given its name and its words.
+
+    Raises:
+        UserError: a method or number is wrong, or the options of a command conflict.
+    """
+    methods = options.methods or METHODS
+    adaptive = any(method.strip().startswith("emp-") for method in methods.split(","))
+    betas = options.betas or ("1" if adaptive and options.emp_sparsities is None else None)
+    points = plan_points(
+        methods, betas, options.orders, options.sparsities, options.patterns, emp_sparsities=options.emp_sparsities
+    )
+    further = shlex.split(options.prune_options or "")
+    sweeps = options.per == "model"
+    if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
+        raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
+    recipes: dict[SweepPoint, Norms] = {}
+    known: dict[tuple[Any, ...], Norms] = {}  # recipes that differ in their numbers only are checked once
+    for point in points:
+        form = point.method, point.beta is None, point.order is None, point.sparsity is None, point.pattern is None
+        if form not in known:
+            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
+            command = parsed("prune", ["--model", "model", *words, *([] if sweeps else further)])
+            command.check()
+            updates, reads = command.fits, command.activations is None and (command.needs_activations or command.fits)
+            shared = reads and not updates and command.propagate == "dense"
+            known[form] = Norms(shared, reads and not shared, updates, command.propagate == "pruned")
+        recipes[point] = known[form]
+    if sweeps:
+        parsed("sweep", ["--model", "model", "--methods", methods, *further])
+    parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
+    return recipes
+
+
+def model_jobs(
+    options: PlanOptions, model: str, slug: str, recipes: dict[SweepPoint, Norms], size: ModelSize, work: Work
+) -> list[Job]:
+    """The jobs of a model: its dense evaluation, its calibration, and those of each recipe; or one sweep.
+
+    Args:
+        options: with their table.
+        model: Hub id, or absolute path of a folder.
+        slug: short and unique, for ids and names of files.
+        recipes: of the study.
+        size: of the model.
+        work: what a job of the study does that leaves nothing out.
+    """
+    jobs: list[Job] = []
+    nodes = options.nodes or 1
+    trust = ["--trust-remote-code"] if options.trust_remote_code else []
+    further, dtype = shlex.split(options.prune_options or ""), _given(dtype=options.dtype)
+    batch = work.samples // (work.processes * nodes)  # so that every process gets a batch
+    text = _given(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
+    text += _given(batch_size=max(1, batch) if batch < work.batch_size else None)
+
+    def add(name: str, kind: JobKind, words: list[str], after: list[str], output: str, work: Work) -> None:
+        needs = estimated_needs(kind, size, work)
+        if kind != "prune" or work.calibrates:  # else it reads files, on one node
+            needs.nodes = nodes
+            needs.hours = max(LEAST_HOURS, needs.hours / nodes)
+        command = shlex.join(["emp-llm", kind, *words])
+        jobs.append(Job(id=f"{slug}.{name}", kind=kind, command=command, after=after, output=output, needs=needs))
+
+    def evaluate(name: str, target: str, after: list[str]) -> None:
+        output = f"results/{slug}.{name}.json"
+        words = ["--model", target, *trust, *_given(suite=options.suite, limit=options.limit), *dtype, "--output", output]
+        words += shlex.split(options.evaluate_options or "")
+        add(f"{name}.evaluate", "evaluate", words, after, output, work)
+
+    if options.per == "model":
+        betas = options.betas or ("1" if any(point.beta is not None for point in recipes) else None)
+        words = ["--model", model, *trust, *_given(methods=options.methods or METHODS, betas=betas, orders=options.orders)]
+        words += _given(sparsities=options.sparsities, emp_sparsities=options.emp_sparsities, patterns=options.patterns)
+        words += _given(suite=options.suite, limit=options.limit, targets=options.targets)
+        calibrates = any(norms.shared or norms.reads_text for norms in recipes.values())
+        words += [*(text if calibrates else []), *dtype, "--output", f"runs/{slug}", *further]
+        add("sweep", "sweep", words, [], f"runs/{slug}", replace(work, calibrates=calibrates, points=len(recipes)))
+        return jobs
+    evaluate("dense", model, [])
+    activations = f"activations/{slug}.safetensors"
+    if any(norms.shared for norms in recipes.values()):
+        words = ["--model", model, *trust, *text, *dtype, "--output", activations]
+        add("calibrate", "calibrate", words, [], activations, replace(work, calibrates=True))
+    for point, norms in recipes.items():
+        output = f"runs/{slug}.{point.name}"
+        words = ["--model", model, *trust, *_recipe_words(point), *_given(targets=options.targets)]
+        words += ["--activations", activations] if norms.shared else text if norms.reads_text else []
+        words += [*dtype, "--output", output, *further]
+        own = replace(work, calibrates=norms.reads_text, updates=norms.updates, propagates=norms.propagates)
+        own = own if norms.reads_text else replace(own, processes=1)
+        add(f"{point.name}.prune", "prune", words, [f"{slug}.calibrate"] if norms.shared else [], output, own)
+        evaluate(point.name, output, [f"{slug}.{point.name}.prune"])
+    return jobs
+
+
+def _recipe_words(point: SweepPoint) -> list[str]:
+    """The options of a recipe."""
+    order = None if point.order == 2 else point.order
+    return _given(method=point.method, beta=point.beta, order=order, sparsity=point.sparsity, pattern=point.pattern)
+
+
+def _given(**options: Any) -> list[str]:
+    """Options with their values; nothing for None."""
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", f"{value:.12g}" if isinstance(value, float) else str(value)]
+    return words

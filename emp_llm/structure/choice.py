@@ -1,0 +1,170 @@
+"""The choice of heads and neurons: Algorithm 1, or a fixed share, with the counts of the weights.
+
+The rule decides how many units stay. Where they are set to zero, this is exact. Where they are removed, all layers get one
+width, because config.json has one number for all: the mean of the rule's counts, rounded up to a multiple; each layer keeps its
+best.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from emp_llm.common.errors import UserError
+from emp_llm.options.recipe import Recipe
+from emp_llm.selection.effective import effective_mass, effective_mass_bound
+from emp_llm.selection.reference import Moments, largest_mask
+from emp_llm.selection.rule import beta_keeping, floor_count, spread_counts, uniform_counts
+from emp_llm.structure.scores import Scores
+from emp_llm.structure.units import Indices, UnitKind, Units
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The kept units of one attention, MLP or expert.
+
+    Attributes:
+        units, scores: of the dense model.
+        count: the rule's; `kept` may be more where all layers get one width.
+        kept: numbers of the kept units, ascending.
+        n_eff, s_eff, bound: effective number, effective mass and its lower bound (order 2 only) of the scores.
+        n_eff_together: effective number of the scores of all layers, if they are one group; else None.
+    """
+
+    units: Units
+    scores: Scores
+    count: int
+    kept: Indices
+    n_eff: float
+    s_eff: float
+    bound: float | None
+    n_eff_together: float | None
+
+    @property
+    def removes(self) -> bool:
+        return len(self.kept) < len(self.units)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How removed units must leave the layers.
+
+    Attributes:
+        multiple: the number of neurons is rounded up to a multiple of this.
+        by_layer: each layer has a width of its own.
+    """
+
+    multiple: int
+    by_layer: bool = False
+
+
+def choose_units(
+    every: Sequence[Units],
+    scores: Sequence[Scores],
+    recipe: Recipe,
+    widths: Widths | None,
+    removed: Mapping[tuple[str, str], tuple[int, int]] | None = None,
+) -> tuple[list[Choice], float | None]:
+    """Decide which units stay.
+
+    Args:
+        every, scores: the units and their scores.
+        recipe: beta, or sparsity; and whether the units of a layer, or those of a role (`Units.role`) in all layers, compete.
+        widths: None: any number of units may stay in each layer.
+        removed: of a matched run: (kind, role) -> (removed, total) of its units.
+
+    Returns:
+        The choices, in order; and the beta in force: None for a fixed share, or if a requested sparsity has several.
+
+    Raises:
+        UserError: a requested sparsity would leave a layer without units.
+    """
+    assert recipe.structure is not None
+    choices: dict[int, Choice] = {}
+    betas: set[float | None] = set()
+    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.group == "all"
+    for (kind, role), members in _roles(every).items():
+        rows = [torch.from_numpy(scores[number])[None] for number in members]
+        groups = [torch.cat(rows, 1)] if together else rows
+        moments = [Moments.of_rows(group, order) for group in groups]
+        beta = _beta_of(recipe, moments)
+        betas.add(beta)
+        sizes = np.array([group.shape[1] for group in groups])
+        if beta is not None:
+            kept = [int(each.counts(beta)[0]) for each in moments]
+        elif removed is not None:
+            if (kind, role) not in removed:
+                raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
+            kept = spread_counts(sizes, *removed[kind, role]).tolist()
+        else:
+            kept = uniform_counts(sizes, recipe.sparsity or 0.0).tolist()
+        masks = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
+        masks = list(torch.split(masks[0], [row.shape[1] for row in rows])) if together else masks
+        counts = [int(mask.sum()) for mask in masks]
+        all_n_eff = float(moments[0].number()[0]) if together else None
+        if widths is not None:
+            masks = _even([every[number] for number in members], rows, counts, widths)
+        for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
+            choices[number] = _choice(every[number], row, mask, count, order, all_n_eff)
+    return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
+
+
+def _roles(every: Sequence[Units]) -> dict[tuple[UnitKind, str], list[int]]:
+    """The numbers of the units of each kind and role."""
+    by_role: dict[tuple[UnitKind, str], list[int]] = {}
+    for number, units in enumerate(every):
+        by_role.setdefault((units.kind, units.role), []).append(number)
+    return by_role
+
+
+def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
+    """The beta of an emp method, or the one that removes as many units as its sparsity asks for; None for a fixed share."""
+    if not recipe.adaptive or recipe.beta is not None:
+        return recipe.beta
+    assert recipe.sparsity is not None
+    total = sum(each.size for each in moments)
+    kept = total - floor_count(recipe.sparsity * total)
+    if kept < len(moments):
+        raise UserError(f"--sparsity {recipe.sparsity:g}: every layer keeps at least one unit. Lower it.")
+    beta = beta_keeping(kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments])
+    logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
+    return beta
+
+
+def _even(every: list[Units], rows: list[torch.Tensor], counts: list[int], widths: Widths) -> list[torch.Tensor]:
+    """The masks with one width for all layers, or with a width for each that is a multiple."""
+    mean = -(-sum(counts) // len(counts))
+    masks = []
+    for units, row, count in zip(every, rows, counts, strict=True):
+        places = len(np.unique(units.places))
+        size = count if widths.by_layer else mean
+        if units.kind == "neurons":
+            size = min(len(units), _up(size, widths.multiple))
+            masks.append(largest_mask(row, torch.tensor([size]))[0])
+        else:
+            masks.append(_within(units.places, row[0], min(len(units), _up(size, places)) // places))
+    return masks
+
+
+def _within(places: Indices, row: torch.Tensor, each: int) -> torch.Tensor:
+    """The `each` best units of every place; of all units if there is one place."""
+    mask = torch.zeros(len(row), dtype=torch.bool)
+    for place in np.unique(places):
+        members = torch.from_numpy(np.flatnonzero(places == place))
+        mask[members] = largest_mask(row[None, members], torch.tensor([each]))[0]
+    return mask
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _choice(units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, order: float, together: float | None) -> Choice:
+    n_eff = float(Moments.of_rows(row, order).number()[0])
+    bound = float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None
+    mass = float(effective_mass(row, order=order)[0])
+    return Choice(units, row[0].numpy(), count, np.flatnonzero(mask.numpy()), n_eff, mass, bound, together)
