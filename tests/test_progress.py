@@ -24,7 +24,7 @@ from emp_llm.prune import prune
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, as a list of one number."""
     now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter))
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     return now
 
