@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_solvers import KINDS, inputs_of, layer, moments
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm, admm_workspace_bytes
 from emp_llm.update.least_squares import output_error, refit_rows, workspace_bytes
 from emp_llm.update.sparsegpt import sparsegpt

@@ -19,7 +19,7 @@ from emp_llm.calibration.calibration import Calibration
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.pruning.output.shard_writer import ShardWriter
-from emp_llm.pruning.recipe import read_report
+from emp_llm.pruning.counts import read_report
 from emp_llm.update import walk
 from emp_llm.update.moved import MovedWeights
 from emp_llm.verify import verify

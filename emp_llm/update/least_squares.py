@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.selection.rule import NonFiniteError
 
 _CHUNK = 1 << 24  # numbers in a chunk of rows
 _BUFFERS = 8  # of a chunk, in memory at a time

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from emp_llm.architecture.targets import Target
+from emp_llm.models.architecture import Target
 from emp_llm.common.errors import UserError
 from emp_llm.records.run_report import FitRecord
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import bias_of, set_to_zero, weight_of
-from emp_llm.architecture.targets import Target
-from emp_llm.calibration.whole_pass import own_batches
-from emp_llm.checkpoint.matrix import torch_dtype
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import bias_of, set_to_zero, weight_of
+from emp_llm.models.architecture import Target
+from emp_llm.calibration.passes import own_batches
+from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import BlockwiseModel, Step, Walk
-from emp_llm.execution.hidden_states import HiddenStates, choose_place
-from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.models.blockwise import BlockwiseModel, Step, Walk
+from emp_llm.models.blockwise import HiddenStates, choose_place
+from emp_llm.models.hooks import layer_hooks
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
-from emp_llm.selection.arithmetic.definitions import NonFiniteError
+from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import Solution, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
