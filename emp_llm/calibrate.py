@@ -54,7 +54,7 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
         norms = calibrated(model, data, layers, options, about, blocks=options.blocks, resume=output.progress)
         if ranks().main:
             norms.save(options.output)
-            output.publish()
+            output.complete()
     told = [f"{text.file or text.dataset}" for text in norms.about.all_texts]
     counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
     logger.info("%s: norms of %s over %s tokens of %s.", options.output, counts, f"{data.number:,}", " and ".join(told))

@@ -207,7 +207,7 @@ def hardware(device: str) -> str:
         words = [f"{found.name}, {found.total_memory / 2**30:.0f} GiB", f"driver {_driver()}", f"CUDA {torch.version.cuda}"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     words += [
-        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB",
+        f"{processor_name()}, {available_cores()} cores, {memory:.0f} GiB",
         f"Python {platform.python_version()}",
     ]
     for package in ("torch", "triton", "transformers", "accelerate", "numba"):

@@ -74,12 +74,6 @@ def test_a_second_push_sends_only_changes(hub: Hub, client: Client, checkpoint: 
     assert hub.put == []
 
 
-def test_a_checkpoint_of_an_older_version(hub: Hub, client: Client, tmp_path: Path) -> None:
-    old = Path(shutil.copytree(Path(__file__).parent / "data" / "old" / "pruned", tmp_path / "old"))
-    client.call("push", folder=old, repository="user/old")
-    check_pushed(hub, "user/old", old)
-
-
 def test_large_files_in_parts(hub: Hub, client: Client, checkpoint: Path) -> None:
     hub.part_size = 20_000
     client.call("push", folder=checkpoint, repository="user/parts")
