@@ -21,8 +21,8 @@ from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Suite
-from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.hub.local_model import LocalModel
+from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import EvaluationRecord, Measures
