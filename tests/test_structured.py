@@ -15,19 +15,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prune_units import UnitReport, magnitude_scores, prune_units, remove_units, saliency_scores, taylor_scores, zero_units
 from run_docs import blocks_of
 from torch import Tensor, nn
 
 from emp_llm.common.errors import UserError
-from emp_llm.structured import (
-    UnitReport,
-    magnitude_scores,
-    prune_units,
-    remove_units,
-    saliency_scores,
-    taylor_scores,
-    zero_units,
-)
 
 
 class Block(nn.Module):
@@ -384,7 +376,7 @@ def test_each_layer_alone_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> N
         assert int(mask.sum()) == len(mask) // 2
     assert report.parameters[1] is report.flops[1] is report.difference is None
     assert "unchanged: units are zero" in str(report)
-    with pytest.raises(UserError, match=r"pip install 'emp-llm\[structured\]'.*coupled='alone'"):
+    with pytest.raises(UserError, match=r"pip install torch-pruning.*coupled='alone'"):
         prune_units(model, x)
 
 

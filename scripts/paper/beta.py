@@ -5,7 +5,7 @@
         [--train-images N] [--test-images N] [--epochs N]
 
 Scores are magnitudes. Weights: a group is one matrix or convolution. Neurons and filters: a group is a layer; they are removed
-by `emp_llm.structured`. Heads of a language model: all are one group, as in gpt2_heads.py. Trained weights come from the cache.
+by `prune_units.py`. Heads of a language model: all are one group, as in gpt2_heads.py. Trained weights come from the cache.
 A few minutes on two cores.
 """
 
@@ -19,6 +19,7 @@ from cifar_weights import network_named
 from fc import trained_fc
 from gpt2_heads import HeadModel
 from paper_pages import Page, options_of, shown_argument, written_page
+from prune_units import prune_units
 from torch import nn
 from training import evaluate_on
 from vision_data import ImageData, image_data
@@ -27,7 +28,6 @@ from weight_pruning import effective, magnitudes, masked, select_weights
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.reporting.figures.style import COLOURS, MARKERS, Drawing, drawn, new_figure, styled
-from emp_llm.structured import prune_units
 
 BETAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@
         [--width F] [--gradient-images N] [--data DIR] [--cache DIR] [--output DIR] [--threads N] [--train-images N]
         [--test-images N] [--epochs N]
 
-A neuron is a row of a linear layer, a filter one of a convolution; `emp_llm.structured` prunes them. First as in the paper: by
+A neuron is a row of a linear layer, a filter one of a convolution; `prune_units.py` prunes them. First as in the paper: by
 magnitude, the units of each layer zeroed for themselves. Then removed, together with those that belong to them, by magnitude,
 Taylor and saliency: the network gets smaller. Algorithm 1 stands beside fixed shares. Nothing is trained after pruning.
 Trained weights come from the cache, or are made as by fc.py and cifar_weights.py.
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from cifar_weights import gradient_batches, network_named
 from fc import trained_fc
 from paper_pages import Beside, Page, beside_table, options_of, written_page
+from prune_units import UnitReport, magnitude_scores, prune_units, saliency_scores, taylor_scores
 from torch import Tensor, nn
 from torch.nn import functional
 from training import evaluate_on
 from vision_data import ImageData, image_data
 
 from emp_llm.common.errors import UserError
-from emp_llm.structured import UnitReport, magnitude_scores, prune_units, saliency_scores, taylor_scores
 
 BETAS, SHARES = (0.8, 1.0, 1.2), (0.5, 0.7, 0.9)
 NETWORKS = (

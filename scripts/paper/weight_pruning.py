@@ -1,6 +1,6 @@
 """Single weights of any network: their scores, the rule that selects them, and what is left of the arithmetic.
 
-The scores are those of `emp_llm.structured` for a unit of one weight; Algorithm 1 and the fixed shares are those of
+The scores are those of `prune_units.py` for a unit of one weight; Algorithm 1 and the fixed shares are those of
 `emp_llm.selection`.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from networks import layer_weights
+from prune_units import gradient_scores
 from torch import Tensor, nn
 from torch.nn import functional
 
 from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
 from emp_llm.selection.row_selection import select_rows
-from emp_llm.structured import gradient_scores
 
 Scores = dict[str, Tensor]
 Batches = Iterable[tuple[Tensor, Tensor]]
