@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from emp_llm.collect import collect as collect
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
-    from emp_llm.image import image as image
     from emp_llm.in_memory.prune_model import masks_of, prune_model
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe
@@ -64,7 +63,6 @@ _COMMANDS = (
     "collect",
     "evaluate",
     "generate",
-    "image",
     "measure",
     "pack",
     "plan",
@@ -94,7 +92,6 @@ __all__ = [
     "evaluate",
     "exponential",
     "generate",
-    "image",
     "loss_change_bound",
     "masks_of",
     "measure",

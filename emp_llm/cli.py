@@ -21,7 +21,6 @@ COMMANDS = {
     "collect": "Collect the results of a study as tables and a report.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
     "generate": "Continue a text with a pruned model, computed from its packed weights.",
-    "image": "Prune the pixels of an image, and compare it with the original.",
     "measure": "Measure the redundancy of a model; no weights are written.",
     "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
     "plan": "Plan a study of models x methods as a file of jobs.",

@@ -27,7 +27,6 @@ ROOMS = (
     "storage",
     "storage/output",
     "records",
-    "pixels",
     "checkpoint",
     "architecture",
     "execution",

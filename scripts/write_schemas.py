@@ -19,7 +19,6 @@ from emp_llm.cluster.running.job_files import JobState
 from emp_llm.cluster.slurm.notes import SubmittedTask
 from emp_llm.cluster.slurm.site import Site
 from emp_llm.evaluation.suites import SuiteFile
-from emp_llm.pixels.image_record import ImageRecord
 from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import FileRecord
 from emp_llm.records.bench import Bench
@@ -40,7 +39,6 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "sweep": (Sweep, "sweep.json"),
     "measure": (Measure, "the output of emp-llm measure"),
     "bench": (Bench, "the output of emp-llm bench"),
-    "image": (ImageRecord, "image.json"),
     "report": (ReportPage, "report.json"),
     "job": (Job, "a line of plan.jsonl"),
     "job-state": (JobState, "jobs/ID.json of a study"),

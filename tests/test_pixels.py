@@ -1,24 +1,20 @@
-"""`emp-llm image`: pixels pruned as an oracle prunes them, images of every kind, and wrong input."""
+"""`scripts/paper/image.py`: pixels pruned as an oracle prunes them, images of every kind, and wrong input."""
 
 import json
 import math
 import struct
-import sys
 import zlib
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
-from conftest import Run
+from image import PHOTOGRAPHS, main, photograph
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+from pixels import prune_image, prune_pixels
 from skimage.metrics import structural_similarity
-
-from emp_llm.image import image
-from emp_llm.pixels.pruned_pixels import prune_pixels
 
 Pixels = NDArray[Any]
 
@@ -72,9 +68,9 @@ def test_pixels_are_pruned_as_by_the_oracle(beta: float, patch: int | None, chan
         np.testing.assert_array_equal(found.channels[number], pruned)
 
 
-def test_the_command_writes_images_figure_and_figures_of_merit(command: Run, photo: Path, tmp_path: Path) -> None:
-    done = command("image", photo, "out", "--beta", "0.8")
-    assert done.returncode == 0, done.stderr
+def test_images_figure_and_figures_of_merit(photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(photo), str(tmp_path / "out"), "--beta", "0.8"])
+    shown = capsys.readouterr().out
     original = np.asarray(picture())
     record = json.loads((tmp_path / "out" / "image.json").read_text())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"channel.png", "patch.png", "figure.png", "image.json"}
@@ -90,25 +86,27 @@ def test_the_command_writes_images_figure_and_figures_of_merit(command: Run, pho
         error = np.mean((original.astype(float) - pruned) ** 2)
         assert entry["psnr"] == pytest.approx(10 * math.log10(255**2 / error))
         assert entry["ssim"] == pytest.approx(structural_similarity(original, pruned, channel_axis=2))
-        assert f"{entry['kept']:,}" in done.stdout
-        assert f"{entry['psnr']:.1f}" in done.stdout
-        assert f"{entry['ssim']:.3f}" in done.stdout
+        assert f"{entry['kept']:,}" in shown
+        assert f"{entry['psnr']:.1f}" in shown
+        assert f"{entry['ssim']:.3f}" in shown
     figure = Image.open(tmp_path / "out" / "figure.png")
     assert figure.width > 3 * 320
-    assert "3 channels of 8 bits" in done.stdout
+    assert "3 channels of 8 bits" in shown
 
 
-def test_one_group_and_the_default_name(command: Run, photo: Path, tmp_path: Path) -> None:
-    done = command("image", photo, "--group", "patch", "--patch", "8", "--mean", "channel")
-    assert done.returncode == 0, done.stderr
+def test_one_group_and_the_default_name(
+    photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main([str(photo), "--group", "patch", "--patch", "8", "--mean", "channel"])
     assert {path.name for path in (tmp_path / "photo-emp").iterdir()} == {"patch.png", "figure.png", "image.json"}
     record = json.loads((tmp_path / "photo-emp" / "image.json").read_text())
     assert (record["patch"], record["mean"], [entry["group"] for entry in record["groups"]]) == (8, "channel", ["patch"])
-    assert "patches 8 x 8" in done.stdout
-    again = command("image", photo)
-    assert again.returncode == 2
-    assert "photo-emp: it exists; name another folder, or add --overwrite." in again.stderr
-    assert command("image", photo, "--overwrite").returncode == 0
+    assert "patches 8 x 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([str(photo)])
+    assert "photo-emp: it exists; name another folder, or add --overwrite." in capsys.readouterr().err
+    main([str(photo), "--overwrite"])
     assert (tmp_path / "photo-emp" / "channel.png").is_file()
 
 
@@ -152,7 +150,7 @@ def test_every_kind_of_image(
     source = tmp_path / f"in.{suffix}"
     drawn = _kind(mode)
     drawn.save(source, **({"transparency": 3} if mode == "P+" else {}))
-    record = image(source, output=tmp_path / "out")
+    record = prune_image(source, tmp_path / "out")
     assert (len(record.channels), record.bits, record.alpha, (record.width, record.height)) == (channels, bits, alpha, (37, 26))
     assert note in caplog.text
     assert record.notes == [note] * bool(note)
@@ -179,12 +177,12 @@ def test_every_kind_of_image(
 def test_frames_orientation_and_deep_colours(tmp_path: Path) -> None:
     frames = [picture(), picture().rotate(180)]
     frames[0].save(tmp_path / "in.gif", save_all=True, append_images=frames[1:])
-    assert image(tmp_path / "in.gif", output=tmp_path / "gif").notes == ["it holds 2 frames; the first is used."]
+    assert prune_image(tmp_path / "in.gif", tmp_path / "gif").notes == ["it holds 2 frames; the first is used."]
 
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     picture().save(tmp_path / "in.jpg", exif=exif)
-    record = image(tmp_path / "in.jpg", output=tmp_path / "jpg")
+    record = prune_image(tmp_path / "in.jpg", tmp_path / "jpg")
     assert (record.width, record.height) == (26, 37)
     with Image.open(tmp_path / "jpg" / "patch.png") as turned:
         assert turned.size == (26, 37)
@@ -194,23 +192,28 @@ def test_frames_orientation_and_deep_colours(tmp_path: Path) -> None:
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
     parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
     (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
-    assert image(tmp_path / "deep.png", output=tmp_path / "deep").notes == ["Pillow reads 8 of the 16 bits of its colours."]
+    assert prune_image(tmp_path / "deep.png", tmp_path / "deep").notes == ["Pillow reads 8 of the 16 bits of its colours."]
 
 
 @pytest.mark.parametrize("size", [(1, 1), (9, 8)])
 @pytest.mark.parametrize("mode", ["L", "RGBA", "F"])
-def test_one_colour_stays_as_it_is(command: Run, tmp_path: Path, size: tuple[int, int], mode: str) -> None:
+def test_one_colour_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: tuple[int, int], mode: str
+) -> None:
     Image.new(mode, size, 77 if mode != "RGBA" else (1, 2, 3, 4)).save(tmp_path / "in.tiff")
-    done = command("image", "in.tiff", "out")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("infinite") == 2
-    assert done.stdout.count(" 0.00 ") == 2
-    assert ("SSIM needs an image of at least 7 x 7 pixels" in done.stdout) == (size == (1, 1))
+    main([str(tmp_path / "in.tiff"), str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    assert shown.count("infinite") == 2
+    assert shown.count(" 0.00 ") == 2
+    assert ("SSIM needs an image of at least 7 x 7 pixels" in shown) == (size == (1, 1))
     record = json.loads((tmp_path / "out" / "image.json").read_text())
     assert [(entry["psnr"], entry["ssim"]) for entry in record["groups"]] == [(None, None if size == (1, 1) else 1.0)] * 2
 
 
-def test_wrong_input_is_answered(command: Run, photo: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_answered(
+    photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.png").write_text("no image at all")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "cut.png").write_bytes(photo.read_bytes()[:900])
@@ -218,53 +221,36 @@ def test_wrong_input_is_answered(command: Run, photo: Path, tmp_path: Path) -> N
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "mine.txt").write_text("mine")
     for line, message in (
-        (("none.png",), "none.png: there is no such file"),
-        (("own",), "own: there is no such file"),
-        (("text.png",), "text.png: not an image in a format that Pillow reads"),
-        (("empty.png",), "empty.png: not an image in a format that Pillow reads"),
-        (("cut.png",), "cut.png: the image is damaged"),
-        (("nan.tiff",), "nan.tiff: the image holds NaN or infinity"),
-        ((photo, "--beta", "0"), "--beta must be a number above 0"),
-        ((photo, "--beta", "nan"), "--beta must be a number above 0"),
-        ((photo, "--patch", "0"), "--patch"),
-        ((photo, "--group", "row"), "--group"),
-        ((photo, "--mean", "row"), "--mean"),
-        ((photo, "out.jpg"), "OUT out.jpg: it is a folder for the pruned images; give a name without .jpg."),
-        ((photo, "own"), "it exists and holds no image.json, so it is never replaced"),
+        ("none.png", "none.png: there is no such file"),
+        ("own", "own: there is no such file"),
+        ("text.png", "text.png: not an image in a format that Pillow reads"),
+        ("empty.png", "empty.png: not an image in a format that Pillow reads"),
+        ("cut.png", "cut.png: the image is damaged"),
+        ("nan.tiff", "nan.tiff: the image holds NaN or infinity"),
+        ("photo.png --beta 0", "--beta must be a number above 0"),
+        ("photo.png --beta nan", "--beta must be a number above 0"),
+        ("photo.png --patch 0", "--patch must be at least 1 pixel"),
+        ("photo.png --group row", "--group"),
+        ("photo.png --mean row", "--mean"),
+        ("photo.png out.jpg", "OUT out.jpg: it is a folder for the pruned images; give a name without .jpg."),
+        ("photo.png own", "it exists and holds no image.json, so it is never replaced"),
     ):
-        done = command("image", *line)
-        assert done.returncode == 2, line
-        assert message in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+        with pytest.raises(SystemExit) as end:
+            main(line.split())
+        assert end.value.code == 2, line
+        assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("*-emp")), "nothing was written"
-    for name, value in (("group", "row"), ("mean", "row"), ("patch", 0)):
-        with pytest.raises(ValueError, match=f"--{name}"):
-            image(photo, **{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("package", ["skimage.metrics", "PIL"])
-def test_a_missing_package_is_named_with_its_extra(
-    command: Run, photo: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    done = command("image", photo)
-    assert done.returncode == 2
-    assert "pip install 'emp-llm[image]'" in done.stderr
-
-
-def test_the_script_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its page has the published rows, and ours for each photograph; the photographs here are crops."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "paper"))
-    monkeypatch.delitem(sys.modules, "image", raising=False)
-    script = import_module("image")
-    whole = script.photograph
-    monkeypatch.setattr(script, "photograph", lambda name: whole(name)[100:140, 200:248])
-    script.main(["--output", str(tmp_path / "page")])
+def test_the_page_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page has the published rows, and ours for each photograph; the photographs here are crops."""
+    monkeypatch.setattr("image.photograph", lambda name: photograph(name)[100:140, 200:248])
+    main(["--output", str(tmp_path / "page")])
     page = (tmp_path / "page" / "image.md").read_text()
     table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert table[1][:1] + table[1][3:] == ["the paper's", "26.7", "29.4", "0.912"]
-    assert [row[0] for row in table[3:]] == [f"{name}, 48 × 40" for name in script.PHOTOGRAPHS for _ in range(3)]
-    crop = np.ascontiguousarray(np.moveaxis(script.photograph("coffee"), 2, 0))
+    assert [row[0] for row in table[3:]] == [f"{name}, 48 × 40" for name in PHOTOGRAPHS for _ in range(3)]
+    crop = np.ascontiguousarray(np.moveaxis(photograph("coffee")[100:140, 200:248], 2, 0))
     shares = [
         1 - np.mean([expected(each, 1.0, patch, literal)[0] for each in crop])
         for patch, literal in ((None, False), (4, False), (4, True))

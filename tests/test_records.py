@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from json_schema import errors
-from PIL import Image
 from runs import report_of
 from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
@@ -26,7 +25,6 @@ from emp_llm.collect import collect
 from emp_llm.common.data_folders import data_folder
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
-from emp_llm.image import image
 from emp_llm.measure import measure
 from emp_llm.plan import plan
 from emp_llm.prune import prune
@@ -72,8 +70,6 @@ def written(
     prune(model, output=folder / "all", method="emp-magnitude", group="all", targets="all-linear")
     how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
     bench(str(folder / "all"), output=folder / "bench.json", **how)
-    Image.linear_gradient("L").resize((12, 9)).save(folder / "grey.png")
-    image(folder / "grey.png", output=folder / "grey")
     study = folder / "study"
     plan(models=str(model), methods="magnitude", suite=str(suite), gpu_gb=0, output=study, quiet=True)
     job = read_plan(study)[-2]
@@ -95,7 +91,6 @@ def written(
         "sweep": [read(folder / "sweep" / "sweep.json")],
         "measure": [read(folder / "measure.json")],
         "bench": [read(folder / "bench.json")],
-        "image": [read(folder / "grey" / "image.json")],
         "report": [read(folder / "report" / "report.json")],
         "job": [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()],
         "job-state": [read(study / "jobs" / f"{job.id}.json")],

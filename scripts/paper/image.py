@@ -1,12 +1,19 @@
-"""The pixels of the paper: EMP on photographs, in channels and in 4 x 4 patches, beside the published numbers.
+"""Pixels pruned by EMP: an image of yours, or the paper's table on photographs beside the published numbers.
 
-    python scripts/paper/image.py [--output docs/paper]
+    python scripts/paper/image.py IN [OUT] [--beta B] [--group G] [--patch N] [--mean M] [--overwrite]
+    python scripts/paper/image.py [--output DIR]
 
-Writes image.md and image.jpg, the figure of the first photograph. The paper names neither its photograph nor its size, so the
-photographs are those that scikit-image carries. Takes seconds.
+With an image: in each channel, or in each 4 x 4 patch of it, the N_eff most distinct pixels are kept. The score of a pixel is
+its distance from the mean of its group, and a removed pixel becomes that mean. The folder OUT holds the pruned images, a
+figure that shows them beside the original, and image.json with PSNR and SSIM. Any image that Pillow opens can be pruned; its
+alpha channel is kept. Needs pillow and scikit-image.
+
+Without one: writes image.md and image.jpg, the figure of the first photograph, to docs/paper. The paper names neither its
+photograph nor its size, so the photographs are those that scikit-image carries. Takes seconds.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from io import BytesIO
@@ -14,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
+from PIL import Image
+from pixels import ImageRecord, PixelGroupRecord, prune_image, table_of
 
+from emp_llm.common.errors import UserError
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.image import image
-from emp_llm.pixels.image_record import ImageRecord, PixelGroupRecord
 
 PHOTOGRAPHS = ("astronaut", "coffee", "chelsea")
 # Section "Featurewise Effective Pruning": removed in percent, PSNR in dB, SSIM.
@@ -28,7 +36,7 @@ _WIDTH = 1100  # of the figure in pixels
 _PAGE = """# Pixels
 
 EMP on photographs: the most distinct pixels of each channel are kept, or of each 4 × 4 patch of a channel, and the others
-become the mean ([`emp-llm image`](../image.md)).
+become the mean ([images](../image.md)).
 
 {table}
 
@@ -55,12 +63,10 @@ def photograph(name: str) -> NDArray[Any]:
 
 def measure(name: str, pixels: NDArray[Any], folder: Path) -> list[ImageRecord]:
     """The records of a photograph: in channels and patches with their own means, and in patches with the channel's mean."""
-    from PIL import Image
-
     source = folder / f"{name}.png"
     Image.fromarray(pixels).save(source)
-    own = image(source, output=folder / name, quiet=True)
-    return [own, image(source, output=folder / f"{name}-channel", group="patch", mean="channel", quiet=True)]
+    own = prune_image(source, folder / name)
+    return [own, prune_image(source, folder / f"{name}-channel", groups=["patch"], mean="channel")]
 
 
 def rows_of(found: dict[str, list[ImageRecord]]) -> Rows:
@@ -88,12 +94,47 @@ def _range_of(groups: list[PixelGroupRecord]) -> str:
 
 
 def main(line: list[str] | None = None) -> None:
-    """Measure the photographs, and write the page and the figure."""
-    from PIL import Image
-
+    """Prune the image that the command line names, or write the page of the paper. A UserError ends it with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "paper", help="folder")
-    output: Path = parser.parse_args(line).output
+    parser.add_argument("image", type=Path, nargs="?", metavar="IN", help="image to prune")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="OUT", help="folder to write; default: IN's name with -emp, here"
+    )
+    parser.add_argument("--beta", type=float, default=1.0, help="keep beta x N_eff pixels of a group")
+    parser.add_argument(
+        "--group",
+        choices=[*_GROUPS, "both"],
+        default="both",
+        help="pixels that compete: of a channel, of a patch; or both, in turn",
+    )
+    parser.add_argument("--patch", type=int, default=4, help="side of a patch in pixels")
+    parser.add_argument("--mean", choices=["group", "channel"], default="group", help="the mean on which patches are centred")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "paper", help="folder of the page")
+    options = parser.parse_args(line)
+    if options.image is None:
+        write_page(options.output)
+        return
+    if options.patch < 1:
+        parser.error(f"--patch must be at least 1 pixel, got {options.patch}.")
+    try:
+        record = prune_image(
+            options.image,
+            options.folder or Path(f"{options.image.stem}-emp"),
+            groups=list(_GROUPS) if options.group == "both" else [options.group],
+            beta=options.beta,
+            patch=options.patch,
+            mean=options.mean,
+            overwrite=options.overwrite,
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(table_of(record))
+
+
+def write_page(output: Path) -> None:
+    """Measure the photographs, and write the page and the figure."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
