@@ -30,7 +30,6 @@ ROOMS = (
     "checkpoint",
     "architecture",
     "execution",
-    "gating",
     "calibration",
     "calibration/images",
     "refit",

@@ -16,7 +16,6 @@ from emp_llm.evaluation.changes import UNPAIRED, change_of, shown_change
 from emp_llm.evaluation.evaluated_model import EvaluatedModel
 from emp_llm.evaluation.measured_values import Value, in_percent, value_cell, values_of
 from emp_llm.evaluation.published_values import PublishedRow, published_row
-from emp_llm.gating.kept_table import KEPT_NOTE, kept_rows
 from emp_llm.options.commands import TableFormat
 from emp_llm.records.results import MadeBy
 
@@ -47,10 +46,6 @@ def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[s
     notes = _notes(models, measured, published)
     form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
     parts = [form_table(rows), *notes]
-    kept = [(label, each.measures.kept_features) for label, each in zip(labels, models, strict=True)]
-    if kept := [(label, features) for label, features in kept if features]:
-        by_layer = kept_rows([label for label, _ in kept], [features for _, features in kept])
-        parts += [form_table(by_layer) if form == "markdown" else f"\n{table(by_layer)}", KEPT_NOTE]
     return gap.join(parts)
 
 
@@ -150,8 +145,7 @@ def _all_digits(value: float | None) -> str:
 
 
 def _suffix(made_by: MadeBy) -> str:
-    bits = f" {made_by.quantization.bits}" if made_by.quantization else ""
-    return bits if made_by.activation_emp is None else f"{bits} activations β={made_by.activation_emp:g}"
+    return f" {made_by.quantization.bits}" if made_by.quantization else ""
 
 
 def _labels(models: list[EvaluatedModel]) -> list[str]:

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,7 +10,6 @@ from transformers import PreTrainedModel
 from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import Suite
-from emp_llm.gating.token_pruning import FeatureCounts, pruned_features
 from emp_llm.records.evaluation import Measures
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ class Evaluator:
         model: PreTrainedModel,
         measures: Measures | None = None,
         after_each: Callable[[Measures], None] | None = None,
-        activation_beta: float | None = None,
     ) -> Measures:
         """Measure the parts of the suite that `measures` does not hold yet.
 
@@ -56,22 +53,11 @@ class Evaluator:
             model: in evaluation mode.
             measures: earlier measurements; new ones are added in place.
             after_each: called with `measures` after the perplexity and after every task.
-            activation_beta: each token keeps this multiple of the effective number of its hidden features; None: all.
 
         Returns:
             `measures`.
-
-        Raises:
-            UserError: activations are pruned, and the model has no MLP with hidden features.
         """
         measures = Measures() if measures is None else measures
-        with nullcontext() if activation_beta is None else pruned_features(model, activation_beta) as counts:
-            self._measure(model, measures, after_each or (lambda _: None), counts)
-        return measures
-
-    def _measure(
-        self, model: PreTrainedModel, measures: Measures, after_each: Callable[[Measures], None], counts: FeatureCounts | None
-    ) -> None:
         wrapped = None
         for part in missing(self.suite, measures):
             start = time.perf_counter()
@@ -88,12 +74,9 @@ class Evaluator:
                 record.seconds = round(time.perf_counter() - start, 3)
                 measures.tasks[part] = record
             logger.debug("%s: measured in %.1f s.", part or "perplexity", time.perf_counter() - start)
-            if counts is not None and (part is None or self.suite.corpus is None):
-                for layer, kept in counts.gathered().items():
-                    before = measures.kept_features.get(layer)
-                    measures.kept_features[layer] = kept if before is None else before + kept
-                counts.reset()
-            after_each(measures)
+            if after_each is not None:
+                after_each(measures)
+        return measures
 
 
 def missing(suite: Suite, measures: Measures) -> Iterator[str | None]:

@@ -53,7 +53,7 @@ class PublishedRow:
 def published_row(model: EvaluatedModel) -> PublishedRow | None:
     """The paper's values for a model and its recipe; None if the paper has no such model or recipe."""
     pruned = model.pruned
-    if model.made_by.quantization is not None or model.made_by.activation_emp is not None:
+    if model.made_by.quantization is not None:
         return None
     if pruned is not None and any(getattr(pruned, key) not in (None, value) for key, value in _RECIPE.items()):
         return None

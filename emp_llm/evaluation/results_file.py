@@ -45,7 +45,6 @@ def new_results(
     device_map: str,
     quantization: Quantization | None = None,
     runtime: str = "dense",
-    activation_emp: float | None = None,
 ) -> Results:
     """Results of a suite and a model with nothing measured yet; UserError if the folder is not a checkpoint."""
     record = suite.record()
@@ -63,7 +62,6 @@ def new_results(
         quantization=quantization_record(quantization),
         device_map=device_map,
         runtime=None if runtime == "dense" else runtime,
-        activation_emp=activation_emp,
         ranks=ranks().count,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         versions=versions(),

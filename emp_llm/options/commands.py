@@ -14,7 +14,6 @@ from emp_llm.options.output import MaskDeviceOptions, OutputOptions, PushOptions
 from emp_llm.options.recipe import Recipe, ShareOptions, TargetOptions
 from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
 from emp_llm.options.structure import StructureOptions, check_structured
-from emp_llm.selection.arithmetic.definitions import check_beta
 from emp_llm.selection.criteria import CRITERIA
 from emp_llm.selection.scheme import Group
 
@@ -194,12 +193,6 @@ class EvaluateOptions(LoudnessOptions, QuantizationOptions, LoadingOptions, Suit
     beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
     batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
     runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
-    activation_emp: Annotated[
-        float | None,
-        Opt(
-            "Let each token keep beta x N_eff of its MLP's hidden features, by this beta (the paper's: 1); baselines keep all."
-        ),
-    ] = None
     form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
     prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
 
@@ -207,23 +200,12 @@ class EvaluateOptions(LoudnessOptions, QuantizationOptions, LoadingOptions, Suit
         """Raise UserError for invalid or conflicting options."""
         self.check_loading()
         check_runtime(self.runtime)
-        self._check_activations()
         if self.runtime == "dense":
             return
         if self.load_in_8bit or self.load_in_4bit:
             raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
         if DEVICE_NAME.fullmatch(self.device_map) is None:
             raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {self.device_map}.")
-
-    def _check_activations(self) -> None:
-        if self.activation_emp is None:
-            return
-        try:
-            check_beta(self.activation_emp)
-        except ValueError as error:
-            raise UserError(f"--activation-emp: {error}.") from error
-        if self.runtime == "sparse":
-            raise UserError("--activation-emp needs the dense runtime; leave out --runtime sparse.")
 
 
 @dataclass(frozen=True, kw_only=True)

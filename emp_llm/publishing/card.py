@@ -120,7 +120,7 @@ class Card:
         found = []
         for evaluated in (each for suite in [self._measured, *self._suites] for each in suite if each.this):
             made_by = evaluated.made_by
-            if made_by.quantization or made_by.limit or made_by.activation_emp:  # another model, or some of the questions
+            if made_by.quantization or made_by.limit:  # another model, or some of the questions
                 continue
             found += [*_perplexity_result(evaluated), *_task_results(evaluated)]
         return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())

@@ -116,41 +116,16 @@ class TaskRecord(Part, kw_only=True, omit_defaults=False):
     answers: dict[str, AnswersRecord] = {}
 
 
-class KeptFeatures(Part, kw_only=True, omit_defaults=False):
-    """The hidden features of an MLP that were kept, by EMP for each token.
-
-    Attributes:
-        tokens: their number.
-        width: hidden features of a token.
-        kept: features kept, of all tokens together.
-    """
-
-    tokens: int
-    width: int
-    kept: int
-
-    @property
-    def fraction(self) -> float | None:
-        """The mean over the tokens of the share kept; None for an expert that saw none."""
-        return self.kept / (self.tokens * self.width) if self.tokens else None
-
-    def __add__(self, other: "KeptFeatures") -> "KeptFeatures":
-        return KeptFeatures(tokens=self.tokens + other.tokens, width=self.width, kept=self.kept + other.kept)
-
-
 class Measures(Part, kw_only=True):
     """The measurements of a suite on one model.
 
     Attributes:
         perplexity, tasks: the measured parts of the suite.
-        kept_features: by layer, if activations were pruned: on the suite's text, or without one on its tasks, padding
-            included.
         same_masks_as: in a sweep, the earlier point with the same masks, from which the numbers were copied.
     """
 
     perplexity: PerplexityRecord | None = None
     tasks: dict[str, TaskRecord] = {}
-    kept_features: dict[str, KeptFeatures] = {}
     same_masks_as: str | None = None
 
     @property

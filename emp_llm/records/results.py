@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from emp_llm.records.base import FileRecord, Part
-from emp_llm.records.evaluation import KeptFeatures, Measures, PerplexityRecord, SuiteTask, TaskRecord
+from emp_llm.records.evaluation import Measures, PerplexityRecord, SuiteTask, TaskRecord
 from emp_llm.records.run_report import RunReport, Share
 from emp_llm.records.source import QuantizationRecord, RecipeRecord, TextRecord
 
@@ -21,7 +21,6 @@ class MadeBy(Part, kw_only=True, omit_defaults=False):
 
     Attributes:
         runtime: "sparse" if the model ran from packed weights.
-        activation_emp: beta of the hidden features that each token kept; null if all were kept.
     """
 
     model: ModelIdentity
@@ -33,7 +32,6 @@ class MadeBy(Part, kw_only=True, omit_defaults=False):
     quantization: QuantizationRecord | None = None
     device_map: str | None = None
     runtime: str | None = None
-    activation_emp: float | None = None
     ranks: int = 1
     device: str = ""
     versions: dict[str, str] = {}
@@ -54,11 +52,11 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
         pruned: recipe and sparsity of a pruned model; null for a dense one.
         suite, command: name of the suite, and the command line; made_by: everything that the numbers depend on.
         complete: whether the whole suite is measured.
-        perplexity, tasks, kept_features: as for `Measures`.
+        perplexity, tasks: as for `Measures`.
     """
 
     KIND: ClassVar[str] = "results"
-    VERSION: ClassVar[int] = 3  # 3: activation_emp; an older emp-llm would take its results for those of the whole model
+    VERSION: ClassVar[int] = 3
 
     model: str
     revision: str | None = None
@@ -69,16 +67,15 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
     complete: bool = False
     perplexity: PerplexityRecord | None = None
     tasks: dict[str, TaskRecord] = {}
-    kept_features: dict[str, KeptFeatures] = {}
 
     @property
     def measures(self) -> Measures:
         """The measurements so far."""
-        return Measures(perplexity=self.perplexity, tasks=self.tasks, kept_features=self.kept_features)
+        return Measures(perplexity=self.perplexity, tasks=self.tasks)
 
     def take(self, measures: Measures) -> None:
         """Replace the measurements by these."""
-        self.perplexity, self.tasks, self.kept_features = measures.perplexity, measures.tasks, measures.kept_features
+        self.perplexity, self.tasks = measures.perplexity, measures.tasks
 
 
 def pruned_by(report: RunReport) -> PrunedBy:

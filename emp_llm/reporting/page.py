@@ -7,8 +7,6 @@ from emp_llm.common.tables import Rows
 from emp_llm.common.wording import count_of
 from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.records.bench import Bench
-from emp_llm.records.results import Results
-from emp_llm.reporting.activation_tables import ACTIVATION_NOTE, activation_rows, kept_by_layer
 from emp_llm.reporting.figures.style import Drawing
 from emp_llm.reporting.fit_tables import fit_rows
 from emp_llm.reporting.headlines import Headline, headlines
@@ -26,8 +24,6 @@ _ERROR = (
 )
 _SPEED = "Speed and memory"
 _UNITS = "Heads and neurons"
-_ACTIVATIONS = "Activations pruned at inference"
-_KEPT = "Features kept by layer, in percent"
 _QUESTION = "Is EMP better at the same sparsity?"
 _CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
@@ -77,7 +73,6 @@ def page_parts(
     title: str,
     studies: Sequence[tuple[Study, list[Drawing]]],
     benches: Sequence[Bench] = (),
-    activations: Sequence[Results] = (),
 ) -> list[PagePart]:
     """The parts of a report from top to bottom."""
     parts: list[PagePart] = [Heading(title, 1)]
@@ -110,9 +105,6 @@ def page_parts(
         if len(rows) > 1:
             parts += [Heading(_REDUNDANT, 3), Table(rows, _REDUNDANT)]
         parts += left.values()
-    if activations:
-        parts += [Heading(_ACTIVATIONS), Table(activation_rows(activations), _ACTIVATIONS), Paragraph(ACTIVATION_NOTE)]
-        parts += [Heading(_KEPT, 3), Table(kept_by_layer(activations), _KEPT)]
     if benches:
         parts += [Heading(_SPEED), Table(speed_rows(benches), _SPEED), Paragraph(SPEED_NOTE)]
     return parts

@@ -13,8 +13,6 @@ from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
-from emp_llm.records.results import Results
-from emp_llm.reporting.activation_tables import activation_figures, split_activations
 from emp_llm.reporting.figures.drawings import draw
 from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
 from emp_llm.reporting.fit_tables import layer_fit_rows
@@ -88,7 +86,6 @@ def report_content(
     if not runs:
         raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
     others, benches = split_benches([Path(path) for path in runs])
-    others, activations = split_activations(others)
     found = studies(read_points(others)) if others else []
     if before_drawing is not None:
         before_drawing()
@@ -96,7 +93,7 @@ def report_content(
         check_matplotlib()
     drawn = [(study, draw(study, name) if plots else []) for study, name in zip(found, _names(found), strict=True)]
     page = ReportPage(title=printable(title), studies=[_summary(*each) for each in drawn])
-    return ReportContent(_files(page, drawn, benches, activations), page, found)
+    return ReportContent(_files(page, drawn, benches), page, found)
 
 
 def summary_words(summary: ReportSummary) -> str:
@@ -112,10 +109,8 @@ def summary_words(summary: ReportSummary) -> str:
     return "\n".join(lines)
 
 
-def _files(
-    page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench], activations: list[Results]
-) -> dict[str, bytes]:
-    parts = page_parts(page.title, drawn, benches, activations)
+def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench]) -> dict[str, bytes]:
+    parts = page_parts(page.title, drawn, benches)
     files = {
         "report.html": html_page(page.title, parts),
         "report.md": markdown_page(parts),
@@ -129,8 +124,6 @@ def _files(
         files["fits.csv"] = csv_table(_joined([layer_fit_rows(study) for study, _ in drawn])) + "\n"
     if benches:
         files["speeds.csv"] = csv_table(speed_figures(benches)) + "\n"
-    if activations:
-        files["activations.csv"] = csv_table(activation_figures(activations)) + "\n"
     encoded = {name: text.encode("utf-8") for name, text in files.items()}
     encoded[_SUMMARY] = msgspec.json.format(msgspec.json.encode(page), indent=1) + b"\n"
     for _, drawings in drawn:

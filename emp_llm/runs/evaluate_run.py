@@ -94,10 +94,9 @@ class EvaluateRun:
         if not options.model:
             raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
         source = self._sources[0]
-        beta = None if options.activation_emp is None else f"activations-{options.activation_emp:g}"
-        marks = [source.short_name, self._quantization, beta, _file_name(self._suite.name)]
+        marks = [source.short_name, self._quantization, _file_name(self._suite.name)]
         self._output = options.output or Path(f"{'-'.join(filter(None, marks))}.json")
-        last = self._stage(source, "", self._quantization, options.runtime, options.activation_emp)
+        last = self._stage(source, "", self._quantization, options.runtime)
         made_by = last.file.results.made_by
         self._beside = [results_to_compare(path, "--beside", made_by) for path in options.beside or []]
         baseline = options.baseline
@@ -120,11 +119,10 @@ class EvaluateRun:
         mark: str,
         quantization: Quantization | None,
         runtime: Runtime = "dense",
-        activation_emp: float | None = None,
     ) -> "ResultsStage":
         path = self._output.with_name(f"{self._output.stem}{mark}.json") if mark else self._output
         options = self._options
-        loading = options.dtype, options.device_map, quantization, runtime, activation_emp
+        loading = options.dtype, options.device_map, quantization, runtime
         results = new_results(source, self._suite, self._size, *loading)
         return ResultsStage(
             source, self._suite, ResultsFile(path, results, options.overwrite), options, quantization, self._size
@@ -188,8 +186,7 @@ class ResultsStage:
             model = load(folder, device=run_device(options.device_map), dtype=options.dtype, trust_remote_code=trust)
         else:
             model = load_model(folder, options.device_map, options.dtype, trust, self._quantization)
-        beta = self.file.results.made_by.activation_emp
-        measures = self._evaluator.measure(model, measures, self.file.save, beta)
+        measures = self._evaluator.measure(model, measures, self.file.save)
         self.file.save(measures, complete=True)
         self._evaluator = None
         del model
