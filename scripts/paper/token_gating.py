@@ -88,8 +88,8 @@ def hidden_readers(model: PreTrainedModel) -> dict[str, int]:
     """The number of hidden features by the layer that reads them, in the model's order.
 
     An MLP is the linear layers of a block, without attention and routers, that one module holds; experts are one MLP. One
-    matrix maps hidden states to hidden features, or to as many features and as many gates; the reader is the last that maps them
-    back.
+    matrix maps hidden states to hidden features, or to as many features and as many gates; the reader is the last one that maps
+    them back.
 
     Raises:
         UserError: there is none.
