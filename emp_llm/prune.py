@@ -8,7 +8,6 @@ from emp_llm.options.commands import PruneOptions
 
 if TYPE_CHECKING:
     from emp_llm.records.run_report import RunReport
-    from emp_llm.runs.checkpoint_run import CheckpointRun
     from emp_llm.runs.dry_run import DryRun
 
 
@@ -22,25 +21,19 @@ def prune(options: PruneOptions) -> "RunReport | DryRun":
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
+    if options.structure is not None:
+        from emp_llm.structure.prune_structure import prune_structure
+
+        return prune_structure(options)
+    from emp_llm.runs.prune_run import PruneRun
     from emp_llm.runs.stages.stage import run_stages
 
-    job = _run_of(options)
+    job = PruneRun(options)
     if options.dry_run:
         return job.dry_run()
     with job:
         run_stages(job.stages)
     return job.report
-
-
-def _run_of(options: PruneOptions) -> "CheckpointRun":
-    """The run of the options; only what it needs is imported."""
-    if options.structure is None:
-        from emp_llm.runs.prune_run import PruneRun
-
-        return PruneRun(options)
-    from emp_llm.runs.structure_run import StructureRun
-
-    return StructureRun(options)
 
 
 def show(result: "RunReport | DryRun") -> None:

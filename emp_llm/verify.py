@@ -96,29 +96,29 @@ def _check_units(
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.pruning.recipe import read_report
-    from emp_llm.structured.language.unit_plan import UnitPlan
-    from emp_llm.structured.language.unit_verification import UnitVerification, config_changes
+    from emp_llm.structure.units import unit_model
+    from emp_llm.structure.verification import UnitVerification
 
     recipe, folder = manifest.recipe, options.folder
     assert recipe.structure is not None
     named: Any = recipe.structure.structure
     kinds: Any = ("heads", "neurons") if named == "both" else (named,)
     unit: Any = recipe.structure.head_unit or "group"
-    plan = UnitPlan(dense.folder, kinds, unit, options.blocks or recipe.blocks, options.trust_remote_code)
-    check = UnitVerification(plan, pruned, recipe, findings.differences.append)
+    model = unit_model(dense.folder, kinds, unit, options.blocks or recipe.blocks, options.trust_remote_code)
+    check = UnitVerification(model, pruned, recipe, findings.differences.append)
     features = _features(recipe.method.removeprefix("emp-"), options, manifest)
     findings.count("heads or neurons", check.check_scores(features))
     findings.count("choices", check.check_choice())
     findings.count("tensors of the source", check.check_tensors(recipe.refit is not None))
     structure = read_report(folder).structure
-    findings.count("side files", check.check_side_files(config_changes({} if structure is None else structure.config)))
+    findings.count("side files", check.check_side_files({} if structure is None else structure.config))
 
 
 def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:
     """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
     if criterion == "taylor":
         from emp_llm.common.file_names import TAYLOR_NAME
-        from emp_llm.structured.language.unit_verification import read_tensors
+        from emp_llm.structure.verification import read_tensors
 
         return read_tensors(options.folder / TAYLOR_NAME).get
     norms = _norms(options, manifest)

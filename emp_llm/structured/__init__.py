@@ -1,1 +1,0 @@
-"""Heads and neurons removed from language models."""
