@@ -67,7 +67,7 @@ def prune(
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    _check(recipe, structure, text, loading, quantized, evaluation, push, output)
+    check_options(recipe, structure, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch
@@ -273,7 +273,7 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
     return report
 
 
-def _check(
+def check_options(
     recipe: Recipe,
     structure: StructureOptions,
     text: NormOptions,
