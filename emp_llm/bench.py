@@ -44,7 +44,7 @@ def bench(options: BenchOptions) -> Benched:
     from emp_llm.common.machine import command_line, processor_name, versions
     from emp_llm.common.progress import progress_bar
     from emp_llm.common.tables import table
-    from emp_llm.evaluation.results_file import folder_identity
+    from emp_llm.evaluation.results import folder_identity
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_model
     from emp_llm.records.bench import Bench

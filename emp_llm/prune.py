@@ -229,7 +229,7 @@ def prune(
                             out.note(refitted=dict(stopwatch.record))
                     else:
                         stopwatch.record |= done
-                about = about or fit_origin(data, text, model_origin(source.name, source.revision, None))
+                about = about or fit_origin(data, text, model_origin(source.name, source.revision, checkpoint))
             if prepared is None:
                 models.free()  # the dense model is no longer needed
 

@@ -219,7 +219,7 @@ class Machine:
         Raises:
             UserError: a job needs more GPUs than there are.
         """
-        from emp_llm.common.machine import available_memory
+        from emp_llm.common.machine import available_cores, available_memory
 
         cores, memory = available_cores(), (available_memory() or 0) / 1e9 or float("inf")
         if scheduled:

@@ -111,7 +111,7 @@ def sweep(
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, prepare_suite
-    from emp_llm.evaluation.results_file import new_results, open_results
+    from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
     from emp_llm.measure import measure

@@ -180,7 +180,7 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path, models: o
     (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")  # a user's file of that name is none of our business
     program = (
         "import emp_llm\n"
-        "from emp_llm.calibration.corpora import find_corpus; from emp_llm.common.data_folders import data_folder\n"
+        "from emp_llm.calibration.texts import find_corpus; from emp_llm.common.data_folders import data_folder\n"
         "assert 'site' in emp_llm.__file__, emp_llm.__file__\n"
         "print(data_folder('eval').parent == data_folder('calibration').parent, find_corpus('demo').samples)"
     )

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Run
+from emp_llm.evaluation.results_file import ResultsFile
 from safetensors.torch import load_file, save_file
 from suites import TASKS, Models, few_task_files
 
-from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import data_folder
 from emp_llm.evaluate import evaluate
-from emp_llm.evaluation.results_file import ResultsFile
 from emp_llm.prune import prune
 from emp_llm.records.evaluation import packed_answers
 from emp_llm.records.results import Results

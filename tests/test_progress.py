@@ -61,7 +61,9 @@ def test_stages_of_a_run_are_named(
 ) -> None:
     caplog.set_level(logging.INFO)
     minutes = itertools.count(step=60)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter))
+    monkeypatch.setattr(
+        progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter)
+    )
     prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
     assert any(line.startswith("prune: ") and " % of " in line and " left" in line for line in caplog.messages)
 
@@ -72,7 +74,9 @@ def test_tasks_of_the_dense_and_of_the_pruned_model_are_told_apart(
 ) -> None:
     caplog.set_level(logging.INFO)
     minutes = itertools.count(step=60)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter))
+    monkeypatch.setattr(
+        progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter)
+    )
     prune(model=evaluable("llama"), output=tmp_path / "out", method="emp-magnitude", evaluate=str(task_suite))
     titles = {line.rpartition(": ")[0] for line in caplog.messages if " % of " in line}
     for stage in ("evaluate dense", "evaluate pruned"):

@@ -13,12 +13,12 @@ import tiny
 import torch
 import torture
 from conftest import Run
+from emp_llm.pruning.output.shard_writer import ShardWriter
 from launch import launch
 
-from emp_llm.calibration.calibration import Calibration
+from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
-from emp_llm.pruning.output.shard_writer import ShardWriter
 from emp_llm.pruning.counts import read_report
 from emp_llm.update import walk
 from emp_llm.update.moved import MovedWeights
@@ -225,6 +225,6 @@ def test_a_fit_behind_pruned_blocks_resumes(models: Models, text: Path, tmp_path
     options["output"] = tmp_path / "killed" / "out"
     killed_at_block(options, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Calibration, "run", lambda *_, **__: kill())
+        patch.setattr(passes, "calibrated", lambda *_, **__: kill())
         prune(**options)
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")

@@ -11,8 +11,7 @@ import torch
 from runs import make_sweep, report_of, results_of, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
-from emp_llm.evaluation.changes import Change
-from emp_llm.evaluation.measured_values import Value
+from emp_llm.evaluation.values import Change, Value
 from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts

@@ -165,7 +165,9 @@ def test_manifests_that_lie(models: Models, sound: Path, tmp_path: Path, path: s
     with suppress(UserError):
         found = verify(out, source=str(models("llama"))).differences
         default = path.startswith("recipe") and new in (None, {})  # the run was the default recipe
-        assert found or default or path in ("files", "recipe.ignore", "recipe.min_expert_tokens", "recipe.neff_dtype"), "it is a lie"
+        assert found or default or path in ("files", "recipe.ignore", "recipe.min_expert_tokens", "recipe.neff_dtype"), (
+            "it is a lie"
+        )
 
 
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])

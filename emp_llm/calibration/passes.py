@@ -129,15 +129,11 @@ def calibrated(
                 progress = CalibrationProgress(resume, record.as_dict() | made_of)
             runner = BlockwiseModel(model, blocks, how.hidden_states)
             norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
-    ran = norms.about
     if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
         record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
-    return replace(
-        norms,
-        about=msgspec.structs.replace(
-            record, execution=ran.execution, propagate=ran.propagate, hidden_states=ran.hidden_states
-        ),
-    )
+    record.execution, record.propagate = ("blocks" if by_blocks else "model"), ("dense" if masker is None else "pruned")
+    record.hidden_states = norms.about.hidden_states
+    return replace(norms, about=record)
 
 
 def calibration_signature(

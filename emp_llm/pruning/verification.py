@@ -136,11 +136,11 @@ def _first_difference(ours: Path, theirs: Path, start: int, end: int) -> int | N
     """Offset of the first byte of a range in which two files differ; None if they are equal."""
     with FileReader(ours) as one, FileReader(theirs) as other:
         for first in range(start, end, PIECE):
-            pieces = [np.empty(min(PIECE, end - first), dtype=np.uint8) for _ in range(2)]
-            for file, piece in zip((one, other), pieces, strict=True):
-                file.read(piece.data, first)
-            if not np.array_equal(*pieces):
-                return first + int(np.flatnonzero(pieces[0] != pieces[1])[0])
+            a, b = (np.empty(min(PIECE, end - first), dtype=np.uint8) for _ in range(2))
+            one.read(a.data, first)
+            other.read(b.data, first)
+            if not np.array_equal(a, b):
+                return first + int(np.flatnonzero(a != b)[0])
     return None
 
 

@@ -12,7 +12,7 @@ from emp_llm.common.errors import count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import compare
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
+from emp_llm.evaluation.results import EvaluatedModel, models_of_report
 from emp_llm.hub.destination import Destination
 from emp_llm.publishing.base_model import Origin
 from emp_llm.publishing.card_words import GLOSSARY, UNIT_GLOSSARY, method_words

@@ -13,8 +13,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, REPORT_NAME
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
-from emp_llm.evaluation.results_file import read_results
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results, read_results
 from emp_llm.hub.destination import Destination
 from emp_llm.hub.pushed import Pushed
 from emp_llm.hub.upload import upload

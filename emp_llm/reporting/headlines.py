@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import percent_cell
-from emp_llm.evaluation.changes import UNPAIRED, Change, change_of, change_text
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent
+from emp_llm.evaluation.values import UNPAIRED, Change, Value, change_of, change_text, formatted, in_percent
 from emp_llm.reporting.page_tables import MATCHES, verdict_of
 from emp_llm.reporting.studies.curves import Difference, differences, main_measures
 from emp_llm.reporting.studies.measured_points import MeasuredPoint

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import Rows
-from emp_llm.evaluation.changes import UNPAIRED
+from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.reporting.figures.style import Drawing
 from emp_llm.reporting.fit_tables import fit_rows

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import Rows, number_cell, percent_cell
-from emp_llm.evaluation.changes import change_of, change_text, signed
-from emp_llm.evaluation.measured_values import Value, in_percent, value_cell
+from emp_llm.evaluation.values import Value, change_of, change_text, in_percent, signed, value_cell
 from emp_llm.reporting.studies.curves import Difference, differences, main_measures
 from emp_llm.reporting.studies.measured_points import MatrixStats, WholeGroup, by_role_and_block
 from emp_llm.reporting.studies.study import Study, StudySuite, label_of

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from emp_llm.common.errors import count_of, format_bytes
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.changes import shown_change
 from emp_llm.evaluation.comparison import change_notes, compare
-from emp_llm.evaluation.evaluated_model import models_of_report
-from emp_llm.evaluation.measured_values import formatted, values_of
+from emp_llm.evaluation.results import models_of_report
+from emp_llm.evaluation.values import formatted, shown_change, values_of
 from emp_llm.records.measure import CurvePoint
 from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
 from emp_llm.reporting.structure_tables import structure_lines, structure_rows

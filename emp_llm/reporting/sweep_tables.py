@@ -5,9 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.changes import shown_change
 from emp_llm.evaluation.comparison import change_notes
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent, values_of
+from emp_llm.evaluation.values import Value, formatted, in_percent, shown_change, values_of
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.run_report import MatrixRecord

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from emp_llm.selection.rule import NonFiniteError
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
+from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import (
     Solution,
     check_finite,

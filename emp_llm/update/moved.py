@@ -12,13 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.models.architecture import Target
-from emp_llm.checkpoint.matrices import WORD
-from emp_llm.checkpoint.matrices import Words
+from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.matrices import WORD, Words
 from emp_llm.common.errors import UserError, reason
+from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import RowFigures
-from emp_llm.checkpoint.files import write_bytes
 
 _KEY = "emp_llm"
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

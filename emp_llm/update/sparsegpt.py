@@ -13,8 +13,8 @@ behind it are updated once, by a matrix product.
 import torch
 from torch import Tensor
 
-from emp_llm.selection.rule import NonFiniteError
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
+from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.least_squares import Solution, check_finite, check_moments, check_pattern, full_float32
 
 _BLOCK = 128  # columns of a block

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.models.layers import Layer
-from emp_llm.models.modules import bias_of, set_to_zero, weight_of
-from emp_llm.models.architecture import Target
 from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.models.blockwise import BlockwiseModel, Step, Walk
-from emp_llm.models.blockwise import HiddenStates, choose_place
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk, choose_place
 from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import bias_of, set_to_zero, weight_of
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from emp_llm.common.errors import printable
-from emp_llm.evaluation.measured_values import in_percent
+from emp_llm.evaluation.values import in_percent
 from emp_llm.reporting.figures.style import COLOURS, GREY, LABEL, MARKERS, N_EFF, Drawing, drawn, new_figure, slug, styled
 from emp_llm.reporting.studies.curves import Curve, Difference, curves, differences, lower_is_better
 from emp_llm.reporting.studies.study import Study, StudySuite

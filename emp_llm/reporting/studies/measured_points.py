@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emp_llm.evaluation.measured_values import Value
+from emp_llm.evaluation.values import Value
 from emp_llm.options.recipe import MatchBy
 from emp_llm.records.run_report import FitRecord, Quartiles, StructureRecord
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from emp_llm.common.errors import UserError, printable
-from emp_llm.evaluation.evaluated_model import EvaluatedModel
-from emp_llm.evaluation.measured_values import values_of
+from emp_llm.evaluation.results import EvaluatedModel
+from emp_llm.evaluation.values import values_of
 from emp_llm.options.recipe import MatchBy, Recipe
 from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource

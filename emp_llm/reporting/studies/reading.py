@@ -9,7 +9,7 @@ from typing import Any, get_args
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.evaluation.evaluated_model import model_of_results, models_of_report
+from emp_llm.evaluation.results import model_of_results, models_of_report
 from emp_llm.options.recipe import MatchBy
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT
