@@ -144,7 +144,8 @@ def test_baseline_pruned_and_difference(evaluable: Models, task_suite: Path, tmp
         for task in TASKS:
             assert measured["tasks"][task]["results"] == single["tasks"][task]["results"]
     assert results.pruned is not None
-    assert (results.pruned.of, results.pruned.recipe.method, results.pruned.sparsity_of_targets) == (str(model), "magnitude", 0.5)
+    pruned = results.pruned
+    assert (pruned.of, pruned.recipe.method, pruned.sparsity_of_targets) == (str(model), "magnitude", 0.5)
     assert results.tasks["sums_shown"].n_shot == {"sums_shown": 2}
     assert results.tasks["sums"].versions == {"sums": 2.0}
 
