@@ -26,12 +26,10 @@ from emp_llm.models.loading import build_skeleton, load_model
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.pruning.output.checkpoint_writer import CheckpointWriter
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores, input_norms
 from emp_llm.pruning.writing import write_checkpoint
-from emp_llm.pruning.recipe import scheme_of
 
 Models = Callable[[str], Path]
 BATCH = 2

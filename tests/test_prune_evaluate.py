@@ -17,7 +17,7 @@ from emp_llm.checkpoint.locks import FileLock
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.evaluation import evaluate as evaluation
-from emp_llm.execution.one_model import OneModel
+from emp_llm.models.one_model import OneModel
 from emp_llm.prune import prune
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
