@@ -183,7 +183,8 @@ def sweep(
                 norms = calibrated(models.get(source.folder), data, layers, text, about, blocks=leading.blocks, resume=progress)
             norms.save(folder.activations)
             folder.note_stages(stage_records(stopwatch.record))
-            delete_progress(folder.calibration)
+        if calibrates:
+            delete_progress(folder.calibration)  # an interrupted run may have ended before it did
         dense = open_results(folder.dense, dense)
         if not dense.complete:
             with stage("evaluate dense"), stopwatch("evaluate dense"):
