@@ -154,12 +154,19 @@ def prune(
         how = calibration_signature(data, text, output.propagate, quantization)
         origin_of_norms = (origin_of_norms or {}) | how | {"dtype": loading.dtype, "device_map": loading.device_map}
     signature = run_signature(checkpoint, recipe, origin_of_norms)
-    prepared = None
+    prepared = measured = None
     if suite is not None:
-        from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+        from emp_llm.evaluation.evaluate import (
+            evaluate_checkpoint,
+            mark_pending,
+            measures_of_baseline,
+            pending_matches,
+            prepare_suite,
+        )
         from emp_llm.models.loading import load_tokenizer
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+        measured = measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
@@ -257,7 +264,7 @@ def prune(
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return _pushed(report, path, destination)
 
 
