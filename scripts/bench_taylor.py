@@ -80,12 +80,12 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
 
 
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
-    from emp_llm.options.commands import PruneOptions
+    from emp_llm.options.calibration import CalibrationOptions
     from emp_llm.structure.plan import UnitPlan
     from emp_llm.structure.prune_structure import taylor_sums
 
     plan = UnitPlan(folder, ("heads", "neurons"))
-    taylor_sums(model, plan, ids, PruneOptions(model=str(folder), structure="both", method="taylor", batch_size=1))
+    taylor_sums(model, plan, ids, None, CalibrationOptions(batch_size=1))
 
 
 def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str, list[dict[str, float]]]) -> str:
