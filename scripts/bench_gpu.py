@@ -3,9 +3,10 @@
     python scripts/bench_gpu.py [--size 4B] [--only masks calibration prune] [--seconds 120] [--output gpu.md]
     python scripts/bench_gpu.py --device cpu --size tiny
 
-Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled kernel too. Calibration: tokens/s of a random Llama in bfloat16, by a
-plain forward pass, by hooks in the whole model, and block by block with resident and with offloaded weights. Prune: whole
-processes, imports included, against `cp -r` and sync of the same folder. Measurements that are compared run in turn; medians.
+Masks: the torch reference against a copy within the memory of the device; on a CPU the compiled kernel too. Calibration:
+tokens/s of a random Llama in bfloat16, by a plain forward pass, by hooks in the whole model, and block by block with resident
+and with offloaded weights. Prune: whole processes, imports included, against `cp -r` and sync of the same folder. Measurements
+that are compared run in turn; medians.
 
 Sections can run one after another with the same --folder: the model is made once, and the table gets the rows of all. With
 --device cpu, the same code runs without a GPU, to try it. scripts/on_gpu.sh runs this on a GPU machine.
