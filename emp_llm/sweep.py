@@ -246,8 +246,8 @@ def sweep(
                         with watch("evaluate pruned"):
                             measures = measure(loaded, prepared, measures, partial(folder.note_measures, point, masks))
                         del loaded
-                    about = None if used is None else used.about
-                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, about)
+                    of_norms = None if used is None else used.about
+                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
                     report.dtype, report.device_map = loading.dtype, loading.device_map
                     report.point, report.masks = point.record(), masks
                     report.evaluation = evaluation_record(prepared, dense.measures, measures)

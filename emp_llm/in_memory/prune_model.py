@@ -244,7 +244,7 @@ def _calibrated(
     if sequences is None or not ours:
         if masker is not None:
             raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))
+        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
         norms, tokens = norms_of_batches(model, layers, batches)
         return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
     assert isinstance(sequences, CalibrationText | CalibrationRows)
