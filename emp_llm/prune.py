@@ -80,7 +80,7 @@ def prune(
     from emp_llm.pruning.dry_run import DryRun, dry_run
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import log_warnings, report_of
-    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.records.source import ModelSource, stage_records
 
@@ -185,7 +185,7 @@ def prune(
                 with stage("calibrate"):
                     norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)  # of an interrupted run
                     if norms is None:
-                        pruned_by = None if propagated is None else recipe.recorded()
+                        pruned_by = None if propagated is None else recorded(recipe)
                         origin = model_origin(source.name, source.revision, checkpoint, quantization, pruned_by)
                         dense = models.get(source.folder, quantization)
                         with stopwatch("calibrate"):
