@@ -111,7 +111,7 @@ def prune(
         from emp_llm.evaluation.suites import find_suite
 
         suite = find_suite(evaluation.evaluate)
-    source = find_model(model.model, model.revision, model.trust_remote_code)
+    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=output.dry_run)
     if (source.folder / REPORT_NAME).is_file():
         logger.warning(
             "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.", source.name
@@ -127,7 +127,7 @@ def prune(
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(text.activations)))
     path = output.output or Path(f"{source.short_name}-{recipe.method}")
     if output.dry_run:
-        return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub)
+        return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub, source.hollow)
 
     # What is needed later is checked now: the login, the text, the suite, the output.
     if destination is not None and ranks().main:

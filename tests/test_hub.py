@@ -51,6 +51,31 @@ def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offlin
         assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
 
 
+def test_a_dry_run_downloads_no_weights(hub: Hub, client: Client, tmp_path: Path) -> None:
+    known_by_weights = ("--method", "emp-magnitude", "--dry-run")
+    fresh = Client(hub.endpoint, tmp_path / "home", TOKEN)
+    try:
+        code, wanda, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", "--dry-run")
+        assert code == 0, err
+        code, magnitude, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", *known_by_weights)
+        assert code == 0, err
+        units = ("--structure", "neurons", "--method", "magnitude", "--dry-run")
+        code, neurons, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", *units)
+        assert code == 0, err
+    finally:
+        fresh.close()
+    assert not [*(tmp_path / "home").rglob("*.safetensors")]
+    assert "a dry run downloads none" in magnitude
+    code, _, err = client.command(tmp_path, "prune", "--model", "someone/tiny", "--method", "magnitude", "--output", "whole")
+    assert code == 0, err
+    code, known, err = client.command(tmp_path, "prune", "--model", "someone/tiny", "--dry-run")
+    assert (code, known.partition("disk")[0]) == (0, wanda.partition("disk")[0]), err
+    assert "found: " in neurons
+    code, curve, err = client.command(tmp_path, "prune", "--model", "someone/tiny", *known_by_weights)
+    assert "beta" in curve
+    assert "a dry run downloads none" not in curve
+
+
 def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_path: Path) -> None:
     """Files that a model does not need, such as its card and its norms, are not downloaded."""
     line = ("--prompt", "The lamp", "--max-new-tokens", 4, "--device", "cpu")
