@@ -19,7 +19,7 @@ from emp_llm.options.recipe import SEARCHES, Recipe, check_choice
 from emp_llm.options.structure import StructureOptions, check_structured
 
 if TYPE_CHECKING:
-    from emp_llm.hub.destination import Destination
+    from emp_llm.hub.push import Destination
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.records.run_report import RunReport
 
@@ -88,7 +88,7 @@ def prune(
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
     destination, suite = None, None
     if push.push_to_hub is not None:
-        from emp_llm.hub.destination import Destination, check_login
+        from emp_llm.hub.push import Destination, check_login
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
@@ -265,10 +265,10 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
     """The report of a finished checkpoint, which is pushed if that is asked for."""
     if destination is not None and ranks().main:
         from emp_llm.common.progress import stage
-        from emp_llm.publishing.publish import publish_finished
+        from emp_llm.hub.push import push_finished
 
         with stage("push"):
-            report.push = publish_finished(path, destination)
+            report.push = push_finished(path, destination)
     logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
     return report
 
@@ -342,7 +342,7 @@ def show(result: "RunReport | DryRun") -> None:
     if result.evaluation is not None:
         print(evaluation_table(result))
     if result.push is not None:
-        from emp_llm.hub.pushed import pushed_words
+        from emp_llm.hub.push import pushed_words
 
         print(pushed_words(result.push))
 

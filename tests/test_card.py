@@ -9,12 +9,10 @@ import pytest
 from hub_client import Client, card_of, contents, held
 from hub_server import Hub
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.checkpoint.samples import sha256_of_samples
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
+from emp_llm.hub.public import cached_repository, public
 from emp_llm.prune import prune
-from emp_llm.publishing.public import cached_repository, public
 from emp_llm.push import push
 from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, TextRecord
 from emp_llm.records.sweep import Sweep
@@ -109,7 +107,7 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     file.write_text("[]")
     assert f"--results {file}" in error(results=[file])
     assert "no such PNG file" in error(plot=[file])
-    record: dict[str, Any] = {"made_by": {"model": {"sha256_of_samples": "other"}}, "model": "m", "complete": True}
+    record: dict[str, Any] = {"made_by": {"model": {"identity": "other"}}, "model": "m", "complete": True}
     file.write_text(json.dumps(record))
     assert "it is of other weights than those in" in error(results=[file])
     file.write_text(json.dumps(record | {"complete": False}))
@@ -119,11 +117,10 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     assert "must end in .json" in error(results=[tmp_path / "r.txt"])
     file.write_text(json.dumps(record))
     pruned = Checkpoint(checkpoint)
-    for ours in ({"identity": identity_of(pruned)}, {"sha256_of_samples": sha256_of_samples(pruned)}):
-        mine = {"made_by": {"model": ours, "text": {"file": "of another suite"}}}
-        (tmp_path / "ours.json").write_text(json.dumps(record | mine))
-        push(checkpoint, "user/right", dry_run=True, results=[tmp_path / "ours.json"])
-        assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", file])
+    mine = {"made_by": {"model": {"identity": identity_of(pruned)}, "text": {"file": "of another suite"}}}
+    (tmp_path / "ours.json").write_text(json.dumps(record | mine))
+    push(checkpoint, "user/right", dry_run=True, results=[tmp_path / "ours.json"])
+    assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", file])
     theirs = {"made_by": {"model": {"identity": identity_of(Checkpoint(hub_dense))}}}
     file.write_text(json.dumps(record | theirs))
     assert "it is of other weights" in error(results=[file])

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -72,12 +71,6 @@ def test_a_second_push_sends_only_changes(hub: Hub, client: Client, checkpoint: 
     assert client.call("push", folder=checkpoint, repository="team/twice")["result"]["uploaded"] == ["README.md"]
     assert len(hub.repositories["team/twice"].branches["main"]) == 3
     assert hub.put == []
-
-
-def test_a_checkpoint_of_an_older_version(hub: Hub, client: Client, tmp_path: Path) -> None:
-    old = Path(shutil.copytree(Path(__file__).parent / "data" / "old" / "pruned", tmp_path / "old"))
-    client.call("push", folder=old, repository="user/old")
-    check_pushed(hub, "user/old", old)
 
 
 def test_large_files_in_parts(hub: Hub, client: Client, checkpoint: Path) -> None:
@@ -288,7 +281,7 @@ def test_private_means_private(hub: Hub, client: Client, checkpoint: Path) -> No
     assert "the repository exists and is public" in public["error"]
 
 
-def test_nothing_but_the_checkpoint_is_published(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_but_the_checkpoint_is_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
     def error(folder: Path = checkpoint, repository: str = "user/wrong", **more: Any) -> str:
         return str(client.call("push", folder=folder, repository=repository, **more)["error"])
 

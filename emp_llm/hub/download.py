@@ -18,8 +18,7 @@ from huggingface_hub.errors import (
 
 from emp_llm.checkpoint.checkpoint import why_not_gguf
 from emp_llm.common.errors import UserError
-from emp_llm.hub.explained_errors import BAD_TOKEN, RESUME, unreachable
-from emp_llm.hub.retries import HUB_ERRORS, status_of, with_retries
+from emp_llm.hub.client import BAD_TOKEN, HUB_ERRORS, RESUME, status_of, unreachable, with_retries
 
 logger = logging.getLogger(__name__)
 

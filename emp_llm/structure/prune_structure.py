@@ -37,8 +37,8 @@ from emp_llm.execution.blockwise import BlockwiseModel
 from emp_llm.execution.loading import load_model, load_tokenizer
 from emp_llm.execution.offload import is_offloaded
 from emp_llm.execution.one_model import OneModel
-from emp_llm.hub.destination import Destination, check_login
 from emp_llm.hub.local_model import find_model
+from emp_llm.hub.push import Destination, check_login
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions

@@ -1,35 +1,155 @@
 """The model card of a pruned checkpoint: its origin, its measurements, and its recipe."""
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, HfApi, ModelCardData, constants
+from huggingface_hub.repocard import metadata_load
 
 from emp_llm.common.errors import count_of
-from emp_llm.common.paths import ACTIVATIONS_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
-from emp_llm.hub.destination import Destination
-from emp_llm.publishing.base_model import Origin
-from emp_llm.publishing.card_words import GLOSSARY, UNIT_GLOSSARY, method_words
+from emp_llm.hub.client import HUB_ERRORS
+from emp_llm.hub.public import cached_repository
+from emp_llm.hub.push import Destination
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.bench import Bench
 from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import ModelSource
 from emp_llm.reporting.run_tables import pruning_lines, pruning_rows
 from emp_llm.reporting.speed_tables import SPEED_NOTE, speed_rows
 from emp_llm.reporting.structure_tables import structure_lines, structure_rows
 
+_METHOD_WORDS = {
+    "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
+    "emp-magnitude": "Effective Model Pruning (EMP) with weight magnitudes as scores",
+    "emp-relative": "Effective Model Pruning (EMP) with relative scores (weight magnitude times relative input norm)",
+    "emp-ria": "Effective Model Pruning (EMP) with RIA scores (relative importance and activations)",
+    "wanda": "Wanda (weight magnitude times input norm)",
+    "relative": "relative scores (weight magnitude times input norm relative to each token's output)",
+    "ria": "RIA (relative importance and activations)",
+    "magnitude": "weight magnitude",
+    "sparsegpt": "SparseGPT",
+    "admm": "masks and weights searched for together (ADMM)",
+    "emp-admm": "Effective Model Pruning (EMP) with counts by magnitudes, masks and weights searched for together (ADMM)",
+}
+_UNIT_SCORES = {
+    "magnitude": "the norms of their weights",
+    "wanda": "the norms of their weights and activations",
+    "taylor": "their first-order effect on the loss (Taylor)",
+}
+_UNIT_GLOSSARY = (
+    "*units*: whole heads (or groups of heads that share keys and values) or MLP neurons; *by the rule*: how many the rule "
+    "keeps before all layers get one width; *N_eff/N*: the effective number of the units' scores in a layer, divided by their "
+    "number; *s_eff*: the share of the total score that the N_eff largest scores hold, and *bound* its lower bound."
+)
+_GLOSSARY = (
+    "*kept*: the share of weights that were kept, overall and by row; *N_eff/N*: the effective number of weights in a row, "
+    "divided by the row's length; *s_eff*: the share of the total score that the N_eff largest scores hold, and *bound* its "
+    "lower bound; *kept mass*: the share of the total score that was kept."
+)
+
+
+def _method_words(recipe: Recipe) -> str:
+    """The method of a run in words."""
+    how = _METHOD_WORDS.get(recipe.method, recipe.method)
+    if recipe.structure is not None:
+        kinds = {"both": "attention heads and MLP neurons", "heads": "attention heads", "neurons": "MLP neurons"}
+        how = f"{'EMP' if recipe.method.startswith('emp-') else 'a fixed share'} of whole {kinds[recipe.structure.structure]}"
+        how += f" scored by {_UNIT_SCORES[recipe.method.removeprefix('emp-')]},"
+    if recipe.score == "relative" and recipe.method.removeprefix("emp-") != "relative":
+        how += ", with input norms relative to the output"
+    if recipe.shares == "owl":
+        how += ", with a sparsity for each block by its outliers (OWL)"
+    if recipe.count_by == "magnitude":
+        how += ", and as many weights in each group as its magnitudes are worth"
+    if recipe.refit:
+        how += ", with a refit of the kept weights"
+    return how
+
+
+logger = logging.getLogger(__name__)
+_NO_CARD: tuple[type[Exception], ...] = (*HUB_ERRORS, ValueError)  # no answer, or metadata that cannot be parsed
+_CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The dense model.
+
+    Attributes:
+        name: Hub id; None for a folder without a known repository.
+        revision: its commit.
+        metadata: the part of its card that holds for a pruned model too: licence, languages, pipeline tag, tags.
+    """
+
+    name: str | None
+    revision: str | None
+    metadata: dict[str, Any]
+
+
+def find_origin(source: ModelSource, base_model: str | None = None) -> Origin:
+    """The dense model, from the report, its folder and the Hub. Missing information is a warning, not an error.
+
+    Args:
+        source: the dense model, as the report of the pruning run names it.
+        base_model: its Hub id, if the user gave it.
+    """
+    name: str | None = source.model
+    revision = source.revision
+    folder = None
+    if revision is None:
+        folder = Path(source.model).expanduser()
+        name, revision = cached_repository(source.model) or (None, None)
+    if base_model is not None and base_model != name:
+        name, revision = base_model, None
+    metadata = _of_folder(folder) if folder is not None else {}
+    if name is None:
+        logger.warning("warning: the model was pruned from a folder, so the card names no base model. Give --base-model ID.")
+    elif not metadata:
+        metadata = _of_hub(name, revision)
+    if not metadata.get("license"):
+        logger.warning("warning: no licence of the base model was found, so the card names none. Add it before others use it.")
+    carried = {key: metadata[key] for key in _CARRIED if metadata.get(key)}
+    tags = metadata.get("tags")
+    return Origin(name, revision, carried | {"tags": [str(tag) for tag in tags] if isinstance(tags, list) else []})
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    card = folder / CARD_NAME
+    if not card.is_file():
+        return {}
+    try:
+        return metadata_load(card) or {}
+    except Exception as error:  # people write cards by hand, so anything can be wrong in them
+        logger.info("%s: its metadata cannot be read (%s).", card, type(error).__name__)
+        return {}
+
+
+def _of_hub(name: str, revision: str | None) -> dict[str, Any]:
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    try:
+        data = HfApi().model_info(name, revision=revision).card_data
+    except _NO_CARD as error:
+        logger.warning("warning: %s: its card cannot be read (%s).", name, type(error).__name__)
+        return {}
+    return {} if data is None else dict(data.to_dict())  # type: ignore[no-untyped-call]
+
+
 _MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
-_OLD_MARK = "<!-- Written by emp-llm, anew with every push."
 
 
 def is_ours(path: Path) -> bool:
     """Whether emp-llm wrote a card and nobody deleted its mark to keep changes."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return _MARK in text or _OLD_MARK in text
+    return _MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
 class Card:
@@ -126,15 +246,15 @@ class Card:
         return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
 
     def _summary(self) -> str:
-        how = method_words(self._report.recipe)
+        how = _method_words(self._report.recipe)
         shown = pruning_lines(self._report) if self._report.structure is None else structure_lines(self._report)
         lines = "\n".join(f"- {line}" for line in shown)
         return f"{self._base}, pruned by {how} after training, without retraining.\n\n{lines}"
 
     def _removed(self) -> list[str]:
         if self._report.structure is None:
-            return [markdown_table(pruning_rows(self._report)), GLOSSARY]
-        return [markdown_table(structure_rows(self._report.structure)), UNIT_GLOSSARY]
+            return [markdown_table(pruning_rows(self._report)), _GLOSSARY]
+        return [markdown_table(structure_rows(self._report.structure)), _UNIT_GLOSSARY]
 
     def _benefits(self) -> str:
         structure = self._report.structure
