@@ -330,8 +330,7 @@ def _check(
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
     from emp_llm.records.run_report import RunReport
-    from emp_llm.reporting.fit_tables import fit_lines
-    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, pruning_table
+    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))

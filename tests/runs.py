@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from emp_llm.prune import prune
-from emp_llm.reporting.studies.reading import read_points
-from emp_llm.reporting.studies.study import Study, studies
+from emp_llm.reporting.points import read_points
+from emp_llm.reporting.studies import Study, studies
 
 
 def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:

@@ -12,9 +12,10 @@ from hub_server import Hub
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
 from emp_llm.hub.public import cached_repository, public
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.push import push
-from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, TextRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
 from emp_llm.verify import verify
 
@@ -199,10 +200,8 @@ def test_a_folder_that_looks_like_a_hub_id() -> None:
 def test_other_fields_are_kept() -> None:
     text = TextRecord(file="/home/somebody/texts/mine.txt", join="/", seqlen=512, sha256="abc")
     assert public(text) == TextRecord(file="mine.txt", join="/", seqlen=512, sha256="abc")
-    recipe = RecipeRecord(
-        method="wanda", targets=r"\w+\.mlp\..*", match="/home/somebody/run", device_map="/x/map.json", sparsity=0.5
-    )
-    expected = RecipeRecord(method="wanda", targets=r"\w+\.mlp\..*", match="run", device_map="map.json", sparsity=0.5)
+    recipe = Recipe(method="wanda", targets=r"\w+\.mlp\..*", match="/home/somebody/run")
+    expected = Recipe(method="wanda", targets=r"\w+\.mlp\..*", match="run")
     assert public(recipe) == expected
     assert public(CalibrationRecord(tokens=32768, pruned_by=recipe)) == CalibrationRecord(tokens=32768, pruned_by=expected)
 

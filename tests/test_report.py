@@ -17,10 +17,10 @@ from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
 from emp_llm.reporting.run_tables import pruning_table
-from emp_llm.reporting.studies.curves import Difference, boxes, curves, differences, grids, masses
-from emp_llm.reporting.studies.measured_points import MeasuredPoint, SuiteResult, by_role_and_block, pooled
-from emp_llm.reporting.studies.reading import read_points
-from emp_llm.reporting.studies.study import studies
+from emp_llm.reporting.studies import Difference, boxes, curves, differences, grids, masses
+from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block, pooled
+from emp_llm.reporting.points import read_points
+from emp_llm.reporting.studies import studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 

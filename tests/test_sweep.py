@@ -31,7 +31,7 @@ from emp_llm.pruning.loaded_model import MaskedModel
 from emp_llm.pruning.plan import Plan
 from emp_llm.records.base import record_of
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.sweep_tables import sweep_table
+from emp_llm.reporting.run_tables import sweep_table
 from emp_llm.runs.sweeping import sweep_point_stage
 from emp_llm.sweep import SweepFolder
 from emp_llm.sweep import plan_points

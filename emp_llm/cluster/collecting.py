@@ -21,7 +21,7 @@ from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.studies.study import short_model_name
+from emp_llm.reporting.studies import short_model_name
 from emp_llm.checkpoint.files import INDEX_LIMIT
 
 logger = logging.getLogger(__name__)

@@ -18,14 +18,11 @@ from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
 from emp_llm.hub.client import HUB_ERRORS
 from emp_llm.hub.public import cached_repository
-from emp_llm.hub.push import Destination
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.bench import Bench
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
-from emp_llm.reporting.run_tables import pruning_lines, pruning_rows
-from emp_llm.reporting.speed_tables import SPEED_NOTE, speed_rows
-from emp_llm.reporting.structure_tables import structure_lines, structure_rows
+from emp_llm.reporting.run_tables import SPEED_NOTE, pruning_lines, pruning_rows, speed_rows, structure_lines, structure_rows
 
 _METHOD_WORDS = {
     "emp-wanda": "Effective Model Pruning (EMP) with Wanda scores (weight magnitude times input norm)",
@@ -156,7 +153,7 @@ class Card:
     """A model card.
 
     Args:
-        to: the repository.
+        name, branch: the repository, and the branch; None: main.
         report: of the pruning run, in its public form.
         origin: the dense model.
         evaluated: models of results files.
@@ -166,14 +163,15 @@ class Card:
 
     def __init__(
         self,
-        to: Destination,
+        name: str,
+        branch: str | None,
         report: RunReport,
         origin: Origin,
         evaluated: list[EvaluatedModel],
         plots: list[str],
         benches: Sequence[Bench] = (),
     ) -> None:
-        self._to = to
+        self._name, self._branch = name, branch
         self._report = report
         self._origin = origin
         self._plots = plots
@@ -191,7 +189,7 @@ class Card:
         parts = [
             f"---\n{self._metadata()}\n---",
             _MARK,
-            f"# {self._to.name.partition('/')[2]}",
+            f"# {self._name.partition('/')[2]}",
             self._summary(),
             "## Benefits and limits",
             self._benefits(),
@@ -228,7 +226,7 @@ class Card:
             # The Hub has four relations; this is the one for changed weights in the same architecture.
             base_model_relation="finetune" if self._origin.name else None,
             tags=tags,
-            model_name=self._to.name.partition("/")[2],
+            model_name=self._name.partition("/")[2],
             eval_results=self._eval_results() or None,
             **carried,
         )
@@ -281,11 +279,11 @@ class Card:
         return f"The kept weights of {which} were fitted to the calibration text; all other bytes are those of the base model."
 
     def _use(self) -> str:
-        branch = f', revision="{self._to.branch}"' if self._to.branch else ""
+        branch = f', revision="{self._branch}"' if self._branch else ""
         return (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{self._to.name}"{branch}, dtype="auto")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{self._to.name}"{branch})\n```'
+            f'model = AutoModelForCausalLM.from_pretrained("{self._name}"{branch}, dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{self._name}"{branch})\n```'
         )
 
     def _warnings(self) -> list[str]:
@@ -318,12 +316,12 @@ class Card:
         norms = f" `{ACTIVATIONS_NAME}` holds the input norms of the scores." if str(ACTIVATIONS_NAME) in files else ""
         commit = f" --revision {self._origin.revision}" if self._origin.revision else ""
         check = f"{self._origin.name or 'BASE_MODEL'}{commit}"
-        branch = f" --revision {self._to.branch}" if self._to.branch else ""
+        branch = f" --revision {self._branch}" if self._branch else ""
         return (
             f"```bash\n{report.command}\n```\n\n{markdown_table(rows)}\n\n"
             "`emp_report.json` lists the kept fraction and the effective number of every matrix, `emp_manifest.json` the hash "
             f"of every file.{norms} To check all bytes and masks against the base model:\n\n"
-            f"```bash\nhf download {self._to.name}{branch} --local-dir pruned\n"
+            f"```bash\nhf download {self._name}{branch} --local-dir pruned\n"
             f"emp-llm verify pruned --source {check}\n```"
         )
 

@@ -38,7 +38,7 @@ from emp_llm.records.bench import Bench
 from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.speed_tables import split_benches
+from emp_llm.reporting.run_tables import split_benches
 
 logger = logging.getLogger(__name__)
 _TEXTS = (".json", ".md", ".txt", ".jinja", ".py")
@@ -454,7 +454,7 @@ def _card_text(
         logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", path)
         return None
     origin = find_origin(own_report.source, evidence.base_model)
-    return Card(to, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots], benches).text(files)
+    return Card(to.name, to.branch, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots], benches).text(files)
 
 
 def _write_card(path: Path, text: str) -> None:
