@@ -11,7 +11,7 @@ import pytest
 from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, paired_error_of_losses, signed
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
-from emp_llm.evaluation.measured_values import Value, values_of
+from emp_llm.evaluation.measured_values import Value, value_cell, values_of
 from emp_llm.records.evaluation import AnswersRecord, Measures, packed_answers
 from emp_llm.records.results import Results
 
@@ -36,7 +36,11 @@ def model(
         }
         for name, value in (("boolq", 0.7), ("rte", 0.6))
     }
-    pruned = {"of": "meta-llama/Llama-2-7b-hf", "method": method, "sparsity_of_targets": 0.4, **recipe} if method else None
+    pruned = (
+        {"of": "meta-llama/Llama-2-7b-hf", "recipe": {"method": method, **recipe}, "sparsity_of_targets": 0.4}
+        if method
+        else None
+    )
     values = {
         "model": name,
         "suite": "paper",
@@ -118,6 +122,51 @@ def test_an_infinite_perplexity_is_a_word_in_every_format() -> None:
 )
 def test_changes_as_text(name: str, base: float, value: float, text: str) -> None:
     assert change_text(name, Change(change_between(name, base, value))) == text
+
+
+@pytest.mark.parametrize(
+    ("metric", "row"),
+    [
+        ("exact_match,strict-match", "t exact_match % (strict-match)"),
+        ("f1,none", "t f1 %"),
+        ("pass@1,create_test", "t pass@1 % (create_test)"),
+        ("acc_norm,none", "t acc_norm"),
+    ],
+)
+def test_fractions_with_an_error_of_lm_eval_are_in_percent_with_changes_in_points(metric: str, row: str) -> None:
+    name, _, kind = metric.partition(",")
+    counts = {"t": {"original": 100, "effective": 100}}
+    tasks = [
+        measures(t={"results": {"t": {metric: value, f"{name}_stderr,{kind}": 0.03}}, "n-samples": counts})
+        for value in (0.25, 0.2)
+    ]
+    (base,), (value,) = (values_of(each).items() for each in tasks)
+    assert base == (row, Value(25.0, 3.0))
+    assert value_cell(*base) == "25.00 ± 3.00"
+    change = change_of(row, value[1], base[1])
+    assert (change.value, change.stderr, change.paired) == (pytest.approx(-5), pytest.approx(math.sqrt(18)), False)
+    assert change_text(row, change) == "-5.00 ± 4.24 ‡"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "error"),
+    [
+        ("f1,none", 0.25, "N/A"),
+        ("f1,none", 25.0, 3.0),
+        ("bleu,none", 0.9, 0.1),
+        ("brier_score,none", 0.4, 0.1),
+        ("mcc,none", 0.4, 0.1),
+    ],
+)
+def test_other_metrics_keep_their_unit(metric: str, value: float, error: float | str) -> None:
+    name = metric.partition(",")[0]
+    task = {
+        "results": {"t": {metric: value, f"{name}_stderr,none": error}},
+        "n-samples": {"t": {"original": 9, "effective": 9}},
+    }
+    ((row, found),) = values_of(measures(t=task)).items()
+    assert (row, found.value) == (f"t {name}", value)
+    assert change_text(row, change_of(row, Value(value / 2), found)).startswith("-50.00")
 
 
 def test_rounding_errors_are_no_difference() -> None:

@@ -6,6 +6,10 @@ from typing import Any
 
 from emp_llm.records.evaluation import Measures, TaskRecord
 
+_ACCURACIES = ("acc", "acc_norm")
+# Words of metrics that are no fractions of examples, although a value may lie in [0, 1].
+_NO_FRACTIONS = {"perplexity", "byte", "loss", "brier", "bleu", "chrf", "ter", "mcc", "matthews", "max", "diff"}
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -82,8 +86,8 @@ def _mean(accuracies: list[Value]) -> Value:
 
 
 def in_percent(name: str) -> bool:
-    """Whether a measure is an accuracy: shown in percent, with changes in points."""
-    return name.startswith("mean acc of ") or any(_is_accuracy(word) for word in name.split(" ")[1:])
+    """Whether a measure is an accuracy or another fraction ("%" in its name): shown in percent, with changes in points."""
+    return name.startswith("mean acc of ") or any(word in (*_ACCURACIES, "%") for word in name.split(" ")[1:])
 
 
 def formatted(value: float, digits: int = 3) -> str:
@@ -110,9 +114,11 @@ def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
         for key in _metrics(metrics):
             metric, _, kind = key.partition(",")
             stderr = metrics.get(f"{metric}_stderr,{kind}")
-            scale = 100 if _is_accuracy(metric) else 1
+            fraction = _is_fraction(metric, metrics[key], stderr)
+            scale = 100 if fraction else 1
             error = scale * stderr if isinstance(stderr, float) and math.isfinite(stderr) else None
-            label = f"{name} {metric}" + (f" ({kind})" if kind != "none" else "")
+            label = f"{name} {metric}" + (" %" if fraction and metric not in _ACCURACIES else "")
+            label += f" ({kind})" if kind != "none" else ""
             number = math.inf if metrics[key] is None else scale * metrics[key]
             values[label] = Value(number, error, partial, _answers(record, name, name == task, key, number / scale))
     return values
@@ -146,9 +152,13 @@ def _metrics(metrics: dict[str, Any]) -> list[str]:
         and not key.partition(",")[0].endswith("_stderr")
         and (isinstance(value, int | float) or (value is None and "perplexity" in key))
     ]
-    accuracies = [key for key in keys if _is_accuracy(key.partition(",")[0])]
+    accuracies = [key for key in keys if key.partition(",")[0] in _ACCURACIES]
     return accuracies if any(key.startswith("acc,") for key in keys) else keys
 
 
-def _is_accuracy(metric: str) -> bool:
-    return metric in ("acc", "acc_norm")
+def _is_fraction(metric: str, value: float | None, stderr: Any) -> bool:
+    """Whether a metric is a fraction of the examples, such as exact_match: lm-eval gives an error, and it is in [0, 1]."""
+    if metric in _ACCURACIES or value is None:
+        return value is not None
+    known = isinstance(stderr, float) and math.isfinite(stderr)
+    return known and 0 <= value <= 1 and not _NO_FRACTIONS & set(metric.split("_"))
