@@ -44,9 +44,9 @@ def bench(options: BenchOptions) -> Benched:
     from emp_llm.common.machine import command_line, processor_name, versions
     from emp_llm.common.progress import progress_bar
     from emp_llm.common.tables import table
-    from emp_llm.evaluation.results_file import folder_identity
-    from emp_llm.execution.loading import load_model
+    from emp_llm.evaluation.results import folder_identity
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.loading import load_model
     from emp_llm.records.bench import Bench
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
@@ -174,8 +174,8 @@ def _prompt(folder: Path, options: BenchOptions) -> "torch.Tensor":
     """Random token ids, the same in every run; int64, shape (sequences, tokens)."""
     import torch
 
-    from emp_llm.architecture.skeleton import read_config
-    from emp_llm.execution.loading import max_context
+    from emp_llm.models.loading import read_config
+    from emp_llm.models.placement import max_context
 
     whole = read_config(folder, options.trust_remote_code)[0]
     if getattr(whole, "is_encoder_decoder", False):

@@ -9,9 +9,9 @@ from emp_llm.options.base import takes
 from emp_llm.options.commands import CalibrateOptions
 
 if TYPE_CHECKING:
-    from emp_llm.architecture.architecture import Architecture
-    from emp_llm.architecture.layers import Layer
     from emp_llm.calibration.activations import Activations, NormsDifference
+    from emp_llm.models.architecture import Architecture
+    from emp_llm.models.layers import Layer
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
 
     Returns the norms; with `compare`, the differences of two files, and no model is run.
     """
-    from emp_llm.architecture.architecture import Architecture
     from emp_llm.calibration.activations import compare_norms
     from emp_llm.calibration.data import calibration_data
     from emp_llm.calibration.passes import calibrated, model_origin
@@ -33,10 +32,10 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.progress import progress_of
     from emp_llm.common.ranks import ranks
-    from emp_llm.execution.device_map import parse_device_map
-    from emp_llm.execution.loading import load_model
-    from emp_llm.execution.quantization import quantization_of
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.architecture import Architecture
+    from emp_llm.models.loading import load_model
+    from emp_llm.models.placement import parse_device_map, quantization_of
 
     options.check()
     if options.compare is not None:
@@ -55,7 +54,7 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
         norms = calibrated(model, data, layers, options, about, blocks=options.blocks, resume=output.progress)
         if ranks().main:
             norms.save(options.output)
-            output.publish()
+            output.complete()
     told = [f"{text.file or text.dataset}" for text in norms.about.all_texts]
     counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
     logger.info("%s: norms of %s over %s tokens of %s.", options.output, counts, f"{data.number:,}", " and ".join(told))
@@ -64,9 +63,9 @@ def calibrate(options: CalibrateOptions) -> "Activations | NormsDifference":
 
 def _layers(options: CalibrateOptions, architecture: "Architecture") -> "list[Layer]":
     """The layers of the options; with images, all linear layers include those of the vision tower."""
-    from emp_llm.architecture.targets import check_calibrated
     from emp_llm.calibration.data import check_images
     from emp_llm.calibration.texts import has_images
+    from emp_llm.models.architecture import check_calibrated
 
     selected = architecture.select(options.targets, options.ignore, options.tower)
     chosen = [target for target in selected if target.layer.kind != "embedding"]

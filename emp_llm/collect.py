@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import quotable, shortened_list
+from emp_llm.common.errors import UserError, quotable, shortened_list
 from emp_llm.options.base import takes
 from emp_llm.options.jobs import CollectOptions
 from emp_llm.records.base import FileRecord
@@ -62,9 +61,9 @@ def collect(options: CollectOptions) -> CollectSummary:
 
     Returns the tables, and what is missing.
     """
-    from emp_llm.cluster.collecting import job_views, study_csv, study_markdown, study_results, study_text
-    from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.checkpoint.locks import FileLock
+    from emp_llm.checkpoint.output import check_folder, write_folder
+    from emp_llm.cluster.collecting import job_views, study_csv, study_markdown, study_results, study_text
 
     output, views = options.output or options.study / "tables", job_views(options.study)
     foreign = next((view.message for view in views if view.status == "foreign"), None)

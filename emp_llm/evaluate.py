@@ -78,16 +78,13 @@ def evaluate(
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.comparison import check_format, compare
-    from emp_llm.evaluation.earlier_results import results_to_compare
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
-    from emp_llm.evaluation.evaluated_model import model_of_results
     from emp_llm.evaluation.harness import Harness, parse_batch_size
-    from emp_llm.evaluation.results_file import new_results, open_results
+    from emp_llm.evaluation.results import model_of_results, new_results, open_results, results_to_compare
     from emp_llm.evaluation.suites import suite_of
-    from emp_llm.execution.device_map import parse_device_map
-    from emp_llm.execution.loading import load_model, load_tokenizer
-    from emp_llm.execution.quantization import quantization_of
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.loading import load_model, load_tokenizer
+    from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.runtime.loader import load, run_device
 
     check_format(how.form)

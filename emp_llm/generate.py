@@ -130,8 +130,9 @@ def generate(options: GenerateOptions) -> Generation:
     """
     import torch
 
-    from emp_llm.execution.loading import load_model, load_tokenizer, max_context
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.loading import load_model, load_tokenizer
+    from emp_llm.models.placement import max_context
     from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 
     options.check()

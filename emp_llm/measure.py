@@ -83,7 +83,7 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     with OutputFile(path) as out:
         if data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin
-            from emp_llm.execution.loading import load_model
+            from emp_llm.models.loading import load_model
 
             with stage("calibrate"):
                 dense = load_model(source.folder, loading.device_map, loading.dtype, model.trust_remote_code)

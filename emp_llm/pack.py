@@ -59,7 +59,7 @@ def pack(options: PackOptions) -> Packed:
     with OutputFolder(options.output, [options.folder], needed, options.overwrite, "OUT") as out:
         out.begin({"packs": str(options.folder)})
         sizes = pack_checkpoint(checkpoint, layout, files, out.files)
-        out.publish()
+        out.complete()
     if sizes.sparse == 0:
         logger.warning("warning: %s has too few zeros to save space; pack is for pruned checkpoints.", options.folder)
     return Packed(str(options.output), sizes, round(time.monotonic() - started, 3))

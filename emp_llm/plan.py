@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module, options_of, run
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
-from emp_llm.common.errors import count_of
 from emp_llm.options.base import takes
 from emp_llm.options.jobs import DEFAULT_GPU_GB, DEFAULT_SUITE, PlanOptions
 

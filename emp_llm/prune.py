@@ -72,9 +72,9 @@ def prune(
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch
     from emp_llm.common.progress import stage
-    from emp_llm.execution.one_model import OneModel
-    from emp_llm.execution.quantization import quantization_of
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.one_model import OneModel
+    from emp_llm.models.placement import quantization_of
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import counts_of, matched, read_report
     from emp_llm.pruning.dry_run import dry_run
@@ -157,7 +157,7 @@ def prune(
     prepared = None
     if suite is not None:
         from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
-        from emp_llm.execution.loading import load_tokenizer
+        from emp_llm.models.loading import load_tokenizer
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
@@ -229,7 +229,7 @@ def prune(
                             out.note(refitted=dict(stopwatch.record))
                     else:
                         stopwatch.record |= done
-                about = about or fit_origin(data, text, model_origin(source.name, source.revision, None))
+                about = about or fit_origin(data, text, model_origin(source.name, source.revision, checkpoint))
             if prepared is None:
                 models.free()  # the dense model is no longer needed
 

@@ -1,7 +1,6 @@
 """`emp-llm run`: all jobs of a plan on this machine, or one of them for a scheduler."""
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Self
 
 from emp_llm.cli import callable_module
 from emp_llm.cli import run as run_command
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.ranks import LOST_CODE
-from emp_llm.common.errors import count_of, quotable, shortened_list
 from emp_llm.options.base import takes
 from emp_llm.options.jobs import RunOptions
 
@@ -221,7 +219,7 @@ class Machine:
         Raises:
             UserError: a job needs more GPUs than there are.
         """
-        from emp_llm.common.machine import available_memory
+        from emp_llm.common.machine import available_cores, available_memory
 
         cores, memory = available_cores(), (available_memory() or 0) / 1e9 or float("inf")
         if scheduled:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module, run
-from emp_llm.common.tables import table
 from emp_llm.common.errors import count_of, quotable, shortened_list
+from emp_llm.common.tables import table
 from emp_llm.options.base import takes
 from emp_llm.options.jobs import StatusOptions
 

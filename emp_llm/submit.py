@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module, options_of, run
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
-from emp_llm.common.errors import count_of
 from emp_llm.options.base import takes
 from emp_llm.options.jobs import SubmitOptions
 
@@ -68,6 +67,7 @@ def submit(options: SubmitOptions) -> SubmitSummary:
     """
     import msgspec
 
+    from emp_llm.checkpoint.locks import FileLock
     from emp_llm.cluster.downloads import download, wanted_by
     from emp_llm.cluster.jobs import JobFiles
     from emp_llm.cluster.plan_file import read_plan
@@ -83,7 +83,6 @@ def submit(options: SubmitOptions) -> SubmitSummary:
         script_text,
     )
     from emp_llm.common.progress import progress_bar
-    from emp_llm.checkpoint.locks import FileLock
 
     site, plan = read_site(options.site), read_plan(options.study)
     study, summary = options.study.resolve(), SubmitSummary(options.study, dry_run=options.dry_run)
@@ -132,8 +131,8 @@ def submit(options: SubmitOptions) -> SubmitSummary:
 
 def _submit_array(array: "JobArray", text: str, words: list[str], study: Path, before: int) -> str:
     """Write the files of an array, submit it, and note it at once; returns its number. `before`: arrays submitted before it."""
-    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, note_array, submit_script
     from emp_llm.checkpoint.files import write_text
+    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, note_array, submit_script
 
     script = study / FOLDER_NAME / f"{array.name}.sh"
     try:

@@ -31,7 +31,7 @@ from emp_llm.options.output import MaskDevice
 from emp_llm.options.recipe import MatchBy, Recipe, check_choice, check_method, parse_pattern
 
 if TYPE_CHECKING:
-    from emp_llm.architecture.targets import Coverage
+    from emp_llm.models.architecture import Coverage
     from emp_llm.records.evaluation import Measures
     from emp_llm.records.run_report import PointRecord, RunReport
     from emp_llm.records.sweep import Sweep, SweepMadeBy
@@ -111,12 +111,12 @@ def sweep(
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, prepare_suite
-    from emp_llm.evaluation.results_file import new_results, open_results
+    from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
-    from emp_llm.execution.loading import load_tokenizer
-    from emp_llm.execution.one_model import OneModel
     from emp_llm.hub.local_model import find_model
     from emp_llm.measure import measure
+    from emp_llm.models.loading import load_tokenizer
+    from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import Numbers, counts_of, matched
     from emp_llm.pruning.loaded_model import holds_stored_weights, pruned

@@ -49,7 +49,7 @@ def unpack(options: UnpackOptions) -> Unpacked:
     with OutputFolder(options.folder, sources, packed.bytes, options.overwrite, "DIR") as out:
         out.begin({"unpacks": str(options.packed)})
         files = unpack_folder(packed, base, out.files)
-        out.publish()
+        out.complete()
     return Unpacked(str(options.folder), packed.bytes, files, round(time.monotonic() - started, 3))
 
 

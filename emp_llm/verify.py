@@ -71,10 +71,10 @@ def _check_against(
     source: str, options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
 ) -> None:
     """Compare bytes and masks with the dense model."""
-    from emp_llm.architecture.architecture import Architecture
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.common.paths import MANIFEST_NAME
     from emp_llm.hub.local_model import find_model
+    from emp_llm.models.architecture import Architecture
     from emp_llm.pruning.mask_verification import check_masks
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.pruning.verification import check_other_bytes, check_source

@@ -188,8 +188,8 @@ def _speed(title: str, weight: torch.Tensor, times: dict[str, float], way: str, 
 def calibration(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Tokens/s of calibrations, and of a plain forward pass."""
     from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
-    from emp_llm.execution.blockwise import BlockwiseModel
-    from emp_llm.execution.loading import load_model
+    from emp_llm.models.blockwise import BlockwiseModel
+    from emp_llm.models.loading import load_model
 
     _prepare(options, folder)
     size = SIZES[options.size]

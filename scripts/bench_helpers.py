@@ -23,7 +23,7 @@ from emp_llm.common.machine import cpu_fields, processor_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emp_llm.architecture.layers import Layer
+    from emp_llm.models.layers import Layer
 
 _TOKENIZER = Path(__file__).parent / "demo" / "model"
 
@@ -60,15 +60,15 @@ def offloaded_blocks(place: str, device: int | str = 0) -> str:
 
 def layers_in_blocks(model: "PreTrainedModel") -> "list[Layer]":
     """The linear layers of a model's decoder blocks."""
-    from emp_llm.architecture.model_layers import model_layers
+    from emp_llm.models.modules import model_layers
 
     return [layer for layer in model_layers(model) if layer.block is not None]
 
 
 def plain_pass(model: "PreTrainedModel", tokens: Tensor, batch_size: int = 1) -> None:
     """A forward pass without hooks and without the head, as a calibration makes it."""
-    from emp_llm.architecture.blocks import body_of
-    from emp_llm.execution.loading import input_device
+    from emp_llm.models.modules import body_of
+    from emp_llm.models.offload import input_device
 
     with torch.no_grad():
         for batch in torch.split(tokens, batch_size):
@@ -207,7 +207,7 @@ def hardware(device: str) -> str:
         words = [f"{found.name}, {found.total_memory / 2**30:.0f} GiB", f"driver {_driver()}", f"CUDA {torch.version.cuda}"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     words += [
-        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB",
+        f"{processor_name()}, {available_cores()} cores, {memory:.0f} GiB",
         f"Python {platform.python_version()}",
     ]
     for package in ("torch", "triton", "transformers", "accelerate", "numba"):

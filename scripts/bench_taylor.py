@@ -62,7 +62,7 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
     """Seconds and peak memory of one role, in this process."""
     import torch
 
-    from emp_llm.execution.loading import load_model
+    from emp_llm.models.loading import load_model
 
     loaded = load_model(model, "cpu", "float32")
     ids = torch.randint(0, 32000, (tokens // 512, 512), generator=torch.Generator().manual_seed(0))

@@ -17,12 +17,11 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from emp_llm.architecture.conventional import conventional_structure
-from emp_llm.architecture.structure import structure_of_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.errors import count_of
+from emp_llm.models.architecture import Architecture, conventional
 
 
 class NamedCheckpoint(Checkpoint):
@@ -48,7 +47,7 @@ def main(line: list[str] | None = None) -> None:
     parser.add_argument("types", nargs="*", metavar="MODEL_TYPE", help="default: all")
     types = parser.parse_args(line).types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     transformers.logging.set_verbosity_error()
-    conventional, differ, unbuilt = [], [], []
+    followers, differ, unbuilt = [], [], []
     for kind in types:
         try:
             config = transformers.AutoConfig.for_model(kind)
@@ -59,19 +58,19 @@ def main(line: list[str] | None = None) -> None:
             unbuilt.append(f"{kind} ({type(error).__name__})")
             continue
         checkpoint = NamedCheckpoint(model)
-        found = conventional_structure(checkpoint)
+        found = conventional(checkpoint)
         if found is None:
             continue
-        conventional.append(kind)
+        followers.append(kind)
         try:
-            exact = structure_of_model(model, checkpoint)
+            exact = Architecture.of_model(checkpoint, model)
         except UserError as error:
             differ.append(f"{kind} ({error})")
             continue
         if found.layers != exact.layers or found.block_shapes != exact.block_shapes:
             differ.append(kind)
     print(f"transformers {transformers.__version__}: {count_of(len(types), 'model type')}")
-    print(f"conventional ({len(conventional)}): {', '.join(conventional)}")
+    print(f"conventional ({len(followers)}): {', '.join(followers)}")
     print(f"not built ({len(unbuilt)}): {', '.join(unbuilt)}")
     print(f"different ({len(differ)}): {', '.join(differ) or 'none'}")
     sys.exit(1 if differ else 0)

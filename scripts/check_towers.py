@@ -14,9 +14,8 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from emp_llm.architecture.model_layers import model_layers
-from emp_llm.architecture.towers import Towers, find_towers
 from emp_llm.common.errors import count_of
+from emp_llm.models.modules import Towers, find_towers, model_layers
 
 _CLASSES = {
     "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,

@@ -30,7 +30,6 @@ ROOMS = (
     "architecture",
     "execution",
     "calibration",
-    "calibration/images",
     "update",
     "structured",
     "structured/language",

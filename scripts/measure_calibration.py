@@ -23,8 +23,8 @@ from bench_helpers import forget, layers_in_blocks, make_llama, plain_pass, rand
 
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.common.machine import peak_memory
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import load_model
 from emp_llm.options.calibration import Place
 
 SHAPES = {

@@ -17,7 +17,7 @@ from bench_helpers import hardware
 from torch import Tensor
 from train_witness import read_articles
 
-from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.update.least_squares import output_error, refit_rows
 from emp_llm.update.update import damping_for
 

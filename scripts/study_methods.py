@@ -82,7 +82,8 @@ class Study:
         from emp_llm.calibration.data import read_text
         from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import text_tokens
-        from emp_llm.execution.loading import load_model, load_tokenizer, max_context
+        from emp_llm.models.loading import load_model, load_tokenizer
+        from emp_llm.models.placement import max_context
         from emp_llm.options.calibration import CalibrationOptions
 
         folder = Path(options.model)

@@ -23,7 +23,7 @@ from emp_llm.calibrate import calibrate
 from emp_llm.common.machine import versions
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import Suite, find_suite
-from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.prune import prune
 from emp_llm.records.evaluation import PerplexityRecord
 from emp_llm.records.run_report import RunReport

@@ -54,7 +54,7 @@ class StructureStudy:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import text_tokens
-        from emp_llm.execution.loading import load_tokenizer
+        from emp_llm.models.loading import load_tokenizer
 
         self._options = options
         self._folder = folder
@@ -110,7 +110,7 @@ class StructureStudy:
 
     def _losses(self, folder: Path) -> list[float]:
         from emp_llm.evaluation.perplexity import perplexity
-        from emp_llm.execution.loading import load_model
+        from emp_llm.models.loading import load_model
 
         model = load_model(folder, "cpu", self._options.dtype)
         return list(perplexity(model, self._text, self._options.block, limit=self._options.limit).block_losses)

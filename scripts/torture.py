@@ -41,10 +41,9 @@ from bench_helpers import processor
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
-from emp_llm.pruning import pruner as pruning
-from emp_llm.storage.output import journal
 
 DEMO = Path(__file__).parent / "demo" / "model"
 Bytes = dict[str, bytes]
@@ -83,7 +82,7 @@ def cases(model: Path, text: str = "demo", samples: int = 8, seqlen: int = 64) -
 
 
 def make_runs_fine_grained() -> None:
-    """Give small runs many moments: small blocks of rows, a slow disk, and finished work noted every few milliseconds."""
+    """Give small runs many moments: small chunks of rows, a slow disk, and the state of a calibration after each block."""
     write = os.pwrite
 
     def slow(*arguments: Any) -> int:
@@ -91,8 +90,8 @@ def make_runs_fine_grained() -> None:
         return write(*arguments)
 
     os.pwrite = slow
-    pruning.BLOCK_WEIGHTS = 20_000
-    journal._SECONDS, journal._RATIO = 0.005, 0
+    row_chunks = Matrix.row_chunks
+    Matrix.row_chunks = lambda self, weights: row_chunks(self, min(weights, 20_000))  # type: ignore[method-assign]
     resume._SECONDS, resume._RATIO = 0.0, 0
 
 

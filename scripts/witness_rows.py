@@ -14,8 +14,7 @@ from typing import NamedTuple
 from emp_llm.cli import parse
 from emp_llm.common.machine import free_memory
 from emp_llm.evaluate import evaluate
-from emp_llm.evaluation.changes import change_of
-from emp_llm.evaluation.measured_values import Value, formatted, values_of
+from emp_llm.evaluation.values import Value, change_of, formatted, values_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 

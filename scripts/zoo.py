@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from emp_llm import Recipe, evaluate, measure, pack, prune, prune_model, verify
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import markdown_table
-from emp_llm.execution.loading import load_model
+from emp_llm.models.loading import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 multimodal, test_fp8, tiny = (import_module(name) for name in ("multimodal", "test_fp8", "tiny"))

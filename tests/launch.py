@@ -21,9 +21,9 @@ IMPORTS = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.opt.modeling_opt",
-    "emp_llm.calibration.calibration",
+    "emp_llm.calibration.passes",
     "emp_llm.evaluation.harness",
-    "emp_llm.runs.calibrate_run",
+    "emp_llm.hub.local_model",
     "emp_llm.runs.evaluate_run",
     "emp_llm.runs.prune_run",
 ]

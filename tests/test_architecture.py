@@ -55,27 +55,10 @@ def test_selection_needs_none_of_the_other_rooms() -> None:
             assert all(other.startswith("selection") for other in imported), f"{room} imports {set(imported)}"
 
 
-def test_rooms_are_small() -> None:
-    for folder in FOLDERS:
-        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= 12, f"{folder.relative_to(PACKAGE)} has {len(files)} files"
-
-
 def test_every_room_says_what_it_is_for() -> None:
     for folder in FOLDERS:
         words = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
         assert 15 <= len(words.split()) <= 90, f"{folder.relative_to(PACKAGE)}: {words}"
-
-
-def test_files_and_functions_are_short() -> None:
-    for path in python_files():
-        text = path.read_text(encoding="utf-8")
-        name = path.relative_to(PACKAGE)
-        assert text.count("\n") < 300, f"{name} has {text.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                assert lines < 60, f"{name}: {node.name} has {lines} lines"
 
 
 def test_public_names_are_unique() -> None:
@@ -197,7 +180,7 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path, models: o
     (tmp_path / "eval.py").write_text("raise SystemExit('shadowed')")  # a user's file of that name is none of our business
     program = (
         "import emp_llm\n"
-        "from emp_llm.calibration.corpora import find_corpus; from emp_llm.common.data_folders import data_folder\n"
+        "from emp_llm.calibration.texts import find_corpus; from emp_llm.common.data_folders import data_folder\n"
         "assert 'site' in emp_llm.__file__, emp_llm.__file__\n"
         "print(data_folder('eval').parent == data_folder('calibration').parent, find_corpus('demo').samples)"
     )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.blocks import find_blocks
 from emp_llm.common.errors import UserError
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import load_model
+from emp_llm.models.modules import find_blocks
 
 Models = Callable[[str], Path]
 

@@ -17,7 +17,7 @@ from emp_llm.calibrate import calibrate
 from emp_llm.calibration import resume
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import format_bytes
-from emp_llm.execution.blockwise import Step
+from emp_llm.models.blockwise import Step
 from emp_llm.prune import prune
 from emp_llm.sweep import sweep
 

@@ -8,10 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, paired_error_of_losses, signed
 from emp_llm.evaluation.comparison import compare
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
-from emp_llm.evaluation.measured_values import Value, value_cell, values_of
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results
+from emp_llm.evaluation.values import (
+    Change,
+    Value,
+    change_between,
+    change_of,
+    change_text,
+    paired_error_of_losses,
+    signed,
+    value_cell,
+    values_of,
+)
 from emp_llm.records.evaluation import AnswersRecord, Measures, packed_answers
 from emp_llm.records.results import Results
 
@@ -36,11 +45,8 @@ def model(
         }
         for name, value in (("boolq", 0.7), ("rte", 0.6))
     }
-    pruned = (
-        {"of": "meta-llama/Llama-2-7b-hf", "recipe": {"method": method, **recipe}, "sparsity_of_targets": 0.4}
-        if method
-        else None
-    )
+    made = {"method": method, **recipe}
+    pruned = {"of": "meta-llama/Llama-2-7b-hf", "recipe": made, "sparsity_of_targets": 0.4} if method else None
     values = {
         "model": name,
         "suite": "paper",
@@ -69,7 +75,7 @@ def test_published_values_stand_beside_the_papers_models() -> None:
 
 def test_published_values_stand_nowhere_else() -> None:
     assert "\npaper:" not in compare([model("somebody/else")])
-    assert "\npaper:" not in compare([model("out", "a-method-of-ones-own")])
+    assert "\npaper:" not in compare([model("out", "ria")])
     for key, value in (("beta", 1.25), ("order", 1.0), ("targets", "all-linear"), ("group", "matrix")):
         assert "\npaper:" not in compare([model("out", "emp-wanda", **{key: value})])
     for other in (model("meta-llama/Llama-2-7b-hf", text={"file": "x"}), model("meta-llama/Llama-2-7b-hf", block_length=512)):
@@ -122,51 +128,6 @@ def test_an_infinite_perplexity_is_a_word_in_every_format() -> None:
 )
 def test_changes_as_text(name: str, base: float, value: float, text: str) -> None:
     assert change_text(name, Change(change_between(name, base, value))) == text
-
-
-@pytest.mark.parametrize(
-    ("metric", "row"),
-    [
-        ("exact_match,strict-match", "t exact_match % (strict-match)"),
-        ("f1,none", "t f1 %"),
-        ("pass@1,create_test", "t pass@1 % (create_test)"),
-        ("acc_norm,none", "t acc_norm"),
-    ],
-)
-def test_fractions_with_an_error_of_lm_eval_are_in_percent_with_changes_in_points(metric: str, row: str) -> None:
-    name, _, kind = metric.partition(",")
-    counts = {"t": {"original": 100, "effective": 100}}
-    tasks = [
-        measures(t={"results": {"t": {metric: value, f"{name}_stderr,{kind}": 0.03}}, "n-samples": counts})
-        for value in (0.25, 0.2)
-    ]
-    (base,), (value,) = (values_of(each).items() for each in tasks)
-    assert base == (row, Value(25.0, 3.0))
-    assert value_cell(*base) == "25.00 ± 3.00"
-    change = change_of(row, value[1], base[1])
-    assert (change.value, change.stderr, change.paired) == (pytest.approx(-5), pytest.approx(math.sqrt(18)), False)
-    assert change_text(row, change) == "-5.00 ± 4.24 ‡"
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "error"),
-    [
-        ("f1,none", 0.25, "N/A"),
-        ("f1,none", 25.0, 3.0),
-        ("bleu,none", 0.9, 0.1),
-        ("brier_score,none", 0.4, 0.1),
-        ("mcc,none", 0.4, 0.1),
-    ],
-)
-def test_other_metrics_keep_their_unit(metric: str, value: float, error: float | str) -> None:
-    name = metric.partition(",")[0]
-    task = {
-        "results": {"t": {metric: value, f"{name}_stderr,none": error}},
-        "n-samples": {"t": {"original": 9, "effective": 9}},
-    }
-    ((row, found),) = values_of(measures(t=task)).items()
-    assert (row, found.value) == (f"t {name}", value)
-    assert change_text(row, change_of(row, Value(value / 2), found)).startswith("-50.00")
 
 
 def test_rounding_errors_are_no_difference() -> None:
@@ -262,3 +223,37 @@ def test_errors_of_changes_by_hand() -> None:
     assert change_of("t acc", Value(50, 3.0), Value(48, 4.0)) == Change(2, 5.0, paired=False)
     assert change_of("t acc", Value(50, 3.0), Value(48)) == Change(2)
     assert change_of("word_perplexity", Value(11), Value(10)) == Change(pytest.approx(10))  # type: ignore[arg-type]
+
+
+def share_of(task: str, **metrics: Any) -> dict[str, Any]:
+    """A task as lm-eval reports it: name -> (value, standard error, higher is better)."""
+    results: dict[str, Any] = {}
+    for key, (value, stderr, _) in metrics.items():
+        results |= {f"{key},none": value, f"{key}_stderr,none": stderr}
+    higher = {task: {key: better for key, (*_, better) in metrics.items()}}
+    return {"results": {task: results}, "n-samples": {task: {"original": 9, "effective": 9}}, "higher_is_better": higher}
+
+
+@pytest.mark.parametrize("metric", ["exact_match", "f1", "pass@1", "a_metric_of_ones_own"])
+def test_any_share_of_examples_is_in_percent_with_its_error(metric: str) -> None:
+    base = values_of(measures(task=share_of("task", **{metric: (0.5, 0.03, True)})))
+    value = values_of(measures(task=share_of("task", **{metric: (0.4, 0.04, True)})))
+    (name,) = value
+    assert name == f"task {metric} %"
+    assert (value[name].value, value[name].stderr) == (pytest.approx(40), pytest.approx(4))
+    assert value_cell(name, value[name]) == "40.00 ± 4.00"
+    change = change_of(name, value[name], base[name])
+    assert (change.value, change.stderr) == (pytest.approx(-10), pytest.approx(5))
+    assert change_text(name, change) == "-10.00 ± 5.00 ‡"
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [(12.5, 0.3, True), (0.5, "N/A", True), (0.5, 0.03, False)],
+    ids=["not a fraction", "no error", "lower is better"],
+)
+def test_other_measures_are_in_their_own_unit(measured: tuple[Any, ...]) -> None:
+    (name,) = values = values_of(measures(task=share_of("task", bleu=measured)))
+    assert name == "task bleu"
+    assert values[name].value == measured[0]
+    assert change_text(name, change_of(name, values[name], values[name])).endswith("0.00 %")

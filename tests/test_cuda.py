@@ -19,8 +19,8 @@ from test_solvers import inputs_of, layer, moments, objective
 from emp_llm import Recipe, effective_mask, prune_model
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import load_model
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner
 from emp_llm.pruning.counts import read_report

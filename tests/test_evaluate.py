@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Run
+from emp_llm.evaluation.results_file import ResultsFile
 from safetensors.torch import load_file, save_file
 from suites import TASKS, Models, few_task_files
 
-from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import data_folder
 from emp_llm.evaluate import evaluate
-from emp_llm.evaluation.results_file import ResultsFile
 from emp_llm.prune import prune
 from emp_llm.records.evaluation import packed_answers
 from emp_llm.records.results import Results
@@ -233,7 +233,7 @@ def test_a_terminated_run_resumes(
     for task, entry in expected["tasks"].items():
         assert entry["results"] == record["tasks"][task]["results"]
 
-    monkeypatch.setattr("emp_llm.execution.loading.load_model", None)
+    monkeypatch.setattr("emp_llm.models.loading.load_model", None)
     before = record["command"], record["tasks"]
     results = measure(evaluable("llama"), task_suite, output)
     assert (results.command, results.as_dict()["tasks"]) == before
@@ -295,9 +295,9 @@ def test_results_are_never_taken_over_for_other_weights(
         loaded.append(folder)
         return load_model(folder, *rest)
 
-    from emp_llm.execution.loading import load_model
+    from emp_llm.models.loading import load_model
 
-    monkeypatch.setattr("emp_llm.execution.loading.load_model", load)
+    monkeypatch.setattr("emp_llm.models.loading.load_model", load)
     shutil.copy(tmp_path / "a-baseline.json", tmp_path / "b-baseline.json")
     with pytest.raises(UserError, match=r"b-baseline\.json: it holds other results \(model\.identity"):
         measure(dense, short, tmp_path / "b.json", baseline=other)

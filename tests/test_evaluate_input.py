@@ -22,7 +22,7 @@ def refused(says: str, /, **options: Any) -> None:
 
 def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("emp_llm.execution.loading.load_model", None)
+    monkeypatch.setattr("emp_llm.models.loading.load_model", None)
     common: dict[str, Any] = {"model": evaluable("llama"), "suite": task_suite}
     refused(r"'demmo' is neither a suite .*Did you mean demo", **common | {"suite": "demmo"})
     refused(r"--limit must be at least 1", **common, limit=0)
@@ -65,7 +65,7 @@ def test_wrong_tasks(
     evaluable: Models, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("emp_llm.execution.loading.load_model", None)
+    monkeypatch.setattr("emp_llm.models.loading.load_model", None)
     model = evaluable("llama")
     with monkeypatch.context() as patch:
         few_task_files(patch, tmp_path_factory.mktemp("of_lm_eval"), "arc")

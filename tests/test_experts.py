@@ -14,17 +14,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from emp_llm.architecture import experts
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.model_layers import weight_of
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import load_model
+from emp_llm.models.modules import weight_of
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner as pruning
 from emp_llm.checkpoint.files import FileReader
@@ -261,7 +260,7 @@ def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) ->
 def test_experts_that_cannot_be_pruned(
     models: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(experts, "find_stacks", lambda model, blocks: {})
+    monkeypatch.setattr("emp_llm.models.modules.find_stacks", lambda model, towers: {})
     source, out = str(models("mixtral")), tmp_path / "out"
     with pytest.raises(UserError, match=r"^91 % of the weights in decoder blocks cannot be pruned .*experts.*--allow-partial"):
         prune(source, output=out, method="magnitude", targets="all-linear")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm import reapply_mask
 from emp_llm.calibrate import calibrate
-from emp_llm.execution.loading import load_model
+from emp_llm.models.loading import load_model
 from emp_llm.pack import pack
 from emp_llm.prune import prune
 from emp_llm.unpack import unpack

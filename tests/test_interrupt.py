@@ -11,29 +11,26 @@ import pytest
 from launch import launch
 
 from emp_llm.prune import prune
-from emp_llm.pruning.output.checkpoint_writer import CheckpointWriter
-from emp_llm.storage.output import journal
+from emp_llm.pruning import writing
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def stop_half_way(number: int) -> None:
-    """Send this process a signal when a matrix is written and recorded as finished, as Ctrl-C or a scheduler does."""
+    """Send this process a signal when a shard is finished and the next one begun, as Ctrl-C or a scheduler does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-    journal._SECONDS = 0
-    whole, count = CheckpointWriter._target, [0]
+    rows, begun = writing.pruned_rows, [0]
 
-    def then_stop(self: CheckpointWriter, *arguments: Any) -> Any:
-        outcome = whole(self, *arguments)
-        count[0] += 1
-        while count[0] > 1 and not Path(".out.partial/manifest.json").exists():
-            time.sleep(0.01)
-        if count[0] > 1:
+    def stop(pruner: Any, target: Any, *arguments: Any) -> Any:
+        begun[0] += 1
+        if begun[0] == len(pruner.targets):
+            while not Path(".out.partial/manifest.json").exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), number)
             time.sleep(60)
-        return outcome
+        return rows(pruner, target, *arguments)
 
-    CheckpointWriter._target = then_stop  # type: ignore[method-assign]
+    writing.pruned_rows = stop
 
 
 @pytest.mark.parametrize("number", CODES)

@@ -13,9 +13,9 @@ import transformers
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory, available_memory
 from emp_llm.evaluation.perplexity import _logits
-from emp_llm.execution import offload
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model
+from emp_llm.models import offload
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import load_model
 
 Models = Callable[[str], Path]
 MACHINE = 1 << 34

@@ -227,7 +227,7 @@ import os, time
 from pathlib import Path
 from emp_llm.calibration import resume
 from emp_llm.cli import main
-from emp_llm.execution.blockwise import Step
+from emp_llm.models.blockwise import Step
 
 def run(step, *given, run=Step.run, **named):
     if step.index == 2 and os.environ["RANK"] == "1":

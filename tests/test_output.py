@@ -17,13 +17,11 @@ import torture
 from runs import report_of
 
 from emp_llm.calibration.activations import Activations
+from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.output import OutputFolder, write_folder
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.source import CalibrationRecord
-from emp_llm.checkpoint.output import write_folder
-from emp_llm.checkpoint.locks import FileLock
-from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.storage.output.work_folder import WorkFolder
 
 Models = Callable[[str], Path]
 
@@ -112,22 +110,22 @@ def test_older_output_is_kept_until_it_is_replaced(models: Models, tmp_path: Pat
 def test_output_that_appears_during_the_run(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An output of another run is not replaced without --overwrite: neither at the start of this run, nor at its end."""
     options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
-    opened, published = WorkFolder.open, OutputFolder.publish
+    opened, completed = OutputFolder._open, OutputFolder.complete
 
     def after_another_run(method: Any) -> Any:
         def call(self: Any) -> None:
             with monkeypatch.context() as patch:
-                patch.setattr(WorkFolder, "open", opened)
-                patch.setattr(OutputFolder, "publish", published)
+                patch.setattr(OutputFolder, "_open", opened)
+                patch.setattr(OutputFolder, "complete", completed)
                 prune(**options | {"output": tmp_path / "other"}, beta=0.5)
             os.replace(tmp_path / "other", tmp_path / "out")
             method(self)
 
         return call
 
-    for patched, name, left in ((WorkFolder, "open", {"out"}), (OutputFolder, "publish", {"out", ".out.partial"})):
+    for name, left in (("_open", {"out"}), ("complete", {"out", ".out.partial"})):
         with monkeypatch.context() as patch:
-            patch.setattr(patched, name, after_another_run(getattr(patched, name)))
+            patch.setattr(OutputFolder, name, after_another_run(getattr(OutputFolder, name)))
             with pytest.raises(UserError, match=r"out: it exists; name another folder, or add --overwrite"):
                 prune(**options)
         assert report_of(tmp_path / "out")["recipe"]["beta"] == 0.5
@@ -142,11 +140,11 @@ def test_kill_after_both_renames(models: Models, tmp_path: Path, monkeypatch: py
     options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "method": "emp-magnitude"}
     prune(**options, beta=0.5)
 
-    def end(self: WorkFolder) -> None:
+    def end(self: OutputFolder) -> None:
         raise _Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkFolder, "remove", end)
+        patch.setattr(OutputFolder, "_remove", end)
         with pytest.raises(_Killed):
             prune(**options, overwrite=True)
     assert (tmp_path / ".out.partial" / "replaced").is_dir()
@@ -170,7 +168,7 @@ def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(os, "replace", second)
         with suppress(KeyboardInterrupt), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
             out.begin({})
-            out.publish()
+            out.complete()
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
         pass
@@ -179,20 +177,20 @@ def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_run_that_starts_while_the_work_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run takes the lock as soon as it is released."""
-    work, other = (WorkFolder(tmp_path / "work", "it") for _ in range(2))
-    work.open()
+    work, other = (OutputFolder(tmp_path / "out", [], 0) for _ in range(2))
+    work._open()
     release = FileLock.release
 
     def released(self: FileLock) -> None:
         release(self)
         with monkeypatch.context() as patch:
             patch.setattr(FileLock, "release", release)
-            other.open()
-            other.begin({}, discard_other=False)
+            other._open()
+            other.begin({})
 
     with monkeypatch.context() as patch:
         patch.setattr(FileLock, "release", released)
-        work.remove()
-    assert {path.name for path in (tmp_path / "work").iterdir()} == {"lock", "files"}
-    other.remove()
+        work._remove()
+    assert {path.name for path in (tmp_path / ".out.partial").iterdir()} == {"lock", "files"}
+    other._remove()
     assert not list(tmp_path.iterdir())

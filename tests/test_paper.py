@@ -75,7 +75,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_script_is_tried() -> None:
-    assert set(NAMES) == {*QUICK, "gpt2_heads", "image"}  # one has its own test, one takes half a minute
+    assert set(NAMES) == {*QUICK, "gpt2_heads", "image", "token_gating"}  # these have tests of their own
 
 
 @pytest.mark.parametrize("name", NAMES)

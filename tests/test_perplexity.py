@@ -15,8 +15,8 @@ from tiny import make_tokenizer
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.execution import offload
-from emp_llm.execution.loading import load_model
+from emp_llm.models import offload
+from emp_llm.models.loading import load_model
 from emp_llm.records.evaluation import PerplexityRecord
 
 

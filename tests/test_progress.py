@@ -13,7 +13,7 @@ import pytest
 from conftest import Run
 
 from emp_llm.cli import COMMANDS
-from emp_llm.common import progress_bars
+from emp_llm.common import progress
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar, progress_of
 from emp_llm.evaluate import evaluate
@@ -24,7 +24,7 @@ from emp_llm.prune import prune
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, as a list of one number."""
     now = [1000.0]
-    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter))
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     return now
 
@@ -60,7 +60,7 @@ def test_stages_of_a_run_are_named(
 ) -> None:
     caplog.set_level(logging.INFO)
     minutes = itertools.count(step=60)
-    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
     prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
     assert any(line.startswith("prune: ") and " % of " in line and " left" in line for line in caplog.messages)
 
@@ -71,7 +71,7 @@ def test_tasks_of_the_dense_and_of_the_pruned_model_are_told_apart(
 ) -> None:
     caplog.set_level(logging.INFO)
     minutes = itertools.count(step=60)
-    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
     prune(model=evaluable("llama"), output=tmp_path / "out", method="emp-magnitude", evaluate=str(task_suite))
     titles = {line.rpartition(": ")[0] for line in caplog.messages if " % of " in line}
     for stage in ("evaluate dense", "evaluate pruned"):

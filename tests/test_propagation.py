@@ -14,16 +14,15 @@ from test_blockwise import block_map, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.skeleton import build_skeleton
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model, propagated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.layers import Layer
+from emp_llm.models.loading import build_skeleton, load_model
 from emp_llm.options.calibration import Place
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 from conftest import Run
+from emp_llm.evaluation.evaluator import Evaluator
+from emp_llm.evaluation.results_file import ResultsFile
+from emp_llm.runs.stages.evaluating import PendingEvaluation
+from emp_llm.runs.stages.run_models import RunModels
 from suites import TASKS, Models
 
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
-from emp_llm.evaluation.evaluator import Evaluator
-from emp_llm.evaluation.results_file import ResultsFile
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.runs.stages.evaluating import PendingEvaluation
-from emp_llm.runs.stages.run_models import RunModels
 from emp_llm.verify import verify
 
 Values = dict[str, Any]
@@ -196,7 +196,7 @@ def test_a_calibrated_run_resumes_without_calibrating(
         patch.setattr("emp_llm.evaluation.evaluate.evaluation_record", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prune(evaluable("llama"), **options)
-    monkeypatch.setattr("emp_llm.calibration.calibration.Calibration.run", None)
+    monkeypatch.setattr("emp_llm.calibration.passes.calibrated", None)
     monkeypatch.setattr(RunModels, "load", None)  # both models are measured already
     report = prune(evaluable("llama"), **options)
     assert isinstance(report, RunReport)

@@ -12,8 +12,8 @@ from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
-from emp_llm.execution.loading import load_model
-from emp_llm.execution.quantization import Quantization
+from emp_llm.models.loading import load_model
+from emp_llm.models.placement import Quantization
 from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +77,7 @@ def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         evaluate(DEMO, suite="demo", load_in_4bit=True, device_map="disk")
     with pytest.raises(UserError, match="exclude each other"):
         evaluate(DEMO, suite="demo", load_in_8bit=True, load_in_4bit=True)
-    monkeypatch.setattr("emp_llm.execution.quantization.find_spec", lambda _: None)
+    monkeypatch.setattr("emp_llm.models.placement.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"need bitsandbytes. Install it: pip install 'emp-llm\[quantize\]'"):
         evaluate(DEMO, suite="demo", load_in_8bit=True)
 

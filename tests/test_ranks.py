@@ -18,7 +18,7 @@ from pictures import make_llava, make_pictures
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.execution.blockwise import Step
+from emp_llm.models.blockwise import Step
 from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]

@@ -13,12 +13,12 @@ import tiny
 import torch
 import torture
 from conftest import Run
-from emp_llm.calibration import passes
+from emp_llm.pruning.output.shard_writer import ShardWriter
 from launch import launch
 
+from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
-from emp_llm.pruning.output.shard_writer import ShardWriter
 from emp_llm.pruning.counts import read_report
 from emp_llm.update import walk
 from emp_llm.update.moved import MovedWeights

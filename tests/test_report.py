@@ -11,16 +11,13 @@ import torch
 from runs import make_sweep, report_of, results_of, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
-from emp_llm.evaluation.changes import Change
-from emp_llm.evaluation.measured_values import Value
+from emp_llm.evaluation.values import Change, Value
 from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
+from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block, pooled, read_points
 from emp_llm.reporting.run_tables import pruning_table
-from emp_llm.reporting.studies import Difference, boxes, curves, differences, grids, masses
-from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block, pooled
-from emp_llm.reporting.points import read_points
-from emp_llm.reporting.studies import studies
+from emp_llm.reporting.studies import Difference, boxes, curves, differences, grids, masses, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 

@@ -18,7 +18,7 @@ from PIL import Image
 from runs import NAMES, report_of
 
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.changes import signed
+from emp_llm.evaluation.values import signed
 from emp_llm.pruning.counts import read_report
 from emp_llm.report import report
 from emp_llm.reporting.report_folder import summary_words

@@ -11,7 +11,7 @@ from test_perplexity import independent
 
 from emp_llm.evaluation.perplexity import perplexity, text_tokens
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.prune import prune
 
 

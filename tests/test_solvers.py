@@ -86,7 +86,7 @@ def test_to_wanted_outputs() -> None:
     weight, mask = layer(30, 96)
     y = x @ weight.double().T
     how = {"energy": y.square().sum(0), "wanted": moments(y, xhat)}
-    found = refit_rows(weight, mask, moments(xhat), **how)
+    found = refit_rows(weight, mask, moments(xhat), **how)  # type: ignore[arg-type]
     exact = exact_rows(weight, mask, moments(xhat), moments(xhat, x), 0.01)
     best, reached = (objective(v, weight, mask, xhat, x, 0.01) for v in (exact, found.weight))
     assert float(((reached - best) / best).max()) < 1e-3

@@ -14,13 +14,11 @@ from oracle import tensors
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.conventional import conventional_structure
-from emp_llm.architecture.model_layers import model_layers
-from emp_llm.architecture.skeleton import build_skeleton
-from emp_llm.architecture.structure import Structure, structure_of_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Architecture, by_names, conventional
+from emp_llm.models.loading import build_skeleton
+from emp_llm.models.modules import model_layers
 
 CONVENTIONAL = {"llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"}
 Models = Callable[[str], Path]
@@ -43,15 +41,15 @@ def edited(source: Path, folder: Path, config: dict[str, object] | None = None, 
     return folder
 
 
-def by_class(folder: Path) -> Structure:
-    return structure_of_model(build_skeleton(folder), Checkpoint(folder))
+def by_class(folder: Path) -> Architecture:
+    return Architecture.of_model(Checkpoint(folder), build_skeleton(folder))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_conventional_names_give_the_structure_of_the_class(models: Models, family: str) -> None:
     """The same layers in the same order, the same places, the same coverage."""
     checkpoint = Checkpoint(models(family))
-    found = conventional_structure(checkpoint)
+    found = conventional(checkpoint)
     assert (found is not None) == (family in CONVENTIONAL)
     if found is None:
         return
@@ -61,9 +59,8 @@ def test_conventional_names_give_the_structure_of_the_class(models: Models, fami
     assert [found.stored_names[name] for name in weights] == [exact.stored_names[name] for name in weights]
     assert found.block_shapes == exact.block_shapes
     for targets in ("mlp", "attention", "all-linear"):
-        short, long = Architecture(checkpoint, found), Architecture(checkpoint, exact)
-        assert short.select(targets) == long.select(targets)
-        assert short.coverage(short.select(targets)) == long.coverage(long.select(targets))
+        assert found.select(targets) == exact.select(targets)
+        assert found.coverage(found.select(targets)) == exact.coverage(exact.select(targets))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +77,7 @@ def test_conventional_names_give_the_structure_of_the_class(models: Models, fami
     ],
 )
 def test_a_config_that_does_not_fit_leaves_it_to_the_class(models: Models, tmp_path: Path, config: dict[str, object]) -> None:
-    assert conventional_structure(Checkpoint(edited(models("llama"), tmp_path / "model", config))) is None
+    assert conventional(Checkpoint(edited(models("llama"), tmp_path / "model", config))) is None
 
 
 def test_another_name_leaves_it_to_the_class(models: Models, tmp_path: Path) -> None:
@@ -91,7 +88,7 @@ def test_another_name_leaves_it_to_the_class(models: Models, tmp_path: Path) -> 
     content = json.loads(index.read_text())
     content["weight_map"]["model.scale"] = stored.shard.name
     index.write_text(json.dumps(content))
-    assert conventional_structure(Checkpoint(folder)) is None
+    assert conventional(Checkpoint(folder)) is None
 
 
 @pytest.mark.parametrize(
@@ -122,9 +119,7 @@ def test_tables_in_blocks_are_no_targets() -> None:
         "encoder.block.0.layer.1.DenseReluDense.wi.weight": (16, 8),
         "shared.weight": (20, 8),
     }
-    from emp_llm.architecture.layers import stored_layers
-
-    kinds = {layer.leaf: layer.kind for layer in stored_layers(_named(names))}
+    kinds = {layer.leaf: layer.kind for layer in by_names(_named(names)).layers}
     assert kinds == {"q": "attention", "relative_attention_bias": "embedding", "wi": "mlp", "shared": "embedding"}
 
 
@@ -171,13 +166,28 @@ def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_
     assert len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_config_and_headers_suffice(models: Models, tmp_path: Path, family: str) -> None:
+    """The architecture is found without the bytes of any weight."""
+    full = Checkpoint(models(family))
+    shutil.copy(models(family) / "config.json", tmp_path)
+
+    class Headers(Checkpoint):
+        def __init__(self) -> None:
+            self.folder, self.tensors = tmp_path, full.tensors
+
+    found, wanted = Architecture.of_checkpoint(Headers()), Architecture.of_checkpoint(full)
+    assert found.select("all-linear") == wanted.select("all-linear")
+    assert found.coverage(found.select("mlp")) == wanted.coverage(wanted.select("mlp"))
+
+
 def test_structure_of_a_loaded_model(models: Models) -> None:
     """A loaded model has the same structure as its skeleton."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models("mixtral"))
     checkpoint = Checkpoint(models("mixtral"))
-    assert structure_of_model(model, checkpoint).layers == by_class(models("mixtral")).layers
+    assert Architecture.of_model(checkpoint, model).layers == by_class(models("mixtral")).layers
 
 
 def _named(shapes: dict[str, tuple[int, ...]]) -> Checkpoint:

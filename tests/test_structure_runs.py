@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm.architecture.layers import Layer
+from emp_llm.models.layers import Layer
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError

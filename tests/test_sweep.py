@@ -23,8 +23,8 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation import evaluator
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.execution import loading
-from emp_llm.execution.loading import load_model, load_tokenizer
+from emp_llm.models import loading
+from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.pruning.loaded_model import MaskedModel

@@ -15,11 +15,10 @@ import pytest
 from conftest import Run
 
 from emp_llm.calibrate import calibrate
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import file_hash
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
-from emp_llm.checkpoint.files import file_hash
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from emp_llm.architecture.architecture import Architecture
 from emp_llm.calibration.texts import (
     CHAT_COLUMNS,
     ChatText,
@@ -35,8 +34,10 @@ from emp_llm.checkpoint.files import tensor_bytes
 from emp_llm.common.errors import UserError, count_of, quotable, reason
 from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
-from emp_llm.execution.loading import load_processor, load_tokenizer, max_context
-from emp_llm.execution.text_inputs import NOT_BY_BLOCKS
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.blockwise import NOT_BY_BLOCKS
+from emp_llm.models.loading import load_processor, load_tokenizer
+from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 

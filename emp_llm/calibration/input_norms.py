@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import inputs_of
 from emp_llm.calibration.activations import Activations, relative_name
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import inputs_of
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.blocks import body_of, find_blocks
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import set_to_zero, weight_of
-from emp_llm.architecture.targets import Target
-from emp_llm.architecture.towers import find_towers
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
 from emp_llm.calibration.input_norms import InputSums, input_hooks
@@ -35,11 +30,12 @@ from emp_llm.common.errors import UserError, count_of, reason
 from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import BlockwiseModel, Walk
-from emp_llm.execution.loading import input_device
-from emp_llm.execution.offload import execution_device, is_offloaded
-from emp_llm.execution.quantization import Quantization, quantization_record
-from emp_llm.execution.text_inputs import decoder_ids, reads_twice
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel, Walk, decoder_ids, reads_twice
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import body_of, find_blocks, find_towers, set_to_zero, weight_of
+from emp_llm.models.offload import execution_device, input_device, is_offloaded
+from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.source import CalibrationRecord
@@ -133,15 +129,11 @@ def calibrated(
                 progress = CalibrationProgress(resume, record.as_dict() | made_of)
             runner = BlockwiseModel(model, blocks, how.hidden_states)
             norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
-    ran = norms.about
     if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
         record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
-    return replace(
-        norms,
-        about=msgspec.structs.replace(
-            record, execution=ran.execution, propagate=ran.propagate, hidden_states=ran.hidden_states
-        ),
-    )
+    record.execution, record.propagate = ("blocks" if by_blocks else "model"), ("dense" if masker is None else "pruned")
+    record.hidden_states = norms.about.hidden_states
+    return replace(norms, about=record)
 
 
 def calibration_signature(

@@ -22,7 +22,7 @@ from emp_llm.calibration.input_norms import InputSums
 from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly, write_json
 from emp_llm.common.errors import UserError, format_bytes, reason
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import Walk
+from emp_llm.models.blockwise import Walk
 
 logger = logging.getLogger(__name__)
 _FORMAT = "emp-llm calibration state 3"

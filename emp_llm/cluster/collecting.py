@@ -4,25 +4,33 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.cluster.jobs import JobFiles, JobState
 from emp_llm.cluster.plan_file import Job, option_of, read_plan
 from emp_llm.cluster.slurm import queued_jobs
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
-from emp_llm.common.errors import count_of, printable
-from emp_llm.evaluation.changes import Change, change_between, change_of, change_text, signed
-from emp_llm.evaluation.comparison import change_notes
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results, models_of_report
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent, value_cell, values_of
-from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.evaluation.comparison import PublishedRow, change_notes, published_row
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results, models_of_report
+from emp_llm.evaluation.values import (
+    Change,
+    Value,
+    change_between,
+    change_of,
+    change_text,
+    formatted,
+    in_percent,
+    signed,
+    value_cell,
+    values_of,
+)
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.studies import short_model_name
-from emp_llm.checkpoint.files import INDEX_LIMIT
 
 logger = logging.getLogger(__name__)
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job

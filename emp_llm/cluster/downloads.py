@@ -98,8 +98,7 @@ def download(wanted: Wanted, study: Path, cache: str | None) -> None:
 
 
 def _download_here(wanted: Wanted) -> None:
-    from emp_llm.calibration.texts import open_data_set
-    from emp_llm.calibration.texts import calibration_corpora
+    from emp_llm.calibration.texts import calibration_corpora, open_data_set
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
 

@@ -16,13 +16,13 @@ from uuid import uuid4
 
 import msgspec
 
+from emp_llm.checkpoint.locks import FileLock, holder_of
 from emp_llm.cluster.plan_file import Job, shell_words
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, count_of, quotable
+from emp_llm.common.machine import available_cores
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.ranks import LOST_CODE, RESUMES
-from emp_llm.common.errors import count_of, quotable
 from emp_llm.records.base import FileRecord, read_record
-from emp_llm.checkpoint.locks import FileLock, holder_of
 
 JobStatus = Literal["done", "running", "stopped", "failed", "missing"]
 RENDEZVOUS = "EMP_LLM_RENDEZVOUS"

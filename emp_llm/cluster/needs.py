@@ -88,8 +88,8 @@ def model_size(name: str, revision: str | None = None, trust_remote_code: bool =
         UserError: there is no such model, its config.json is missing or cannot be fetched, or transformers cannot build it.
     """
     folder = find_config(name, revision, trust_remote_code)
-    from emp_llm.architecture.blocks import block_lists
-    from emp_llm.architecture.skeleton import build_skeleton
+    from emp_llm.models.loading import build_skeleton
+    from emp_llm.models.modules import block_lists
 
     model = build_skeleton(folder, trust_remote_code)
     try:

@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import quotable
-from emp_llm.records.base import FileRecord, Part, record_of
 from emp_llm.checkpoint.files import write_bytes
+from emp_llm.common.errors import UserError, quotable
+from emp_llm.records.base import FileRecord, Part, record_of
 
 PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]

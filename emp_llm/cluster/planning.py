@@ -15,9 +15,9 @@ from emp_llm.cluster.plan_file import Job, JobKind
 from emp_llm.common.errors import UserError
 from emp_llm.options.commands import METHODS
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
+from emp_llm.options.lists import parse_words
 from emp_llm.records.base import converted
 from emp_llm.sweep import SweepPoint, plan_points
-from emp_llm.options.lists import parse_words
 
 _LISTS = ("models", "methods", "patterns", "targets")
 _NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")

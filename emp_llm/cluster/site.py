@@ -11,9 +11,8 @@ from msgspec import Meta
 
 from emp_llm.calibration.texts import read_toml
 from emp_llm.cluster.plan_file import Job, JobKind, Needs
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.common.paths import data_folder
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import quotable
 from emp_llm.records.base import converted
 
 _Count = Annotated[int, Meta(ge=1)]

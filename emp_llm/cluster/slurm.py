@@ -17,9 +17,8 @@ import msgspec
 
 from emp_llm.cluster.plan_file import Job, Needs
 from emp_llm.cluster.site import Site
+from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.paths import data_folder
-from emp_llm.common.errors import UserError
-from emp_llm.common.errors import count_of, printable
 from emp_llm.records.base import FileRecord, record_of
 
 FOLDER_NAME = "slurm"  # in the study

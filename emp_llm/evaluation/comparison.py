@@ -1,6 +1,6 @@
 """The results of several models as one table. The first is the baseline; the others show their change from it.
 
-Accuracies are in percent with their standard errors, and their changes in points. Changes of perplexities are in percent. A
+Accuracies are in percent with their standard errors, and their changes in points. Changes of other measures are in percent. A
 change has a paired standard error if both models were judged on the same examples. A model of the paper has a column with the
 published values.
 """
@@ -9,14 +9,79 @@ import math
 from pathlib import PurePath
 from typing import get_args
 
+import msgspec
+
+from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.paths import data_folder
 from emp_llm.common.tables import Rows, csv_table, markdown_table, table
-from emp_llm.evaluation.changes import UNPAIRED, change_of, shown_change
-from emp_llm.evaluation.evaluated_model import EvaluatedModel
-from emp_llm.evaluation.measured_values import Value, in_percent, value_cell, values_of
-from emp_llm.evaluation.published_values import PublishedRow, published_row
+from emp_llm.evaluation.results import EvaluatedModel
+from emp_llm.evaluation.values import UNPAIRED, Value, change_of, in_percent, shown_change, value_cell, values_of
 from emp_llm.options.commands import TableFormat
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.base import converted
 from emp_llm.records.results import MadeBy
+
+_BLOCK = 2048
+# The paper's recipes have the defaults of these fields.
+_FIELDS = ("beta", "order", "sparsity", "pattern", "match", "group", "targets", "ignore", "score", "count_by", "shares")
+_TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
+
+
+class _Values(msgspec.Struct, kw_only=True):
+    """A row of the published tables, as in `eval/published`."""
+
+    sparsity_percent: float | None = None
+    wikitext2_perplexity: float | None = None
+    accuracy_percent: dict[str, float] = {}
+    mean_accuracy_percent: float | None = None
+
+
+class PublishedRow:
+    """The paper's values for one model and one method.
+
+    Attributes:
+        name: the paper's model and method.
+        sparsity_percent: of the MLP linears.
+    """
+
+    def __init__(self, name: str, row: _Values, same_text: bool) -> None:
+        self.name = name
+        self.sparsity_percent = row.sparsity_percent
+        self._row = row
+        self._same_text = same_text
+
+    def value(self, measure: str) -> float | None:
+        """The published value of a measure; None if the paper has none."""
+        row = self._row
+        if measure == f"perplexity, blocks of {_BLOCK}":
+            return row.wikitext2_perplexity if self._same_text else None
+        if measure == f"mean acc of {len(row.accuracy_percent)}":
+            return row.mean_accuracy_percent
+        return row.accuracy_percent.get(measure.removesuffix(" acc")) if measure.endswith(" acc") else None
+
+
+def published_row(model: EvaluatedModel) -> PublishedRow | None:
+    """The paper's values for a model and its recipe; None if the paper has no such model or recipe."""
+    pruned = model.pruned
+    if model.made_by.quantization is not None:
+        return None
+    source, method = (pruned.of, pruned.recipe.method) if pruned else (model.model, "dense")
+    for file in sorted((data_folder("eval") / "published").glob("*.json")):
+        results = converted(read_json(file)["results"], dict[str, dict[str, _Values]], str(file))
+        for name, methods in results.items():
+            if (source == name or PurePath(source).name == PurePath(name).name) and method in methods:
+                default = None if pruned is None else Recipe(method=method)
+                if pruned is not None and any(getattr(pruned.recipe, key) != getattr(default, key) for key in _FIELDS):
+                    return None
+                text = model.made_by.text
+                same_text = text is not None and all(getattr(text, key) == value for key, value in _TEXT.items())
+                return PublishedRow(f"{name} {method}", methods[method], same_text)
+    return None
+
+
+# The table.
+
 
 UNPAIRED_NOTE = (
     f"{UNPAIRED} unpaired standard error, usually too large: the results do not hold both models' answers to the same examples"

@@ -25,13 +25,12 @@ from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import EXTRAS, REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.earlier_results import dense_measures
 from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
-from emp_llm.evaluation.results_file import new_results, open_results
+from emp_llm.evaluation.results import dense_measures, new_results, open_results
 from emp_llm.evaluation.suites import Suite
-from emp_llm.execution.one_model import OneModel
 from emp_llm.hub.local_model import LocalModel
+from emp_llm.models.one_model import OneModel
 from emp_llm.options.model import LoadingOptions
 from emp_llm.records.evaluation import EvaluationRecord, Measures
 from emp_llm.records.results import Results

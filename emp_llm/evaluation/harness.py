@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from difflib import get_close_matches
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -20,12 +22,11 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.progress import shows_bars
+from emp_llm.common.progress import progress_bar, shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
-from emp_llm.evaluation.task_progress import task_progress
-from emp_llm.execution.loading import input_device
-from emp_llm.execution.text_inputs import reads_twice
+from emp_llm.models.blockwise import reads_twice
+from emp_llm.models.offload import input_device
 from emp_llm.records.evaluation import AnswersRecord, TaskRecord, packed_answers
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class Harness:
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
     """The parts of lm-eval's report that a results file keeps."""
-    kept: dict[str, Any] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}
+    kept: dict[str, Any] = {key: found[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
     kept = json.loads(json.dumps(kept | {"groups": sorted(found.get("groups", {}))}, default=str))
     for metrics in kept["results"].values():
         for key, value in metrics.items():
@@ -264,3 +265,49 @@ def _quiet(level: int = logging.ERROR) -> Iterator[None]:
         evaluator.get_git_commit_hash, evaluator.add_env_info, metrics.math = asked_git, asked_machine, math
         for each, wanted in before.items():
             each.setLevel(wanted)
+
+
+# lm-eval's progress as ours: under the name of the task, with a unit, and as lines in the log where there is no terminal.
+
+
+# The modules of lm-eval that draw bars while a task is prepared and run.
+_MODULES = ("lm_eval.models.huggingface", "lm_eval.api.model", "lm_eval.api.task")
+
+
+class _TaskBar:
+    """Stands in for tqdm inside lm-eval."""
+
+    def __init__(self, task: str, items: Iterable[Any] | None = None, **options: Any) -> None:
+        self._items = items
+        total = options.get("total")
+        if total is None:
+            total = len(items) if isinstance(items, Sized) else 0
+        asks = str(options.get("desc") or "").startswith("Running")
+        title = task if asks else f"{task}: preparing"
+        self._bar = progress_bar(total, title, "req", leave=asks)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items or ():
+            yield item
+            self._bar.update(1)
+        self._bar.close()
+
+    def update(self, n: float = 1) -> None:
+        self._bar.update(n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@contextmanager
+def task_progress(task: str) -> Iterator[None]:
+    """Inside this context, lm-eval's bars have the name of this task."""
+    modules = [module for name in _MODULES if (module := sys.modules.get(name)) is not None and hasattr(module, "tqdm")]
+    before: list[Any] = [vars(module)["tqdm"] for module in modules]
+    for module in modules:
+        vars(module)["tqdm"] = partial(_TaskBar, task)
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            vars(module)["tqdm"] = own

@@ -16,10 +16,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import max_context
-from emp_llm.execution.offload import is_offloaded
-from emp_llm.execution.text_inputs import reads_twice, run_on_text
+from emp_llm.models.blockwise import BlockwiseModel, reads_twice, run_on_text
+from emp_llm.models.offload import is_offloaded
+from emp_llm.models.placement import max_context
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import PerplexityRecord
 

@@ -15,7 +15,7 @@ from emp_llm.common.errors import count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import compare
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, models_of_report
+from emp_llm.evaluation.results import EvaluatedModel, models_of_report
 from emp_llm.hub.client import HUB_ERRORS
 from emp_llm.hub.public import cached_repository
 from emp_llm.options.recipe import Recipe

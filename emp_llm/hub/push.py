@@ -26,8 +26,7 @@ from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.tables import table
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results
-from emp_llm.evaluation.results_file import read_results
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results, read_results
 from emp_llm.hub.card import Card, by_suite, find_origin, is_ours
 from emp_llm.hub.client import CONFLICTS, HUB_ERRORS, LOG_IN, TRANSIENT, hide_signatures, hub_errors_explained, with_retries
 from emp_llm.hub.public import local_folder, public

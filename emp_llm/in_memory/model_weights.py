@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import MIXES_TOKENS, Layer
-from emp_llm.architecture.model_layers import model_layers
-from emp_llm.architecture.structure import Structure, structure_of_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FilePool, FileReader, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.execution.offload import resident_parameter
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.layers import MIXES_TOKENS, Layer
+from emp_llm.models.modules import block_lists, model_layers
+from emp_llm.models.offload import resident_parameter
 from emp_llm.runtime.masks import check_merged
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -62,7 +61,7 @@ class ModelWeights(Checkpoint):
         stored = self.tensors[name]
         self.tensors[name] = replace(stored, shape=(stored.shape[0], math.prod(stored.shape[1:])))
 
-    def locate(self, structure: Structure) -> None:
+    def locate(self, structure: Architecture) -> None:
         """Note where the stored tensors of a model's layers are in its parameters."""
         for name, stored in structure.stored_names.items():
             if name in self._values:
@@ -109,17 +108,19 @@ def architecture_of(model: nn.Module, weights: ModelWeights, blocks: str | None 
         UserError: a model of transformers has no decoder blocks, or there are none of this name.
     """
     if isinstance(model, PreTrainedModel):
-        structure = structure_of_model(model, weights, blocks)
+        structure = Architecture.of_model(weights, model, blocks)
     else:
         structure = _plain_structure(model, weights, blocks)
     weights.locate(structure)
-    return Architecture(weights, structure)
+    return structure
 
 
-def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None) -> Structure:
+def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None) -> Architecture:
     """The structure of any module."""
     try:
-        layers = [replace(layer, tower="language") for layer in model_layers(model, blocks)]  # all of it is the user's model
+        layers = [
+            replace(layer, tower="language") for layer in model_layers(model, block_lists(model, blocks))
+        ]  # all of it is the user's model
     except UserError:
         if blocks is not None:
             raise
@@ -128,7 +129,7 @@ def _plain_structure(model: nn.Module, weights: ModelWeights, blocks: str | None
     names = {name: name for name in weights.tensors}
     in_block = [layer.parameter for layer in layers if layer.block is not None]
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
-    return Structure(layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes)
+    return Architecture(weights, layers, names, {name: shapes[name] for name in in_block if name in shapes}, shapes)
 
 
 def _plain_layers(model: nn.Module) -> list[Layer]:

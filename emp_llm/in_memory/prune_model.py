@@ -10,18 +10,19 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.targets import Target, check_calibrated
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
 from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
-from emp_llm.execution.loading import load_model, max_context
-from emp_llm.execution.offload import resident_parameter
-from emp_llm.execution.text_inputs import NOT_BY_BLOCKS, reads_twice
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
+from emp_llm.models.architecture import Target, check_calibrated
+from emp_llm.models.blockwise import NOT_BY_BLOCKS, reads_twice
+from emp_llm.models.loading import load_model
+from emp_llm.models.offload import resident_parameter
+from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.targets import Coverage, Target, check_calibrated
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, quotable
+from emp_llm.models.architecture import Architecture, Coverage, Target, check_calibrated
+from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
 
 

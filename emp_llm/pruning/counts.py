@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import percent_cell
+from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Counts, Pruner
 from emp_llm.pruning.outcome import Outcome

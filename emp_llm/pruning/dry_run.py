@@ -5,10 +5,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import format_bytes
 from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Coverage, Target
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import curve_points, kept_at_betas
@@ -135,7 +135,7 @@ def resume_bytes(options: CalibrationOptions, checkpoint: Checkpoint, propagate:
     if not options.resumable_calibration or not by_blocks or width is None:
         return None
     from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.execution.loading import max_context
+    from emp_llm.models.placement import max_context
 
     corpora = calibration_corpora(options, max_context(checkpoint.config))
     size = {"float32": 4, "float64": 8}.get(str(text.get("dtype") or text.get("torch_dtype")), 2)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.model_layers import weight_of
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import as_tensor
-from emp_llm.execution.offload import is_offloaded
+from emp_llm.models.architecture import Target
+from emp_llm.models.modules import weight_of
+from emp_llm.models.offload import is_offloaded
 from emp_llm.pruning.masks import CHUNK_WEIGHTS, Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes
 

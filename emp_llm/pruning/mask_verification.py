@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import count_of
 from emp_llm.common.progress import progress_bar
+from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import SEARCHES, Recipe, parse_pattern
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner

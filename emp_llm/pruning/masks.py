@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.files import FilePool, prefetch
 from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar
+from emp_llm.models.architecture import Target
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.pruning.scores import Scores, naming_rows
 from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics

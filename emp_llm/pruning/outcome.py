@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.architecture.targets import Coverage, Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import mask_bytes, packed_bytes, word_bytes, words_in
 from emp_llm.common.errors import shortened_list
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
+from emp_llm.models.architecture import Coverage, Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, SizesRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource

@@ -10,12 +10,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import file_hash, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows, torch_dtype
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from emp_llm.architecture.targets import Target
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of

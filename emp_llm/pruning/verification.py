@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import file_hash, read_exactly
@@ -18,6 +17,7 @@ from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
+from emp_llm.models.architecture import Target
 from emp_llm.records.manifest import FileEntry, Manifest
 
 _CHUNK = 1 << 24

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_from_hashes, known_hashes, remember_hashes
 from emp_llm.checkpoint.files import (
     INDEX_LIMIT,
@@ -35,6 +34,7 @@ from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
 from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME
 from emp_llm.common.progress import Bar, progress_bar
+from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics

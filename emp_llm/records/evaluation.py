@@ -102,6 +102,7 @@ class TaskRecord(Part, kw_only=True, omit_defaults=False):
         results: metrics by task; a group or tag has several tasks. Accuracies ("acc,none") are fractions; errors are named
             with "_stderr". null is an infinite perplexity.
         versions, n_shot, n_samples: by task.
+        higher_is_better: by task and metric; null if the members of a group disagree.
         groups: names in `results` that summarise others.
         seconds: time of the task.
         answers: by task, if every answer is right or wrong; older files have none.
@@ -111,6 +112,7 @@ class TaskRecord(Part, kw_only=True, omit_defaults=False):
     versions: dict[str, Any] = {}
     n_shot: dict[str, Any] = msgspec.field(default_factory=dict, name="n-shot")
     n_samples: dict[str, SampleCount] = msgspec.field(default_factory=dict, name="n-samples")
+    higher_is_better: dict[str, dict[str, bool | None]] = {}
     groups: list[str] = []
     seconds: float | None = None
     answers: dict[str, AnswersRecord] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from emp_llm.common.errors import UserError, printable, reason
-from emp_llm.evaluation.measured_values import in_percent
+from emp_llm.evaluation.values import in_percent
 from emp_llm.reporting.studies import (
     Boxes,
     Curve,

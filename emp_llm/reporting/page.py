@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.evaluation.changes import UNPAIRED
+from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.reporting.figures import Drawing
 from emp_llm.reporting.page_tables import Headline, difference_rows, fit_rows, headlines, point_rows, role_rows, verdict_rows

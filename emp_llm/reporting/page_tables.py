@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import Rows, number_cell, percent_cell
-from emp_llm.evaluation.changes import UNPAIRED, Change, change_of, change_text, signed
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent, value_cell
+from emp_llm.evaluation.values import UNPAIRED, Change, Value, change_of, change_text, formatted, in_percent, signed, value_cell
 from emp_llm.reporting.points import MatrixStats, MeasuredPoint, WholeGroup, by_role_and_block
 from emp_llm.reporting.run_tables import FIT_ERRORS, mean_error
 from emp_llm.reporting.studies import Difference, Study, StudySuite, differences, label_of, main_measures

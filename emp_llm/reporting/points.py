@@ -13,8 +13,8 @@ import numpy as np
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.evaluation.evaluated_model import EvaluatedModel, model_of_results, models_of_report
-from emp_llm.evaluation.measured_values import Value, values_of
+from emp_llm.evaluation.results import EvaluatedModel, model_of_results, models_of_report
+from emp_llm.evaluation.values import Value, values_of
 from emp_llm.options.recipe import MatchBy, Recipe
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT

@@ -9,8 +9,8 @@ import msgspec
 from emp_llm.checkpoint.output import check_folder, write_folder
 from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.tables import Rows, csv_table, table
-from emp_llm.evaluation.changes import UNPAIRED
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
+from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
 from emp_llm.reporting.figures import Drawing, check_matplotlib, draw, slug

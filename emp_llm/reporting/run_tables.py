@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, printable
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.changes import shown_change
 from emp_llm.evaluation.comparison import change_notes, compare
-from emp_llm.evaluation.evaluated_model import models_of_report
-from emp_llm.evaluation.measured_values import Value, formatted, in_percent, values_of
+from emp_llm.evaluation.results import models_of_report
+from emp_llm.evaluation.values import Value, formatted, in_percent, shown_change, values_of
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench, Speed

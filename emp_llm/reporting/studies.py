@@ -7,8 +7,7 @@ from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Literal
 
-from emp_llm.evaluation.changes import Change, change_of
-from emp_llm.evaluation.measured_values import in_percent
+from emp_llm.evaluation.values import Change, change_of, in_percent
 from emp_llm.options.recipe import MatchBy
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.points import MatrixStats, MeasuredPoint, SuiteResult, by_role_and_block

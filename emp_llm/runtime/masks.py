@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import set_to_zero
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, reason
-from emp_llm.execution.offload import resident_parameter
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import set_to_zero
+from emp_llm.models.offload import resident_parameter
 
 _KEY = "emp_llm"
 _FORMAT = "emp-llm masks 1"

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import enough_memory
 from emp_llm.common.progress import progress_bar
-from emp_llm.execution.blockwise import BlockwiseModel, Walk
-from emp_llm.execution.hidden_states import HiddenStates, choose_place
-from emp_llm.execution.offload import BlockLoader, execution_device
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
+from emp_llm.models.offload import execution_device, loaded_blocks
 
 Take = Callable[[str, Tensor, Tensor], None]
 
@@ -69,10 +68,9 @@ def _freeze(model: PreTrainedModel) -> None:
 def _backwards(runner: BlockwiseModel) -> Iterator[tuple[int, nn.Module]]:
     """The blocks with their weights loaded, the last one first."""
     reverse = list(runner.blocks)[::-1]
-    with BlockLoader(reverse) as loader:
-        for place in range(len(reverse)):
-            with loader.block(place) as block:
-                yield len(reverse) - 1 - place, block
+    with closing(loaded_blocks(reverse)) as loader:
+        for (place, block), _ in zip(enumerate(reverse), loader, strict=True):
+            yield len(reverse) - 1 - place, block
 
 
 def _gradient_of_loss(walk: Walk, number: int) -> Tensor:

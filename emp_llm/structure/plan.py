@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import transformers
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.skeleton import read_config
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.layers import Layer
+from emp_llm.models.loading import read_config
 from emp_llm.options.structure import HeadUnit
 from emp_llm.structure.choice import Choice, Widths
 from emp_llm.structure.smaller_config import Changes, Shapes, has_width_list, smaller_config, wanted_shapes

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.activations import keep_norms, kept_norms
 from emp_llm.calibration.data import CalibrationText, calibration_data
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
@@ -33,12 +32,13 @@ from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.execution.blockwise import BlockwiseModel
-from emp_llm.execution.loading import load_model, load_tokenizer
-from emp_llm.execution.offload import is_offloaded
-from emp_llm.execution.one_model import OneModel
 from emp_llm.hub.local_model import find_model
 from emp_llm.hub.push import Destination, check_login
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.offload import is_offloaded
+from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions

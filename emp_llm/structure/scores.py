@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.checkpoint.files import FilePool
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar
+from emp_llm.models.layers import Layer
 from emp_llm.structure.units import Units
 
 Scores = NDArray[np.float64]

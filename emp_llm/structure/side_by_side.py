@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.model_layers import weight_of
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import progress_bar
-from emp_llm.execution.loading import input_device, max_context
+from emp_llm.models.modules import weight_of
+from emp_llm.models.offload import input_device
+from emp_llm.models.placement import max_context
 from emp_llm.structure.choice import Choice
 
 _PROMPT = 512  # tokens

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.common.errors import UserError
+from emp_llm.models.layers import Layer
 from emp_llm.structure.choice import Choice
 
 Shapes = dict[str, tuple[int, ...]]

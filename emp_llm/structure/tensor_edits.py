@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.checkpoint.headers import BITS, StoredTensor
 from emp_llm.checkpoint.matrices import WORD, Matrix, Words, word_bytes
+from emp_llm.models.layers import Layer
 from emp_llm.structure.choice import Choice
 from emp_llm.structure.units import Indices
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.architecture.layers import Layer
+from emp_llm.models.layers import Layer
 
 Indices = NDArray[np.int64]
 UnitKind = Literal["heads", "neurons"]

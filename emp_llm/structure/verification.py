@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from emp_llm.architecture.layers import Layer
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import INDEX_NAME, STRUCTURE_NAME
+from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
 from emp_llm.structure.plan import UnitPlan
 from emp_llm.structure.smaller_config import Changes, changed_config

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from emp_llm.architecture.architecture import Architecture
-from emp_llm.architecture.blocks import body_of, find_blocks
-from emp_llm.architecture.layers import Layer
 from emp_llm.common.errors import UserError, reason
-from emp_llm.execution.text_inputs import run_on_text
+from emp_llm.models.architecture import Architecture
+from emp_llm.models.blockwise import run_on_text
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import body_of, find_blocks
 from emp_llm.structure.units import Indices, Units
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.architecture.targets import Target
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.matrices import WORD, Words
 from emp_llm.common.errors import UserError, reason
+from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import RowFigures
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from emp_llm.architecture.targets import Target
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.records.run_report import FitRecord
 
 MOMENT_BYTES = 2 << 30  # of the moments in memory at a time, unless a single input needs more

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from emp_llm.architecture.layers import Layer
-from emp_llm.architecture.model_layers import bias_of, set_to_zero, weight_of
-from emp_llm.architecture.targets import Target
 from emp_llm.calibration.passes import own_batches
 from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.common.ranks import ranks
-from emp_llm.execution.blockwise import BlockwiseModel, Step
-from emp_llm.execution.hidden_states import HiddenStates
-from emp_llm.execution.layer_hooks import layer_hooks
+from emp_llm.models.architecture import Target
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk, choose_place
+from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer
+from emp_llm.models.modules import bias_of, set_to_zero, weight_of
 from emp_llm.options.calibration import Place
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
@@ -78,32 +77,26 @@ def update_model(
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
     runner.prepare(batches[0])
-    with (
-        runner.walk([*batches, *rest], "refit") as walk,
-        closing(walk.hidden) as dense,
-        closing(HiddenStates(walk.place)) as outputs,
-        closing(HiddenStates(walk.place)) as pruned,
-    ):
+    with runner.walk([*batches, *rest], "refit") as walk, closing(HiddenStates(walk.place)) as pruned:
         for number in (*seen, *held_out):
-            pruned.put(number, dense.get(number, walk.device))
+            pruned.put(number, walk.hidden.get(number, walk.device))
         for step in walk.steps():
-            for number in (*seen, *held_out):
-                outputs.put(number, step.output(number, dense))
-                walk.bar.update(walk.batches[number].numel())
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
-            block = _Block(model, step, members, dense, outputs, pruned)
+            block = _Block(model, step, members, walk, pruned)
             if ranks().share(moved.has(step.index)):
                 weights = ranks().share(_weights_of(moved, step.index) if ranks().main else None)
                 for target in members:
                     block.change(target, mask_of(target) if weights[target.name] is None else None, weights[target.name])
+                step.run()
             elif members:
                 found = _update_block(block, update, seen, held_out, mask_of, counts_of)
                 if ranks().main:
                     moved.put(step.index, found)
+            else:
+                step.run()
             for number in (*seen, *held_out):
                 with block.pruned_weights():
                     pruned.put(number, step.output(number, pruned))
-            dense, outputs = outputs, dense
 
 
 def _weights_of(moved: MovedWeights, block: int) -> dict[str, Tensor | None]:
@@ -114,21 +107,13 @@ class _Block:
     """A block whose weights are loaded, and the hidden states of all batches in both streams.
 
     Attributes:
-        dense, outputs: the hidden states that enter and that leave the dense block.
+        dense: the hidden states that enter the dense block, and after its pass those that leave it.
         pruned: those that enter the pruned block.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step: Step,
-        targets: list[Target],
-        dense: HiddenStates,
-        outputs: HiddenStates,
-        pruned: HiddenStates,
-    ) -> None:
-        self.model, self.step, self.targets = model, step, targets
-        self.dense, self.outputs, self.pruned = dense, outputs, pruned
+    def __init__(self, model: nn.Module, step: Step, targets: list[Target], walk: Walk, pruned: HiddenStates) -> None:
+        self.model, self.step, self.targets, self.walk = model, step, targets, walk
+        self.dense, self.pruned = walk.hidden, pruned
         self._parameters = {name: model.get_parameter(name) for name in dict.fromkeys(t.layer.parameter for t in targets)}
         self._values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}  # pruned and moved
 
@@ -160,7 +145,7 @@ class _Block:
     def calls(
         self, targets: list[Target], number: int, pruned: bool, whole: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """What some targets see in a batch: by name, their inputs, float32, and their outputs; and the block's output.
+        """What some targets see in a batch: by name, their inputs and their outputs; and the block's output.
 
         Args:
             targets: of the block.
@@ -174,7 +159,7 @@ class _Block:
 
         def observe(layers: list[Layer], given: Tensor, returned: Any) -> None:
             for layer in layers:  # copies, because the block may write into both
-                inputs.setdefault(layer.name, []).append(given.detach().flatten(0, -2).to(torch.float32, copy=True))
+                inputs.setdefault(layer.name, []).append(given.detach().flatten(0, -2).clone())
                 outputs.setdefault(layer.name, []).append(returned.detach().flatten(0, -2).clone())
             if not whole and inputs.keys() == names:
                 raise _AllSeen
@@ -250,24 +235,25 @@ def _update_block(
             found[target.name] = Moved(None, FitRecord(tokens=0))
             if update.search is not None:
                 block.change(target, mask_of(target), None)
-    for part in (part for level in levels for part in level.parts()):
-        moments = _moments(block, part, seen, update)
-        pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
-        mine = {
-            target.name: _updated(block, target, each, update, masks.get(target.name), mask_of, counts_of)
-            for target, each in ranks().part(pairs)
-        }
-        results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
-        for target in part.targets:
-            found[target.name], mask = results[target.name]
-            block.change(target, mask, found[target.name].weight)
-        del moments, pairs
-        moments = _moments(block, part, held_out, update)
-        for first, targets in part.inputs.items():
-            for target in targets if first in moments else ():
-                record = found[target.name].record
-                errors = _errors(block, target, results[target.name][1], found[target.name].weight, moments[first])
-                record.held_out_before, record.held_out_after = errors or (None, None)
+    with closing(_DenseCalls(block, levels, update)) as dense:
+        for part in (part for level in levels for part in level.parts()):
+            moments = _moments(block, dense, part, seen, update)
+            pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
+            mine = {
+                target.name: _updated(block, target, each, update, masks.get(target.name), mask_of, counts_of)
+                for target, each in ranks().part(pairs)
+            }
+            results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
+            for target in part.targets:
+                found[target.name], mask = results[target.name]
+                block.change(target, mask, found[target.name].weight)
+            del moments, pairs
+            moments = _moments(block, dense, part, held_out, update)
+            for first, targets in part.inputs.items():
+                for target in targets if first in moments else ():
+                    record = found[target.name].record
+                    errors = _errors(block, target, results[target.name][1], found[target.name].weight, moments[first])
+                    record.held_out_before, record.held_out_after = errors or (None, None)
     return found
 
 
@@ -387,44 +373,97 @@ class _Moments:
         return _Moments(self.gram.to(device), cross, wanted, energy, self.tokens)
 
 
-def _moments(block: _Block, level: _Level, numbers: Sequence[int], update: Update) -> dict[str, _Moments]:
+class _DenseCalls:
+    """What a block's targets see in the dense model, found in a pass that advances its hidden states.
+
+    Experts are left out, because other tokens may be routed to them there; and the inputs of the closing level, because its
+    target restores the outputs of the block.
+
+    Attributes:
+        shares: by batch and target, the weights of the tokens; None if all are equal.
+        energy: by batch and target, sum_t w_t (W x_t)_r^2 of each output r, float64, shape (outputs,).
+    """
+
+    def __init__(self, block: _Block, levels: list[_Level], update: Update) -> None:
+        self.shares: dict[tuple[int, str], Tensor | None] = {}
+        self.energy: dict[tuple[int, str], Tensor] = {}
+        inner = [level for level in levels if not level.routed and not level.closing]
+        self._firsts = [first for level in inner for first in level.inputs]
+        walk, relative = block.walk, update.weighting == "relative"
+        hidden, tokens = walk.hidden.get(0, walk.device), sum(batch.numel() for batch in walk.batches)
+        width = sum(targets[0].matrix.columns for level in inner for targets in level.inputs.values())
+        size = tokens * width * hidden.element_size()
+        self._inputs = HiddenStates(choose_place(walk.runner.hidden_states, size, hidden.device))
+        targets = [target for level in levels if not level.routed for target in level.targets]
+        for number, batch in enumerate(walk.batches):
+            inputs, outputs, output = block.calls(targets, number, pruned=False, whole=True)
+            for place, first in enumerate(self._firsts):
+                self._inputs.put(number * len(self._firsts) + place, inputs[first])
+            for target in targets:
+                returned, bias = outputs[target.name], bias_of(block.model, target.layer)
+                shares = _token_weights(returned) if relative else None
+                self.shares[number, target.name] = shares
+                self.energy[number, target.name] = _energy(returned if bias is None else returned - bias, shares)
+            assert output is not None
+            walk.hidden.put(number, output)
+            walk.bar.update(batch.numel())
+
+    def inputs(self, number: int, first: str, device: torch.device) -> Tensor:
+        """The inputs of a target in a batch, float32, shape (tokens, inputs)."""
+        return self._inputs.get(number * len(self._firsts) + self._firsts.index(first), device).float()
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        self._inputs.close()
+
+
+def _token_weights(outputs: Tensor) -> Tensor:
+    """1 / ||y_t||^2 for the dense outputs y_t of each token, with their bias; 0 for outputs of zero."""
+    squares = outputs.float().square().sum(1)
+    return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))
+
+
+def _energy(outputs: Tensor, shares: Tensor | None) -> Tensor:
+    """sum_t w_t y_tr^2 of each output r, float64, shape (outputs,), for the weights w_t of the tokens; None: all 1."""
+    squares = outputs.float().square()
+    return (squares if shares is None else squares * shares[:, None]).sum(0).double()
+
+
+def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence[int], update: Update) -> dict[str, _Moments]:
     """The moments of a level's inputs over some batches of all ranks, by the first target of each input that saw a token.
 
     Raises:
         UserError: a moment is not finite.
     """
     found: dict[str, _Moments] = {}
-    relative = update.weighting == "relative"
     for number in numbers:
         firsts = [targets[0] for targets in level.inputs.values()]
         inputs, returned, output = block.calls(firsts, number, pruned=True, whole=level.routed or level.closing)
-        dense, wanted = dict[str, Tensor](), dict[str, Tensor]()
-        if not level.routed and (relative or not level.closing):
-            dense, wanted, _ = block.calls(level.targets, number, pruned=False)
         for first, x in inputs.items():
+            x = x.float()
             for target in level.inputs[first]:
-                bias = bias_of(block.model, target.layer)
+                name, y = target.name, None
                 if level.routed:  # other tokens may be routed to it in the dense model
-                    wanted[target.name] = x @ block.weight(target).T
-                shares = _token_weights(wanted[target.name]) if relative else None
-                if level.closing and output is not None:
-                    missing = block.outputs.get(number, output.device).float() - output.float()
-                    y = missing.flatten(0, -2) + returned[first].float()
+                    y = x @ block.weight(target).T
+                    shares = _token_weights(y) if update.weighting == "relative" else None
                 else:
-                    y = wanted[target.name]
-                y = y if bias is None else y - bias
-                if target.name == first:
+                    shares = dense.shares[number, name]
+                if level.closing and output is not None:
+                    missing = block.dense.get(number, output.device).float() - output.float()
+                    bias = bias_of(block.model, target.layer)
+                    y = missing.flatten(0, -2) + returned[first].float()
+                    y = y if bias is None else y - bias.float()
+                if name == first:
                     sums = found.setdefault(first, _Moments.zeros(level, target, x))
                     sums.tokens += len(x)
                     left = x.T if shares is None else (x * shares[:, None]).T
                     sums.gram.addmm_(left, x)
                     if sums.cross is not None:
-                        sums.cross.addmm_(left, dense[first])
-                    if sums.wanted is not None:
+                        sums.cross.addmm_(left, dense.inputs(number, first, x.device))
+                    if sums.wanted is not None and y is not None:
                         sums.wanted.addmm_((y if shares is None else y * shares[:, None]).T, x)
-                squares = y.float().square()
-                energy = (squares if shares is None else squares * shares[:, None]).sum(0).double()
-                sums.energy[target.name] = sums.energy.get(target.name, 0) + energy
+                energy = dense.energy[number, name] if y is None else _energy(y, shares)
+                sums.energy[name] = sums.energy.get(name, 0) + energy
     if ranks().count > 1:
         device = block.weight(level.targets[0]).device
         shared = ranks().gather({first: sums.to(torch.device("cpu")) for first, sums in found.items()})
@@ -439,12 +478,6 @@ def _moments(block: _Block, level: _Level, numbers: Sequence[int], update: Updat
                 "or prune without a fit."
             )
     return found
-
-
-def _token_weights(outputs: Tensor) -> Tensor:
-    """1 / ||y_t||^2 for the dense outputs y_t of each token, with their bias; 0 for outputs of zero."""
-    squares = outputs.float().square().sum(1)
-    return torch.where(squares > 0, squares.reciprocal(), torch.zeros_like(squares))
 
 
 def _updated(

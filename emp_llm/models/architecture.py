@@ -1,0 +1,520 @@
+"""The layers of a model, where a checkpoint stores them, and the choice of targets. Imports neither torch nor transformers.
+
+architecture = Architecture.of_checkpoint(checkpoint)      # of the checkpoint, only config.json and headers are read
+targets = architecture.select("mlp")                       # each a layer of the model and its stored matrix
+coverage = architecture.coverage(targets)
+"""
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
+from emp_llm.common.errors import UserError, count_of, shortened_list
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_SCOPES: dict[str, tuple[Kind, ...]] = {
+    "mlp": ("mlp",),
+    "attention": ("attention",),
+    "all-linear": ("mlp", "attention", "other"),
+}
+# Lookup tables, in a block or outside: relative position biases, position embeddings.
+_TABLES = re.compile(r"(^|_)(bias|embed|embeddings?)$|^embed_|^w[tp]e$", re.IGNORECASE)
+_NAMES_ONLY = re.compile(r"[\w.]+(\s*,\s*[\w.]+)*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layer to prune, and its stored weight."""
+
+    layer: Layer
+    matrix: Matrix
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The share of a model that the targets cover.
+
+    Attributes:
+        targets: number of target matrices; targets_outside: of these, outside the decoder blocks.
+        matrices: number of matrices in decoder blocks; the matrix of each expert counts as one.
+        target_parameters, parameters: weights of the targets; parameters of the checkpoint.
+        targets_in_blocks: weights of the targets in decoder blocks.
+        block_parameters: weights of all matrices in decoder blocks.
+        unreachable: parameters in blocks whose matrices cannot be targets; without routers, which are never pruned.
+        unreachable_parameters: number of their weights.
+        dense_towers: name of a part of a multimodal model that stays dense as a whole -> number of its parameters.
+    """
+
+    targets: int
+    targets_outside: int
+    matrices: int
+    target_parameters: int
+    targets_in_blocks: int
+    parameters: int
+    block_parameters: int
+    unreachable: tuple[str, ...]
+    unreachable_parameters: int
+    dense_towers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def share_of_blocks(self) -> float | None:
+        """The targets' share of the weights in decoder blocks; None without such weights."""
+        return self.targets_in_blocks / self.block_parameters if self.block_parameters else None
+
+    @property
+    def unreachable_share(self) -> float:
+        """The unreachable share of the weights in decoder blocks."""
+        return self.unreachable_parameters / self.block_parameters if self.block_parameters else 0.0
+
+    @property
+    def dense_shares(self) -> dict[str, float]:
+        """The share of each dense tower in the parameters of the checkpoint, the largest first."""
+        largest_first = sorted(self.dense_towers.items(), key=lambda item: -item[1])
+        return {name: number / (self.parameters or 1) for name, number in largest_first}
+
+    def check(self, targets: str | list[str], allow_partial: bool) -> None:
+        """Warn if layers in the scope cannot be pruned.
+
+        Raises:
+            UserError: they hold more than half of the weights in blocks, and `allow_partial` is false.
+        """
+        if targets not in ("mlp", "all-linear") or self.unreachable_share < 0.01:
+            return
+        problem = (
+            f"{100 * self.unreachable_share:.0f} % of the weights in decoder blocks cannot be pruned "
+            f"({shortened_list(self.unreachable)})"
+        )
+        if self.unreachable_share > 0.5 and not allow_partial:
+            raise UserError(f"{problem}. To prune only the others, add --allow-partial.")
+        logger.warning("warning: %s; they stay dense.", problem)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The layers of a model and their weights in a checkpoint.
+
+    Attributes:
+        checkpoint: only its folder, config and tensors are used, so headers without weights suffice.
+        layers: in the model's order.
+        stored_names: parameter -> stored tensor, for parameters stored one to one.
+        block_shapes: parameter -> shape in the model, for the parameters of decoder blocks.
+        shapes: parameter -> shape in the model, if the model's class is known.
+        experts: name of an expert's layer -> its stored matrix.
+        towers: name of a module outside the language tower -> its tower; empty for a model of text alone.
+        language: name of the module of the language tower; empty if it is the whole model.
+        main: the tower of the decoder blocks: of the language model, or of the list that --blocks names.
+    """
+
+    checkpoint: Checkpoint
+    layers: list[Layer]
+    stored_names: dict[str, str]
+    block_shapes: dict[str, Shape]
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    experts: dict[str, Matrix] = field(default_factory=dict)
+    towers: dict[str, Tower] = field(default_factory=dict)
+    language: str = ""
+    main: Tower = "language"
+
+    @classmethod
+    def of_checkpoint(
+        cls, checkpoint: Checkpoint, blocks: str | None = None, trust_remote_code: bool = False, names_suffice: bool = False
+    ) -> "Architecture":
+        """The architecture of a checkpoint: from conventional names, else from the class of config.json, built without weights.
+
+        Importing transformers takes several times as long as pruning a small model. Most published models follow the
+        conventions of Llama, and then names and shapes tell the same as the class; `scripts/check_conventional.py` compares
+        the two ways for every class of transformers.
+
+        Args:
+            checkpoint: the model.
+            blocks: name of the list of decoder blocks; None: detected.
+            trust_remote_code: run code from the model's folder.
+            names_suffice: for a model without a known class, derive the layers from the names in the checkpoint.
+
+        Raises:
+            UserError: transformers has no class for the model, or the checkpoint lacks some of its weights.
+        """
+        known = conventional(checkpoint, blocks)
+        if known is not None:
+            return known
+        from emp_llm.models.loading import NoModelClassError, build_skeleton
+
+        try:
+            return cls.of_model(checkpoint, build_skeleton(checkpoint.folder, trust_remote_code), blocks)
+        except NoModelClassError as error:
+            if not names_suffice:
+                raise
+            logger.warning("%s Its layers are derived from the names of its tensors.", error)
+            return by_names(checkpoint, error.reads_text)
+
+    @classmethod
+    def of_model(cls, checkpoint: Checkpoint, model: "nn.Module", blocks: str | None = None) -> "Architecture":
+        """The architecture of a model of transformers, with or without weights, and its checkpoint.
+
+        Args:
+            checkpoint: its weights.
+            model: of any class.
+            blocks: name of the list of decoder blocks; None: detected.
+
+        Raises:
+            UserError: the model has no decoder blocks, or the checkpoint lacks some of its weights.
+        """
+        from emp_llm.models.modules import block_lists, find_names, find_stacks, model_layers
+
+        towers = block_lists(model, blocks)
+        stored = find_names(model, checkpoint, find_stacks(model, towers))
+        if stored.missing:
+            raise UserError(
+                f"{checkpoint.folder}: {count_of(len(stored.missing), 'weight')} of the model "
+                f"{'is' if len(stored.missing) == 1 else 'are'} missing: {shortened_list(stored.missing)}. The checkpoint is "
+                "incomplete; download it again."
+            )
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        order = {name: number for number, name in enumerate(shapes)}
+        layers = model_layers(model, towers) + [layer for layer, _ in stored.experts]
+        return cls(
+            checkpoint=checkpoint,
+            layers=sorted(layers, key=lambda layer: order.get(layer.parameter, len(order))),
+            stored_names=stored.names,
+            block_shapes={
+                f"{each.path}.{name}": tuple(parameter.shape)
+                for each in towers.lists
+                for name, parameter in each.modules.named_parameters()
+            },
+            shapes=shapes,
+            experts={layer.name: matrix for layer, matrix in stored.experts},
+            towers=towers.others,
+            language=towers.language,
+            main=towers.lists[0].tower,
+        )
+
+    def select(self, targets: str | list[str], ignore: str | list[str] | None = None, tower: str = "language") -> list[Target]:
+        """The targets that match a specification, in the model's order.
+
+        Args:
+            targets: "mlp", "attention", "all-linear"; name suffixes, as a list or separated by commas; or a regular
+                expression for the whole module name. Heads and embeddings match only if their name is written out.
+            ignore: name suffixes or a regular expression of modules to leave out.
+            tower: the part of a multimodal model, "language", "vision" or "all".
+
+        Raises:
+            UserError: nothing matches, the model has no such tower, a regular expression is invalid, or a weight is not stored
+                as a 16-, 32- or 64-bit floating-point matrix.
+        """
+        self._check_tower(tower)
+        matching = [layer for layer in self.layers if in_scope(layer, targets)]
+        if ignore:
+            matching = [layer for layer in matching if not is_named(layer, ignore)]
+        embeddings = {self.stored_names.get(layer.parameter) for layer in self.layers if layer.kind == "embedding"}
+        target_at: dict[tuple[str, int | None], Target] = {}
+        for layer in matching:
+            matrix = self._matrix(layer) if self._in(tower, layer.tower) else None
+            if matrix is None:
+                continue
+            place = matrix.stored.name, matrix.expert
+            if place in target_at:
+                logger.warning("%s shares its weight with %s; it is pruned once.", layer.name, target_at[place].name)
+                continue
+            if layer.kind == "head" and matrix.stored.name in embeddings:
+                logger.warning("warning: %s is tied to the embeddings (%s); both change.", layer.name, matrix.stored.name)
+            target_at[place] = Target(layer, matrix)
+        if target_at:
+            return list(target_at.values())
+        asked = f"--targets {targets!r}{f' without {ignore!r}' if ignore else ''}"
+        if matching:
+            elsewhere = shortened_list([layer.name for layer in matching])
+            raise UserError(f"{asked} match no layer of the {tower} tower, only {elsewhere}. Add --tower all.")
+        roles = sorted({layer.role for layer in self.layers if layer.block is not None})
+        unreachable = self._unreachable(self._in_blocks("all"))
+        raise UserError(
+            f"{asked} match nothing in {self.checkpoint.folder}. The layers of its blocks are: {', '.join(roles) or 'none'}."
+            + (f" These weights belong to no layer: {shortened_list(unreachable)}." if unreachable else "")
+        )
+
+    def coverage(self, targets: list[Target], tower: str = "language") -> Coverage:
+        """The share of the model, or of its chosen tower, that these targets cover."""
+        in_blocks = [target for target in targets if target.layer.block is not None]
+        blocks = self._in_blocks(tower)
+        unreachable = self._unreachable(blocks)
+        return Coverage(
+            targets=len(targets),
+            targets_outside=len(targets) - len(in_blocks),
+            matrices=sum(number for number, _ in blocks.values()),
+            target_parameters=sum(target.matrix.numel for target in targets),
+            targets_in_blocks=sum(target.matrix.numel for target in in_blocks),
+            parameters=self.checkpoint.parameters,
+            block_parameters=sum(weights for _, weights in blocks.values()),
+            unreachable=unreachable,
+            unreachable_parameters=sum(blocks[name][1] for name in unreachable),
+            dense_towers=self._dense_towers(tower),
+        )
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model has a tower for images."""
+        return any(layer.tower == "vision" for layer in self.layers)
+
+    def _in(self, choice: str, tower: Tower) -> bool:
+        """Whether a choice of towers includes a tower. "language" means the tower of --blocks, if that names another."""
+        return choice == "all" or tower == (self.main if choice == "language" else choice)
+
+    def _in_blocks(self, tower: str) -> dict[str, tuple[int, int]]:
+        """Name -> numbers of matrices and of weights, for each parameter of the decoder blocks that holds matrices."""
+        layers = Counter(layer.parameter for layer in self.layers if layer.block is not None)
+        tables = {layer.parameter for layer in self.layers if layer.kind == "embedding"}
+        return {
+            name: (layers[name] or math.prod(shape[:-2]), math.prod(shape))
+            for name, shape in self.block_shapes.items()
+            if len(shape) >= 2 and min(shape) > 1 and "bias" not in name.rpartition(".")[2] and name not in tables
+            if self._in(tower, tower_of(self.towers, name))
+        }
+
+    def _unreachable(self, in_blocks: Iterable[str]) -> tuple[str, ...]:
+        """Those parameters whose matrices cannot be targets, without routers."""
+        reached = {layer.parameter for layer in self.layers if layer.expert or layer.parameter in self.stored_names}
+        others = [name for name in in_blocks if name not in reached]
+        return tuple(name for name in others if name.removesuffix(".weight").rpartition(".")[2] not in ROUTER_NAMES)
+
+    def _dense_towers(self, tower: str) -> dict[str, int]:
+        """Name -> number of parameters of each part outside the chosen tower."""
+        sizes = dict.fromkeys(self.towers, 0)
+        for name, shape in self.shapes.items() if self.towers else ():
+            root = next((root for root in self.towers if name == root or name.startswith(f"{root}.")), None)
+            if root is not None:
+                sizes[root] += math.prod(shape)
+        dense = {root: size for root, size in sizes.items() if not self._in(tower, self.towers[root])}
+        if self.towers and not self._in(tower, "language"):
+            dense[self.language or "language model"] = self.checkpoint.parameters - sum(sizes.values())
+        return dense
+
+    def _check_tower(self, tower: str) -> None:
+        """Raise UserError if the model has no layers in a tower."""
+        if any(self._in(tower, layer.tower) for layer in self.layers if layer.kind != "embedding"):
+            return
+        own = sorted({layer.tower for layer in self.layers})
+        if own == ["language"]:
+            raise UserError(
+                f"--tower {tower}: {self.checkpoint.folder} reads only text and has no {tower} tower. Leave it out."
+            )
+        if own:
+            raise UserError(
+                f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
+                "prune them by a magnitude method, add --tower all."
+            )
+
+    def _matrix(self, layer: Layer) -> Matrix | None:
+        """The stored weight of a layer; None, with a warning, if it is not a tensor of its own."""
+        if layer.expert is not None:
+            matrix = self.experts[layer.name]
+        elif layer.parameter in self.stored_names:
+            matrix = Matrix(self.checkpoint.tensors[self.stored_names[layer.parameter]], layer.transposed)
+        else:
+            logger.warning("%s: its weight is not a separate tensor in the checkpoint; it stays dense.", layer.name)
+            return None
+        stored = matrix.stored
+        if stored.dtype == FP8_DTYPE and len(stored.shape) == 2:
+            matrix = replace(matrix, scales=block_scales(stored, self.checkpoint.tensors, self.checkpoint.config))
+        elif stored.dtype not in PRUNABLE_DTYPES or len(stored.shape) != (2 if matrix.expert is None else 3):
+            raise UserError(
+                f"{stored.shard}: {stored.name} is stored as {stored.dtype} {list(stored.shape)}; only 16-, 32- and 64-bit "
+                "floating-point matrices can be pruned. Prune the original model and quantise the result."
+            )
+        shape = stored.shape if layer.expert else self.shapes.get(layer.parameter, stored.shape)
+        if shape != stored.shape:
+            raise UserError(
+                f"{self.checkpoint.folder}: {layer.name} has the shape {list(shape)} by config.json, and {list(stored.shape)} "
+                "in the checkpoint; they do not belong together. Download the model again."
+            )
+        return matrix
+
+
+def in_scope(layer: Layer, targets: str | list[str]) -> bool:
+    """Whether a specification matches a layer. Heads, embeddings and routers match only if their name is written out."""
+    if isinstance(targets, str) and targets in _SCOPES:
+        return layer.kind in _SCOPES[targets]
+    if not is_named(layer, targets):
+        return False
+    written = targets if isinstance(targets, str) else ",".join(targets)
+    written_out = re.search(rf"(?<!\w){re.escape(layer.leaf)}(?!\w)", written) is not None
+    return layer.kind not in ("head", "embedding", "router") or written_out
+
+
+def is_named(layer: Layer, names: str | list[str]) -> bool:
+    """PEFT's rule: a list holds name suffixes; a string is such a list with commas, or a regex for the whole name."""
+    if isinstance(names, str) and not _NAMES_ONLY.fullmatch(names):
+        try:
+            return re.fullmatch(names, layer.name) is not None
+        except re.error as error:
+            raise UserError(f"--targets or --ignore {names!r} is not a valid regular expression ({error}).") from error
+    suffixes = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    return any(layer.name == suffix or layer.name.endswith(f".{suffix}") for suffix in suffixes)
+
+
+def check_calibrated(layers: Iterable[Layer], with_images: bool = False) -> None:
+    """Raise UserError if a layer is in a tower that the calibration data does not reach.
+
+    Args:
+        layers: those that need input activations.
+        with_images: the data holds images besides text, and so reaches the vision tower.
+    """
+    reached = ("language", "vision") if with_images else ("language",)
+    beside = next((layer for layer in layers if layer.tower not in reached), None)
+    if beside is None:
+        return
+    remedy = "Use a magnitude method, which needs none."
+    if beside.tower == "vision":
+        remedy = (
+            "Calibrate on images too, by --calibration DATA,image=COLUMN, or use a magnitude method, which needs none; or in "
+            "Python, give batches with images to prune_model."
+        )
+    raise UserError(
+        f"{beside.name} is in the {beside.tower} tower. Calibration runs on text{' and images' if with_images else ''}, "
+        f"so this tower has no input activations. {remedy}"
+    )
+
+
+_BLOCKS = "model.layers"
+_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+_MORE_NORMS = {
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+}
+# The linear layers of attention and MLP, joined or apart, in the order of the modules.
+_ATTENTION = (("q_proj", "k_proj", "v_proj", "o_proj"), ("o_proj", "qkv_proj"))
+_MLP = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+
+
+def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architecture | None:
+    """The architecture of a checkpoint that follows the conventions of Llama in every name and shape; None for any other.
+
+    Args:
+        checkpoint: the model.
+        blocks: name of the list of decoder blocks, if given by the user.
+    """
+    config, shapes = checkpoint.config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    classes = config.get("architectures")
+    if not (isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")):
+        return None
+    if "auto_map" in config or "model_type" not in config or blocks not in (None, _BLOCKS):
+        return None
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = [config.get(key) for key in keys]
+    sizes.append(config.get("num_key_value_heads") or sizes[-1])
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    vocabulary, hidden, inner, number, heads, groups = (int(size or 0) for size in sizes)
+    head = config.get("head_dim") or hidden // heads
+    if type(head) is not int:
+        return None
+
+    tied = config.get("tie_word_embeddings") is True
+    outside = {name for name in shapes if not _IN_BLOCK.fullmatch(name)}
+    if outside not in ({_EMBEDDING, _NORM, _HEAD}, {_EMBEDDING, _NORM} if tied else None):
+        return None
+    if any(shapes[name] != (vocabulary, hidden) for name in outside - {_NORM}):
+        return None
+    in_block: dict[int, dict[str, Shape]] = {}
+    for name in shapes.keys() - outside:
+        _, _, index, inside = name.split(".", 3)
+        in_block.setdefault(int(index), {})[inside] = shapes[name]
+    first = in_block.get(0, {})
+    if sorted(in_block) != list(range(number)) or any(block != first for block in in_block.values()):
+        return None
+    roles = _conventional_roles(first, hidden, inner, heads * head, groups * head)
+    if not roles:
+        return None
+    layers = [Layer("model.embed_tokens", "embedding", None)]
+    for block in range(number):
+        for role in roles:
+            layers.append(Layer(f"{_BLOCKS}.{block}.{role}", "attention" if role.startswith("self_attn") else "mlp", block))
+    layers.append(Layer("lm_head", "head", None))
+    stored_names = {_HEAD: _EMBEDDING} | {name: name for name in shapes}
+    return Architecture(checkpoint, layers, stored_names, {name: shapes[name] for name in shapes if name not in outside})
+
+
+def _conventional_roles(block: dict[str, Shape], hidden: int, inner: int, queries: int, keys: int) -> list[str]:
+    """The linear layers of a block, in the order of its modules; empty if the block is not conventional."""
+    expected = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "qkv_proj": (queries + 2 * keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "gate_up_proj": (2 * inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    for attention, mlp in product(_ATTENTION, _MLP):
+        shapes = {f"self_attn.{leaf}": expected[leaf] for leaf in attention} | {f"mlp.{leaf}": expected[leaf] for leaf in mlp}
+        weights = {f"{role}.weight" for role in shapes}
+        biases = {f"{role}.bias" for role in shapes}
+        if weights | _NORMS <= block.keys() <= weights | biases | _NORMS | _MORE_NORMS:
+            return list(shapes) if all(block[f"{role}.weight"] == shape for role, shape in shapes.items()) else []
+    return []
+
+
+def by_names(checkpoint: Checkpoint, reads_text: bool = True) -> Architecture:
+    """The architecture derived from the names in a checkpoint, for a model without a known class.
+
+    Args:
+        checkpoint: the model.
+        reads_text: layers belong to a language model if their names tell nothing else.
+    """
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape, reads_text)) is not None]
+    towers: dict[str, Tower] = {}
+    for name in shapes:
+        parts = name.split(".")
+        roots = [".".join(parts[: number + 1]) for number in range(len(parts))]
+        root = next((root for root in roots if named_tower(root) is not None), None) if reads_text else name
+        if root is not None:
+            towers[root] = named_tower(root) or "vision"
+    return Architecture(
+        checkpoint=checkpoint,
+        layers=layers,
+        stored_names={layer.parameter: layer.parameter for layer in layers},
+        block_shapes={name: shape for name, shape in shapes.items() if re.search(r"(^|\.)\d+\.", name)},
+        shapes=shapes,
+        towers=towers,
+    )
+
+
+def _layer_by_name(name: str, shape: Shape, reads_text: bool) -> Layer | None:
+    """The layer whose weight has a name; None if it is no matrix."""
+    module, _, parameter = name.rpartition(".")
+    if parameter != "weight" or len(shape) != 2:
+        return None
+    number = re.search(r"(?:^|\.)(\d+)\.", name)
+    leaf = module.rpartition(".")[2]
+    if number is None:
+        kind: Kind = "head" if leaf in ("lm_head", "embed_out", "output") else "embedding"
+    elif _TABLES.search(leaf):
+        kind = "embedding"
+    elif leaf in ROUTER_NAMES and shape[0] * 4 <= shape[1]:
+        kind = "router"
+    else:
+        kind = "attention" if MIXES_TOKENS.search(module) else "mlp"
+    block = None if number is None or kind == "embedding" else int(number[1])
+    tower = named_tower(module) or ("language" if reads_text else "vision")
+    return Layer(module, kind, block, tower=tower, part="" if tower == "language" else tower)

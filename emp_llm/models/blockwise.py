@@ -1,0 +1,580 @@
+"""A language model run on text, whole or block by block: each block is loaded once, and all batches pass through it.
+
+    runner = BlockwiseModel(model)
+    for logits in runner.forward(batches): ...       # those of model(batch, use_cache=False), bit for bit
+
+The same with access to each block while its weights are loaded:
+
+    with runner.walk(batches) as walk:               # runs the part before the first block
+        for step in walk.steps():                    # the block's weights are on its device
+            step.run()                               # all batches pass through it
+        walk.tail(0)                                 # final norm and head, for one batch
+
+The arguments of every block's call are recorded from the model's own forward pass, in which a stand-in takes the place of each
+block and returns its hidden states unchanged. So masks, rotary embeddings and any other arguments are the model's own, for each
+block separately (they differ between Gemma's local and global layers), and no code depends on the family.
+"""
+
+import errno
+import tempfile
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from contextlib import closing, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
+from emp_llm.common.errors import UserError, reason
+from emp_llm.common.machine import OutOfMemory, available_memory, enough_for_weights, enough_memory, ran_out
+from emp_llm.common.progress import progress_bar
+from emp_llm.models.modules import body_of, find_blocks, find_towers
+from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
+from emp_llm.options.calibration import Place
+
+NOT_BY_BLOCKS = (
+    "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use --execution model, and "
+    "--propagate dense."
+)
+Forward = Callable[..., Any]
+
+
+def reads_twice(model: nn.Module) -> bool:
+    """Whether a model has an encoder and a decoder that both read text."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def decoder_ids(model: Any, ids: Tensor) -> Tensor:
+    """The decoder's token ids for an encoder's, int64, both of shape (sequences, length).
+
+    They are the same text shifted right by one, as in training the model to repeat its input.
+
+    Raises:
+        UserError: the model's config names no token to begin with.
+    """
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    names = ("decoder_start_token_id", "bos_token_id")
+    values = [getattr(config, name, None) for name in names for config in configs]
+    start = next((value for value in values if value is not None), None)
+    if start is None:
+        raise UserError(
+            f"{type(model).__name__}: its config has no decoder_start_token_id to begin the decoder's text with. Add it to "
+            "config.json."
+        )
+    return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
+
+
+def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
+    """The output of a model, or of a part of it, for token ids, int64, shape (sequences, length).
+
+    Raises:
+        UserError: the model needs other inputs than text, or names no token to begin the decoder's text with.
+    """
+    ids = batch.to(input_device(model))
+    others = {"decoder_input_ids": decoder_ids(model, ids)} if reads_twice(model) else {}
+    try:
+        return body(input_ids=ids, use_cache=False, **others)
+    except (TypeError, ValueError, AttributeError) as error:
+        if ran_out(error) or isinstance(error, UserError) or not find_towers(model).others:
+            raise
+        raise UserError(
+            f"{type(model).__name__}: it does not run on text alone ({reason(error)}). Use a magnitude method, which needs no "
+            "forward pass."
+        ) from error
+
+
+class BlockwiseModel:
+    """A model that runs one decoder block at a time.
+
+    Args:
+        model: in evaluation mode, on any devices, offloaded or not (as `load_model` returns it).
+        blocks: name of the list of decoder blocks; None: detected.
+        hidden_states: where they are stored between blocks.
+
+    Attributes:
+        path, blocks: name and list of the decoder blocks.
+        bytes_read: of offloaded weights, so far.
+
+    Raises:
+        UserError: no blocks are found, or `hidden_states` is not a place.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto") -> None:
+        _check_place(hidden_states)
+        if reads_twice(model):
+            raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
+        self.model = model
+        self.path, self.blocks = find_blocks(model, blocks)
+        self.hidden_states = hidden_states
+        self.bytes_read = 0
+        self._outputs: int | None = None  # the form of a block's output, see `_record_calls`
+        self._outside = OutsideModules(model, self.blocks)
+
+    def forward(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The logits of each batch, in order: those of `model(batch, use_cache=False)`.
+
+        Args:
+            batches: token ids, int64, shape (sequences, length); lengths may differ.
+
+        Yields:
+            Shape (sequences, length, vocabulary), in the model's dtype, on its device.
+        """
+        with self.walk(batches, "forward") as walk:
+            for step in walk.steps():
+                step.run()
+            for number in range(len(batches)):
+                yield walk.tail(number).logits
+
+    def walk(self, batches: Sequence[Tensor], title: str = "blocks") -> "Walk":
+        """Run the part before the first block for every batch; returns the pass, for use as a context.
+
+        Raises:
+            UserError: there are no batches, or the model's blocks cannot be run one at a time.
+        """
+        if not batches:
+            raise UserError("there are no batches to run; give at least one.")
+        self.prepare(batches[0])
+        return Walk(self, batches, title)
+
+    def prepare(self, batch: Tensor) -> None:
+        """Find out from one batch how the blocks are called. `walk` does this unless it was done before.
+
+        Raises:
+            UserError: the blocks cannot be run one at a time, or memory runs out.
+        """
+        if self._outputs is not None:
+            return
+        refused: list[Exception] = []
+        body = body_of(self.model)
+        for outputs in range(4):
+            try:
+                with torch.no_grad(), self._before_blocks(batch):
+                    calls = _record_calls(self.blocks, lambda: run_on_text(self.model, body, batch), outputs)[1]
+                    _check_independence(self.blocks, lambda: run_on_text(self.model, body, batch), outputs, calls)
+            except OutOfMemory:
+                raise
+            except (InseparableBlocks, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+                refused.append(error)
+                continue
+            self._outputs = outputs
+            return
+        cause = next((error for error in refused if isinstance(error, InseparableBlocks)), refused[0])
+        if isinstance(cause, RuntimeError):  # the model itself fails, whatever its blocks return
+            raise cause
+        raise UserError(
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reason(cause)}. Name others "
+            "with --blocks PATH, or use --execution model."
+        )
+
+    @contextmanager
+    def _before_blocks(self, batch: Tensor) -> Iterator[None]:
+        """Where the part of the model before its first block runs."""
+        where = f"{type(self.model).__name__} before its first block"
+        with enough_memory(lambda: (where, input_device(self.model)), batch), self._outside.loaded_on_call():
+            yield
+
+
+class Walk:
+    """One pass of batches through the model, block by block. `BlockwiseModel.walk` creates it; use it as a context.
+
+    Attributes:
+        batches: token ids.
+        hidden: the hidden states between two blocks.
+        device: of the first block.
+        bar: the progress bar.
+    """
+
+    def __init__(self, runner: BlockwiseModel, batches: Sequence[Tensor], title: str) -> None:
+        self.runner = runner
+        self.batches = batches
+        self._calls: list[list[Call]] = []
+        self.device = execution_device(runner.blocks[0])
+        tokens = sum(batch.numel() for batch in batches)
+        self.bar = progress_bar(tokens * len(runner.blocks), title, "tok")
+        last: dict[tuple[int, str], Tensor] = {}
+        try:
+            for number, batch in enumerate(batches):
+                with torch.no_grad(), runner._before_blocks(batch):
+                    hidden, calls = self._record(batch)
+                if number == 0:
+                    needed = hidden.nbytes * tokens // max(1, batch.numel())
+                    self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self.device))
+                self.hidden.put(number, hidden)
+                self._calls.append(_shared(calls, last))
+        finally:
+            self.runner.bytes_read += runner._outside.release()
+
+    @property
+    def place(self) -> Place:
+        """Where the hidden states are stored."""
+        return self.hidden.place
+
+    def __enter__(self) -> "Walk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hidden.close()
+        self.bar.close()
+        self.runner.bytes_read += self.runner._outside.release()
+
+    def steps(self, first: int = 0) -> Iterator["Step"]:
+        """The blocks from `first` on, in order. The weights of a block stay loaded until the next block is requested."""
+        runner = self.runner
+        with closing(loaded_blocks(list(runner.blocks)[first:])) as loader:
+            for index in range(first, len(runner.blocks)):
+                with enough_for_weights(f"{runner.path}.{index}", execution_device(runner.blocks[index])):
+                    runner.bytes_read += next(loader)
+                yield Step(self, index, runner.blocks[index])
+
+    def call(self, number: int, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        """The output of a block whose weights are loaded, for hidden states of a batch; its arguments stay as they are."""
+        step = Step(self, index, block)
+        return step._hidden(self._calls[number][index].isolated().on(block, hidden), hidden)
+
+    def tail(self, number: int, body: nn.Module | None = None, final: Tensor | None = None) -> Any:
+        """The model's output for a batch that has passed through all blocks.
+
+        It comes from the model's own forward pass without the blocks, so norm, head, scaling and soft-capping are the model's.
+
+        Args:
+            number: of the batch.
+            body: run only this part of the model.
+            final: hidden states that take the place of the batch's; the output then has a gradient for them.
+        """
+        runner, device, batch = self.runner, execution_device(self.runner.blocks[-1]), self.batches[number]
+        where = f"{type(runner.model).__name__} after its last block"
+        graph = torch.set_grad_enabled(final is not None)
+        with graph, runner._outside.loaded_on_call(), enough_memory(lambda: (where, device), batch):
+            # On the device of the last block, as in a pass of the whole model.
+            hidden = self.hidden.get(number, device) if final is None else final
+            count, outputs = len(runner.blocks), runner._outputs or 0
+
+            def forward(index: int) -> Forward:
+                def stand_in(*args: Any, **kwargs: Any) -> Any:
+                    return _as_output(hidden if index == count - 1 else _split(args, kwargs)[0], outputs)
+
+                return stand_in
+
+            with _replaced_forwards(runner.blocks, forward):
+                return run_on_text(runner.model, body or runner.model, batch)
+
+    def _record(self, batch: Tensor) -> tuple[Tensor, list["Call"]]:
+        runner = self.runner
+        try:
+            return _record_calls(runner.blocks, lambda: run_on_text(runner.model, runner.model, batch), runner._outputs or 0)
+        except InseparableBlocks as error:
+            raise UserError(f"{type(runner.model).__name__}: {error}; use --execution model.") from error
+
+
+class Step:
+    """One block of a pass, with its weights loaded.
+
+    Attributes:
+        index, name: of the block (3, "model.layers.3").
+        block: the module.
+    """
+
+    def __init__(self, walk: Walk, index: int, block: nn.Module) -> None:
+        self.index = index
+        self.name = f"{walk.runner.path}.{index}"
+        self.block = block
+        self._walk = walk
+
+    def run(self, advance: bool = True) -> None:
+        """Pass all batches through the block.
+
+        Args:
+            advance: keep the outputs as the inputs of the next block; else they are discarded.
+
+        Raises:
+            UserError: memory runs out, or the block returns no hidden states.
+        """
+        walk = self._walk
+        for number, batch in enumerate(walk.batches):
+            output = self.output(number, walk.hidden, isolated=not advance)
+            if advance:
+                walk.hidden.put(number, output)
+                walk.bar.update(batch.numel())
+
+    def output(self, number: int, states: "HiddenStates", isolated: bool = True) -> Tensor:
+        """The block's output for one batch.
+
+        Args:
+            number: of the batch.
+            states: hold the hidden states that enter the block.
+            isolated: leave these and the other arguments as they are; a block may write into them.
+
+        Raises:
+            UserError: memory runs out, or the block returns no hidden states.
+        """
+        walk, device = self._walk, execution_device(self.block)
+        or_else = ", or use --hidden-states cpu" if walk.place == "device" and device.type != "cpu" else ""
+        with torch.no_grad(), enough_memory(lambda: (self.name, device), walk.batches[number], or_else):
+            hidden = states.get(number, device)
+            call = walk._calls[number][self.index]
+            if isolated:
+                hidden, call = hidden.clone(), call.isolated()
+            return self._hidden(call.on(self.block, hidden), hidden)
+
+    def _hidden(self, output: Any, hidden: Tensor) -> Tensor:
+        """The hidden states in what the block returned for `hidden`."""
+        if isinstance(output, (tuple, list)) and output:
+            runner = self._walk.runner
+            runner._outputs = runner._outputs or 1
+            if runner._outputs > 1 and any(other is not None for other in output[1:]):
+                raise UserError(f"{self.name}: it returns more than hidden states; use --execution model.")
+            output = output[0]
+        if not isinstance(output, Tensor) or output.shape[-1:] != hidden.shape[-1:]:
+            raise UserError(f"{self.name}: it returns no hidden states, so it cannot be run alone; use --execution model.")
+        return output
+
+
+class HiddenStates:
+    """Hidden states between two blocks: numbered tensors, one for each batch. A new tensor replaces the one with its number.
+
+    Args:
+        place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which disappears on `close`.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._tensors: dict[int, Tensor] = {}
+        self._regions: dict[int, tuple[int, torch.Size, torch.dtype]] = {}
+        self._end = 0
+        self._file = tempfile.TemporaryFile(prefix="emp-llm-hidden-") if place == "disk" else None  # noqa: SIM115
+
+    def get(self, number: int, device: torch.device) -> Tensor:
+        """The tensor with a number, on a device."""
+        if self._file is None:
+            return self._tensors[number].to(device)
+        offset, shape, dtype = self._regions[number]
+        tensor = torch.empty(shape, dtype=dtype)
+        read_exactly(self._file.fileno(), tensor_bytes(tensor), offset, Path("hidden states"))
+        return tensor.to(device)
+
+    def put(self, number: int, tensor: Tensor) -> None:
+        """Store a tensor under a number.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        if self._file is None:
+            self._tensors[number] = tensor.cpu() if self.place == "cpu" else tensor
+            return
+        copy = tensor.contiguous().cpu()
+        offset, shape, dtype = self._regions.get(number, (self._end, copy.shape, copy.dtype))
+        if (shape, dtype) != (copy.shape, copy.dtype):
+            offset = self._end
+        try:
+            write_exactly(self._file.fileno(), tensor_bytes(copy), offset)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise UserError(
+                f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a folder on a larger disk, or "
+                "use --hidden-states cpu."
+            ) from error
+        self._regions[number] = (offset, copy.shape, copy.dtype)
+        self._end = max(self._end, offset + copy.nbytes)
+
+    def close(self) -> None:
+        """Free the memory or the file."""
+        self._tensors.clear()
+        if self._file is not None:
+            self._file.close()
+
+
+def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
+    """Where to store hidden states; for "auto", the nearest place in which they take less than half of the free memory.
+
+    Args:
+        wanted: the user's choice.
+        needed: bytes of the hidden states.
+        device: of the first block.
+
+    Raises:
+        UserError: `wanted` is not a place.
+    """
+    _check_place(wanted)
+    if device.type == "cpu" and wanted == "device":
+        return "cpu"
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
+        return "device"
+    available = available_memory()
+    return "cpu" if available is None or 2 * needed < available else "disk"
+
+
+def _check_place(wanted: str) -> None:
+    if wanted not in get_args(Place):
+        raise UserError(f"--hidden-states {wanted!r} is not one of {', '.join(get_args(Place))}.")
+
+
+class InseparableBlocks(Exception):
+    """The blocks of a model cannot be run one at a time; the message gives the reason."""
+
+
+class _LastBlock(Exception):
+    """The forward pass has reached the last block; the rest of it is not needed."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a block, without the hidden states.
+
+    Attributes:
+        keyword: the name by which the hidden states are passed; None: they are the first positional argument.
+        args, kwargs: the other arguments.
+    """
+
+    keyword: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, block: nn.Module, hidden: Tensor) -> Any:
+        """Call a block with these arguments."""
+        if self.keyword is None:
+            return block(hidden, *self.args, **self.kwargs)
+        return block(*self.args, **self.kwargs, **{self.keyword: hidden})
+
+    def isolated(self) -> "Call":
+        """The same call with copies of the containers in which a block may keep state, for a pass that must not change it."""
+        kwargs = {n: deepcopy(v) if isinstance(v, (MutableMapping, MutableSequence)) else v for n, v in self.kwargs.items()}
+        return Call(self.keyword, self.args, kwargs)
+
+
+def _record_calls(
+    blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, probe: bool = False
+) -> tuple[Tensor, list[Call]]:
+    """The hidden states that enter the first block, and the calls of all blocks.
+
+    Args:
+        blocks: the model's decoder blocks.
+        run: runs the model on one batch.
+        outputs: the form of a block's output: 0, a tensor; n, a tuple of n whose first element is the hidden states and whose
+            other elements are None, as before transformers 5.
+        probe: the stand-ins return other hidden states, and the pass runs to the model's end; else it ends at the last block.
+
+    Raises:
+        InseparableBlocks: the blocks are not called once each in order, or the model changes the hidden states between them.
+    """
+    calls: list[Call] = []
+    entered: list[Tensor] = []
+    returned: list[Tensor] = []
+
+    def forward(index: int) -> Forward:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if index != len(calls):
+                raise InseparableBlocks(f"the model calls block {index} in place of block {len(calls)}")
+            hidden, call = _split(args, kwargs)
+            if returned and hidden is not returned[-1]:
+                raise InseparableBlocks(f"the model changes the hidden states between blocks {index - 1} and {index}")
+            if not entered:
+                entered.append(hidden)
+            calls.append(call)
+            if not probe and len(calls) == len(blocks):
+                raise _LastBlock
+            returned[:] = [torch.full_like(hidden, 0.5) if probe else hidden]
+            return _as_output(returned[0], outputs)
+
+        return stand_in
+
+    with _replaced_forwards(blocks, forward), suppress(_LastBlock):
+        run()
+    if len(calls) < len(blocks):
+        raise InseparableBlocks(f"the model calls only {len(calls)} of its {len(blocks)} blocks")
+    return entered[0], calls
+
+
+def _check_independence(blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, calls: list[Call]) -> None:
+    """Run the model once more, with other hidden states and to its end, and compare the calls.
+
+    Raises:
+        InseparableBlocks: a block's other arguments depend on the hidden states, or a block is called again later.
+    """
+    _, others = _record_calls(blocks, run, outputs, probe=True)
+    for index, (one, other) in enumerate(zip(calls, others, strict=True)):
+        if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
+            raise InseparableBlocks(f"the arguments of block {index} depend on the outputs of the blocks before it")
+
+
+@contextmanager
+def _replaced_forwards(blocks: nn.ModuleList, forward: Callable[[int], Forward]) -> Iterator[None]:
+    """Replace the forward of every block by `forward(index)` inside this context, whatever hooks the block has."""
+    before = [vars(block).get("forward") for block in blocks]
+    try:
+        for index, block in enumerate(blocks):
+            block.forward = forward(index)
+        yield
+    finally:
+        for block, old in zip(blocks, before, strict=True):
+            if old is None:
+                vars(block).pop("forward", None)
+            else:
+                block.forward = old
+
+
+def _as_output(hidden: Tensor, outputs: int) -> Any:
+    return (hidden, *[None] * (outputs - 1)) if outputs else hidden
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """The hidden states (the first argument, or the argument of that name) and the other arguments."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], Call(None, args[1:], kwargs)
+    hidden = kwargs.get("hidden_states")
+    if args or not isinstance(hidden, Tensor):
+        raise InseparableBlocks("a block's first argument is not a tensor, and none is named hidden_states")
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return hidden, Call("hidden_states", (), others)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments have equal tensors and plain values; other objects count as equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one is other:
+            return True
+        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return alike and bool(torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    return bool(one == other) if isinstance(one, (bool, int, float, str)) else True
+
+
+def _shared(calls: list[Call], last: dict[tuple[int, str], Tensor]) -> list[Call]:
+    """The calls of one batch, with tensors that many calls share stored once: by identity within a batch, by value between.
+
+    Args:
+        calls: of all blocks.
+        last: (block, argument) -> its tensor in an earlier batch; this is updated.
+    """
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def pooled(value: Any, slot: tuple[int, str]) -> Any:
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(pooled(item, (slot[0], f"{slot[1]}.{i}")) for i, item in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value  # lists and dictionaries too: blocks may pass state in them
+        if id(value) not in seen:
+            before = last.get(slot)
+            seen[id(value)] = (value, before if before is not None and _same(before, value) else value)
+        shared = last[slot] = seen[id(value)][1]
+        return shared
+
+    return [
+        Call(
+            call.keyword,
+            pooled(call.args, (index, "args")),
+            {name: pooled(value, (index, name)) for name, value in call.kwargs.items()},
+        )
+        for index, call in enumerate(calls)
+    ]

@@ -1,0 +1,99 @@
+"""Layers: the weight matrices of a model, each with its purpose and its block. Imports neither torch nor transformers."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["mlp", "attention", "router", "head", "embedding", "other"]
+Tower = Literal["language", "vision", "audio"]
+Shape = tuple[int, ...]
+
+# Names of submodules that mix tokens. The other linear layers of a block are its MLP.
+MIXES_TOKENS = re.compile(r"attn|attention|mixer|mamba|(?<![a-z])ssm|deltanet|recurrent|rwkv", re.IGNORECASE)
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+_OF_AN_EXPERT = re.compile(r"experts?\.\d+\.")
+# Parts of names that tell an encoder of images or sound.
+_VISION = re.compile(r"(^|_)(vision|visual|image|images|video|vit|vqmodel|vqvae|pixel)(_|$)", re.IGNORECASE)
+_AUDIO = re.compile(r"(^|_)(audio|speech|sound|acoustic)(_|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """The position of an expert's matrix in the model.
+
+    Attributes:
+        parameter: name of the three-dimensional parameter.
+        expert: index of the matrix in it.
+        transposed: the matrices are stored as (inputs, outputs).
+        first, last: the layer's outputs are first to last - 1; two stored matrices (gate and up) may form one of the model's.
+        inputs: number of inputs.
+    """
+
+    parameter: str
+    expert: int
+    transposed: bool
+    first: int
+    last: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A weight matrix of a model.
+
+    Attributes:
+        name: of the module; for an expert, the module of all experts, the expert's number and the matrix's stored name.
+        kind: its purpose.
+        block: number of its decoder block; None outside the blocks.
+        transposed: its weight is stored as (inputs, outputs).
+        expert: its position in a parameter that holds all experts; None for an ordinary layer.
+        tower: the part of a multimodal model to which it belongs.
+        part: tells its role apart from that of layers in another list of blocks ("encoder", "vision"); else empty.
+    """
+
+    name: str
+    kind: Kind
+    block: int | None
+    transposed: bool = False
+    expert: ExpertSlice | None = None
+    tower: Tower = "language"
+    part: str = ""
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def role(self) -> str:
+        """The name within its block ("mlp.down_proj", "mlp.experts.*.w1"), shared by the layers of all blocks.
+
+        If the model has several lists of blocks, their part comes first ("encoder.fc1").
+        """
+        name = re.sub(r"^.*?\.\d+\.", "", self.name) if self.block is not None else self.name
+        name = f"{self.part}.{name}" if self.part and self.block is not None else name
+        return re.sub(r"\.\d+(?=\.|$)", ".*", name) if self.routed else name
+
+    @property
+    def routed(self) -> bool:
+        """Whether it sees only the tokens routed to it."""
+        return self.expert is not None or _OF_AN_EXPERT.search(self.name) is not None
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter that holds its weight."""
+        return self.expert.parameter if self.expert is not None else f"{self.name}.weight"
+
+
+def named_tower(name: str) -> Tower | None:
+    """The tower that a part of a name tells ("visual.blocks.0.attn"); None if it tells none."""
+    for part in name.split("."):
+        if _VISION.search(part):
+            return "vision"
+        if _AUDIO.search(part):
+            return "audio"
+    return None
+
+
+def tower_of(others: dict[str, Tower], name: str) -> Tower:
+    """The tower of a module or parameter; `others`: name of a module outside the language tower -> its tower."""
+    return next((tower for root, tower in others.items() if name == root or name.startswith(f"{root}.")), "language")

@@ -1,0 +1,388 @@
+"""Models, tokenizers and processors of a folder, by transformers, from safetensors only.
+
+`build_skeleton` gives a model without weights, `load_model` one with all of them, or an error. transformers fills missing
+weights with random numbers and only logs their names, and never compares the shapes of weights that are offloaded to disk.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
+from emp_llm.common.machine import OutOfMemory, ran_out
+from emp_llm.common.progress import shows_bars
+from emp_llm.common.ranks import ranks
+from emp_llm.models.offload import offloaded_files
+from emp_llm.models.placement import Quantization, parse_device_map, quantization_config
+from emp_llm.options.model import DTYPES
+
+logger = logging.getLogger(__name__)
+
+# The generating models of transformers, by auto class; a type in several of them is built as its config.json says.
+_GENERATE = {
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+_TRUST = " Its code is in the repository; if you trust it, add --trust-remote-code."
+_KINDS = "causal language model, image-text-to-text or encoder-decoder class"
+_REMEDY = "Get the complete checkpoint and the config.json that belongs to it."
+_OFFLOAD = "emp-llm-offload-"
+_YOUNG = 60.0  # seconds in which a run locks its new folder
+
+
+class NoModelClassError(UserError):
+    """transformers has no class for a model that generates text for a config.json, or the file is missing.
+
+    Attributes:
+        reads_text: whether the model may have a language tower.
+    """
+
+    def __init__(self, message: str, reads_text: bool = True) -> None:
+        super().__init__(message)
+        self.reads_text = reads_text
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The configuration of a model folder, and the auto class of transformers that builds its model.
+
+    Raises:
+        NoModelClassError: transformers does not know the model type, or has no class that generates text for it.
+    """
+    version = transformers.__version__
+    try:
+        raw, _ = transformers.PreTrainedConfig.get_config_dict(folder)
+    except (ValueError, OSError) as error:
+        raise NoModelClassError(f"{folder}: config.json cannot be read ({reason(error)}).") from error
+    remote = raw.get("auto_map") or {}
+    kind = raw.get("model_type")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
+        known = not isinstance(kind, str) or kind in transformers.CONFIG_MAPPING
+        if known or trust_remote_code:
+            problem = f"transformers cannot read its config.json ({reason(error, whole=True)})."
+        else:
+            remedy = _TRUST if remote else " Install a version that does."
+            problem = f"transformers {version} does not know the model type {quotable(kind)!r}.{remedy}"
+        raise NoModelClassError(f"{folder}: {problem}") from error
+    name = _auto_class(config, remote if trust_remote_code else {})
+    if name is not None:
+        return config, getattr(transformers, name)
+    hint = _TRUST if remote and not trust_remote_code else ""
+    what = next(iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}")
+    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", {}))]
+    raise NoModelClassError(
+        f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}",
+        reads_text=any(getattr(part, "vocab_size", None) is not None for part in parts),
+    )
+
+
+def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
+    """The auto class of a configuration: that of its repository's code, or whose class config.json names, or the first one."""
+    own = [name for name in _GENERATE if name in remote]
+    if own:
+        return own[0]
+    classes = getattr(config, "architectures", None) or [""]
+    known = {auto: getattr(modeling_auto, table, {}).get(config.model_type) for auto, table in _GENERATE.items()}
+    fitting = [auto for auto, found in known.items() if found is not None]
+    named = [auto for auto in fitting if classes[0] == known[auto]]
+    if not named and "AutoModelForSeq2SeqLM" in fitting:
+        if classes[0].endswith("EncoderModel"):  # half of the model
+            return None
+        if getattr(config, "is_encoder_decoder", False):
+            return "AutoModelForSeq2SeqLM"
+    return next(iter(named or fitting), None)
+
+
+def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a folder's config.json on the meta device: all modules, no weights.
+
+    Raises:
+        NoModelClassError: config.json is missing, or transformers has no class that generates text for it.
+    """
+    if not (folder / "config.json").is_file():
+        raise NoModelClassError(f"{folder}: no config.json, so its architecture is unknown. Copy it from the original model.")
+    config, auto = read_config(folder, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise NoModelClassError(
+            f"{folder}: transformers cannot build the model of its config.json ({reason(error, whole=True)})."
+        ) from error
+    return model
+
+
+def load_model(
+    folder: Path,
+    device_map: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
+    """A language model in evaluation mode, its weights from safetensors only: of text alone, multimodal or encoder-decoder.
+
+    Args:
+        folder: the model folder.
+        device_map: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the path of a file that holds one.
+        dtype: "auto" for the checkpoint's own, or a torch dtype's name.
+        trust_remote_code: run code from the folder.
+        quantization: by bitsandbytes while loading, of all linear layers but the head.
+
+    Raises:
+        UserError: the folder holds no model that transformers can load, its weights are not complete, or memory runs out.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    placement = parse_device_map(device_map)
+    if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
+        raise UserError(
+            f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
+        )
+    start = time.perf_counter()
+    with ExitStack() as stack, load_report() as report, quiet_bar():
+        offload, delete = _offload_folder()
+        stack.callback(delete)
+        try:
+            model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
+                folder,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                device_map=placement,
+                offload_folder=offload,
+                use_safetensors=True,
+                # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
+                **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # listed in `info`, and refused below
+                output_loading_info=True,
+            )
+        except NoModelClassError:
+            raise
+        except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
+            if ran_out(error) or report.out_of_memory:
+                raise OutOfMemory(
+                    f"{folder}: out of memory while loading it with --device-map {device_map}. Keep less of it in memory: "
+                    "--device-map auto, disk, or a JSON map."
+                ) from error
+            report.refuse_conversions(folder, error)
+            if isinstance(error, RuntimeError):
+                raise
+            raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
+        check_complete(folder, model, info)
+        if any(offload.iterdir()):
+            stack.pop_all()
+            weakref.finalize(model, delete)
+    sizes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        sizes["offloaded" if parameter.device.type == "meta" else str(parameter.device)] += parameter.nbytes
+    places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
+    size = f"{count_of(model.num_parameters(), 'parameter')}, {str(model.dtype).removeprefix('torch.')}, {places}"
+    logger.debug("%s: loaded in %.1f s; %s.", folder, time.perf_counter() - start, size)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _offload_folder() -> tuple[Path, Callable[[], None]]:
+    """A new folder for weights that transformers converts and then offloads to disk, such as experts; and what deletes it.
+
+    The process locks the folder as long as it lives. So the next run knows, and deletes, the folders of killed runs.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_OFFLOAD}*"):
+        with suppress(OSError):  # another user's, or locked: its run is alive
+            if time.time() - path.stat().st_mtime >= _YOUNG:
+                _delete_folder(path, _locked(path), os.getpid())
+                logger.debug("%s: deleted; the run that made it was killed.", path)
+    folder = Path(tempfile.mkdtemp(prefix=_OFFLOAD))
+    lock = None
+    with suppress(OSError):  # a file system without locks
+        lock = _locked(folder)
+    return folder, partial(_delete_folder, folder, lock, os.getpid())
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the lock of a folder; OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _delete_folder(folder: Path, lock: int | None, owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+class LoadReport(logging.Filter):
+    """Holds back the table of problems that transformers logs while it loads a model: `check_complete` reports the same."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._level = level
+        self._text = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep the table; let other records pass as before."""
+        message = record.getMessage()
+        if "LOAD REPORT" not in message:
+            return record.levelno >= self._level
+        self._text = re.sub(r"\x1b\[\d*m", "", message)  # the colours of a terminal
+        return False
+
+    @property
+    def conversions(self) -> list[str]:
+        """The parameters that could not be built from the stored tensors; those of several layers as "layers.{0, 1}.NAME"."""
+        return re.findall(r"^(\S.*?) *\| *CONVERSION\b", self._text, re.MULTILINE)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory ran out in a conversion; transformers reports this like any other error."""
+        return bool(self.conversions) and re.search("OutOfMemoryError|MemoryError|allocate memory", self._text) is not None
+
+    def refuse_conversions(self, folder: Path, error: Exception) -> None:
+        """Raise UserError for `error` if stored tensors are the cause."""
+        if self.conversions:
+            raise UserError(
+                f"{folder}: the checkpoint lacks parts of {shortened_list(self.conversions)}, or has them in other shapes than "
+                f"config.json. {_REMEDY}"
+            ) from error
+
+
+@contextmanager
+def load_report() -> Iterator[LoadReport]:
+    """Hold back transformers' table inside this context; yields it."""
+    their_logger = logging.getLogger("transformers.modeling_utils")
+    report, level = LoadReport(their_logger.getEffectiveLevel()), their_logger.level
+    their_logger.addFilter(report)
+    if not their_logger.isEnabledFor(logging.WARNING):
+        their_logger.setLevel(logging.WARNING - 1)  # at WARNING itself, transformers also checks plans for many devices
+    try:
+        yield report
+    finally:
+        their_logger.removeFilter(report)
+        their_logger.setLevel(level)
+
+
+def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Refuse a model with weights that do not come from its checkpoint; warn of tensors that it does not use.
+
+    Args:
+        folder: the model folder, for messages.
+        model: as transformers loaded it, offloaded or not.
+        info: of `from_pretrained(..., output_loading_info=True)`. It lists no tied weights, and nothing that the
+            architecture allows to be missing.
+
+    Raises:
+        UserError: weights are missing, or have other shapes than the model's.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+    def own(listed: Collection[str]) -> list[str]:
+        return [name for name in names if name in listed and tied.get(name) not in listed]
+
+    missing = own(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')} of the model: {shortened_list(missing)}. "
+            f"{_REMEDY}"
+        )
+    shapes = {name: (list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for path, places in offloaded_files(model).items():
+        with safe_open(path, framework="pt") as file:
+            for name in places.keys() & tensors.keys():
+                stored, expected = file.get_slice(places[name]).get_shape(), list(tensors[name].shape)
+                if stored != expected:
+                    shapes[name] = stored, expected
+    different = own(shapes) or sorted(shapes)
+    if different:
+        stored, expected = shapes[different[0]]
+        raise UserError(
+            f"{folder}: the checkpoint does not fit config.json. The shapes of {count_of(len(different), 'weight')} differ: "
+            f"{different[0]} is {stored} in the checkpoint, and {expected} by config.json. {_REMEDY}"
+        )
+    if not ranks().main:
+        return
+    buffers, unused = sorted(info["missing_keys"] - set(names)), sorted(info["unexpected_keys"])
+    if buffers:
+        lacks = (
+            f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in: {shortened_list(buffers)}."
+        )
+        logger.warning("warning: %s: the checkpoint %s", folder, lacks)
+    if unused:
+        holds = f"holds {count_of(len(unused), 'tensor')} that the model does not use: {shortened_list(unused)}."
+        logger.warning("warning: %s: the checkpoint %s", folder, holds)
+
+
+@contextmanager
+def quiet_bar() -> Iterator[None]:
+    """Switch transformers' progress bars off inside this context, unless this process draws bars."""
+    if shows_bars() or not transformers.utils.logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        UserError: there is none that transformers can load.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        user_errors = (ValueError, KeyError, OSError, ImportError, AttributeError, RecursionError)
+        if not isinstance(error, user_errors) and type(error) is not Exception:  # tokenizers raises a bare Exception
+            raise
+        raise UserError(
+            f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). Copy the model's tokenizer "
+            "files into the folder."
+        ) from error
+
+
+def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The processor of a multimodal model: its tokenizer and image processor.
+
+    Raises:
+        UserError: there is none for images that transformers can load.
+    """
+    problem = ""
+    try:
+        processor: Any = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if all(hasattr(processor, part) for part in ("image_processor", "tokenizer")):
+            return processor
+    except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError) as error:
+        problem = f" ({reason(error, whole=True)})"
+    raise UserError(
+        f"{folder}: no image processor that transformers can load{problem}. Copy processor_config.json and "
+        "preprocessor_config.json of the original model into the folder, or leave out image=."
+    )

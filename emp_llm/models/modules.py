@@ -1,0 +1,552 @@
+"""The modules of a model, with or without weights: its towers, lists of decoder blocks, linear layers and stacks of experts.
+
+transformers marks every encoder of images, video or sound with the inputs that it takes (`input_modalities`). The language
+tower is the part that holds the input embeddings and the decoder blocks. All other parts, such as projectors, belong to the
+encoders.
+
+The matrices of all experts of a block lie in parameters of three dimensions, which are no linear layers (`nn.Linear`).
+
+transformers renames, merges or transposes some weights while it loads them. Its tables say how, so `find_names` can tell where
+a checkpoint stores each weight. Three conversions are supported: new names, experts stacked into one parameter (in order, gate
+before up), and transposed stacks. Tensors with any other conversion are never pruned.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.matrices import Matrix
+from emp_llm.common.errors import UserError
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of
+
+_CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
+_HALF = re.compile(r"(?:^|\.)(encoder|decoder)(?=\.|$)")
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of an expert
+Lists = dict[str, nn.ModuleList]
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list of blocks.
+
+    Attributes:
+        path, modules: its name in the model, and the list.
+        tower: to which it belongs.
+        part: tells the layers of several lists apart ("encoder", "vision"); empty for the only list of a language model.
+    """
+
+    path: str
+    modules: nn.ModuleList
+    tower: Tower
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Towers:
+    """The towers of a model.
+
+    Attributes:
+        lists: of blocks; those of the language tower first.
+        language: name of the module of the language tower; empty if it is the whole model.
+        others: name of a module outside the language tower -> its tower.
+    """
+
+    lists: tuple[BlockList, ...]
+    language: str
+    others: dict[str, Tower]
+
+    def place(self, name: str) -> tuple[BlockList, int, str] | None:
+        """The list of blocks that holds a module, the number of its block, and its name there; None outside the blocks."""
+        for blocks in self.lists:
+            if name.startswith(f"{blocks.path}."):
+                number, _, inside = name.removeprefix(f"{blocks.path}.").partition(".")
+                return blocks, int(number), inside
+        return None
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A parameter of shape (experts, outputs, inputs), or (experts, inputs, outputs) if `transposed`, in a decoder block.
+
+    Attributes:
+        name: the parameter's name in the model.
+        block: number of the decoder block.
+        transposed: None if unknown.
+        shape: of the parameter.
+        tower, part: of its list of blocks.
+    """
+
+    name: str
+    block: int
+    transposed: bool | None
+    shape: tuple[int, int, int]
+    tower: Tower = "language"
+    part: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[2 if self.transposed else 1]
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[1 if self.transposed else 2]
+
+
+def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
+    """The decoder blocks of a model: of the lists of its language tower, the one with the most parameters.
+
+    Args:
+        model: a language model, with or without weights.
+        path: the list's name, if given by the user ("model.layers").
+
+    Returns:
+        The path of the list and the list.
+
+    Raises:
+        UserError: the model has no list of blocks, or none at `path`.
+    """
+    lists = block_lists(model, path).lists
+    path, modules = _largest({each.path: each.modules for each in lists if each.tower == lists[0].tower}).popitem()
+    return path, modules
+
+
+def block_lists(model: nn.Module, path: str | None = None) -> Towers:
+    """The towers of a model with their lists of blocks, or only the list at `path`. Errors are those of `find_blocks`."""
+    towers = find_towers(model)
+    if path is None and not towers.lists:
+        raise UserError(
+            f"{type(model).__name__}: found no decoder blocks (an nn.ModuleList that holds parameters). If there is such a "
+            "list, name it with --blocks PATH."
+        )
+    if path is None:
+        return towers
+    try:
+        blocks = model.get_submodule(path)
+    except AttributeError:
+        blocks = None
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        known: list[str] = []
+        for name, module in model.named_modules():
+            if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in known):
+                known.append(name)
+        lists = f"The lists of this model are: {', '.join(known)}." if known else "This model has none."
+        raise UserError(f"--blocks {path!r} is not a list of modules (nn.ModuleList) of {type(model).__name__}. {lists}")
+    tower = tower_of(towers.others, path)
+    return replace(towers, lists=(BlockList(path, blocks, tower, "" if tower == "language" else tower),))
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """The model without its head: in small models with large vocabularies, the logits take most of the time."""
+    body: nn.Module = getattr(model, "base_model", model)
+    return body
+
+
+def parameters_of(module: nn.Module) -> int:
+    """The number of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def model_layers(model: nn.Module, towers: Towers | None = None) -> list[Layer]:
+    """All linear layers (nn.Linear and its subclasses, GPT-2's Conv1D) and embeddings of a model, in its order.
+
+    Args:
+        model: of any class, with or without weights.
+        towers: of `block_lists`, if they are known.
+    """
+    towers = towers or block_lists(model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = []
+    for name, module in model.named_modules():
+        transposed = isinstance(module, Conv1D)
+        if isinstance(module, nn.Embedding):
+            layers.append(Layer(name, "embedding", None, tower=tower_of(towers.others, name)))
+        elif isinstance(module, (nn.Linear, Conv1D)):
+            place = towers.place(name)
+            if place is None:
+                outside: Kind = "head" if module is head else "other"
+                layers.append(Layer(name, outside, None, transposed, tower=tower_of(towers.others, name)))
+            else:
+                blocks, number, inside = place
+                kind = _kind_in_block(blocks.modules[number], inside, module)
+                layers.append(Layer(name, kind, number, transposed, tower=blocks.tower, part=blocks.part))
+    return layers
+
+
+def _kind_in_block(block: nn.Module, name: str, module: nn.Module) -> Kind:
+    """The kind of a linear layer of a block, by its shape and the names and classes of the modules around it."""
+    weight: Any = module.weight
+    outputs, inputs = weight.T.shape if isinstance(module, Conv1D) else weight.shape
+    *around, leaf = name.split(".")
+    if leaf in ROUTER_NAMES and outputs * 4 <= inputs:
+        return "router"
+    for part in around:
+        block = block.get_submodule(part)
+        if MIXES_TOKENS.search(part) or MIXES_TOKENS.search(type(block).__name__):
+            return "attention"
+    return "mlp"
+
+
+def find_stacks(model: nn.Module, towers: Towers | None = None) -> dict[str, ExpertStack]:
+    """The parameters that hold one matrix per expert, by name, in the model's order; arguments are those of `model_layers`."""
+    towers = towers or block_lists(model)
+    config: Any = getattr(model, "config", None)
+    hidden = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
+    stacks = {}
+    for name, module in model.named_modules():
+        place = towers.place(name)
+        if place is None or isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
+            continue
+        own = {
+            leaf: tuple(parameter.shape)
+            for leaf, parameter in module.named_parameters(recurse=False)
+            if parameter.dim() == 3 and min(parameter.shape) > 1 and "bias" not in leaf
+        }
+        if own:
+            blocks, number, _ = place
+            transposed = _transposed(module, list(own.values()), hidden)
+            for leaf, (experts, rows, columns) in own.items():
+                shape = (experts, rows, columns)
+                stack = ExpertStack(f"{name}.{leaf}", number, transposed, shape, blocks.tower, blocks.part)
+                stacks[stack.name] = stack
+    return stacks
+
+
+def _transposed(module: nn.Module, shapes: list[tuple[int, ...]], hidden: int | None) -> bool | None:
+    """Whether a module's experts are stored as (inputs, outputs), by its attribute or else by its shapes; None if unknown."""
+    declared = getattr(module, "is_transposed", None)
+    if isinstance(declared, bool):
+        return declared
+    if len(shapes) == 1:
+        sizes = (getattr(module, "output_size", None), getattr(module, "input_size", None))
+        as_outputs, as_inputs = shapes[0][1:] == sizes, shapes[0][1:] == sizes[::-1]
+    else:  # the first maps from the hidden states, the last back to them
+        as_outputs = shapes[0][2] == hidden and shapes[-1][1] == hidden
+        as_inputs = shapes[0][1] == hidden and shapes[-1][2] == hidden
+    return as_inputs if as_outputs != as_inputs else None
+
+
+def weight_of(model: nn.Module, layer: Layer) -> Tensor:
+    """A layer's weight in a model, shape (outputs, inputs): a view that can be changed in place."""
+    if layer.expert is None:
+        weight: Tensor = model.get_submodule(layer.name).weight.data  # type: ignore[assignment]
+        return weight.T if layer.transposed else weight
+    matrix = model.get_parameter(layer.expert.parameter).data[layer.expert.expert]
+    return (matrix.T if layer.expert.transposed else matrix)[layer.expert.first : layer.expert.last]
+
+
+def bias_of(model: nn.Module, layer: Layer) -> Tensor | None:
+    """A layer's bias in a model, shape (outputs,); None for a layer without one, and for experts."""
+    bias = None if layer.expert is not None else getattr(model.get_submodule(layer.name), "bias", None)
+    return bias.data if isinstance(bias, Tensor) else None
+
+
+def inputs_of(model: nn.Module, layer: Layer) -> int:
+    """Number of a layer's input features, even if its weight is quantised or offloaded."""
+    if layer.expert is not None:
+        return layer.expert.inputs
+    module: Any = model.get_submodule(layer.name)
+    return int(module.in_features if isinstance(module, nn.Linear) else module.weight.shape[0])
+
+
+def set_to_zero(weight: Tensor, removed: Tensor) -> None:
+    """Set weights to zero, in place; `removed` is bool, of the same shape. torch cannot fill FP8, so its bits are filled."""
+    (weight.view(torch.int8) if weight.element_size() == 1 else weight).masked_fill_(removed, 0)
+
+
+def find_towers(model: nn.Module) -> Towers:
+    """The towers of a model of any class, with or without weights. Lists without parameters are left out."""
+    embedding = _embedding_of(model)
+    encoders: dict[str, Tower] = {}
+    lists: Lists = {}
+    _collect(model, "", lists, encoders, embedding)
+    root = _language_root(model, embedding, encoders, lists)
+    inside = {path: modules for path, modules in lists.items() if _within(path, root)}
+    reads_twice = _config_says(model.get_submodule(root), "is_encoder_decoder")
+    chosen = (_with_attention(inside) if reads_twice else {}) or _largest(inside)
+    found = [BlockList(path, modules, "language", _half(path, list(chosen))) for path, modules in chosen.items()]
+
+    of_encoders: list[BlockList] = []
+    for encoder, tower in encoders.items():
+        own: Lists = {}
+        _collect(model.get_submodule(encoder), encoder, own)
+        chosen = _with_attention(own) or _largest(own)
+        of_encoders += [BlockList(path, modules, tower, path.removeprefix("model.")) for path, modules in chosen.items()]
+    for each in of_encoders:
+        alone = sum(other.tower == each.tower for other in of_encoders) == 1
+        found.append(replace(each, part=each.tower) if alone else each)
+    return Towers(tuple(found), root, _others(model, root, encoders) if encoders else {})
+
+
+def _embedding_of(model: Any) -> str:
+    """Name of the embedding of the token ids; empty if unknown."""
+    getter = getattr(model, "get_input_embeddings", None)  # modules of other libraries have none
+    try:
+        embedding = None if getter is None else getter()
+    except NotImplementedError:  # of a class that does not name its embedding; the size of the vocabulary finds it below
+        embedding = None
+    named = dict(model.named_modules())
+    found = next((name for name, module in named.items() if module is embedding), "")
+    if found or not hasattr(model, "config"):
+        return found
+    words = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    tables = (name for name, module in named.items() if isinstance(module, nn.Embedding) and module.num_embeddings == words)
+    return next(tables, "")
+
+
+def _collect(module: nn.Module, name: str, lists: Lists, encoders: dict[str, Tower] | None = None, embedding: str = "") -> None:
+    """Collect the outermost lists of modules; with `encoders`, also the outermost encoders of other inputs than text.
+
+    No list is collected inside an encoder. The module that holds the embedding is no encoder.
+    """
+    for leaf, child in module.named_children():
+        path = f"{name}.{leaf}" if name else leaf
+        if not parameters_of(child):
+            continue
+        tower = None if encoders is None or _within(embedding, path) else _tower_of_module(child, leaf)
+        if encoders is not None and tower is not None:
+            encoders[path] = tower
+        elif isinstance(child, nn.ModuleList):
+            lists[path] = child
+        else:
+            _collect(child, path, lists, encoders, embedding)
+
+
+def _tower_of_module(module: Any, leaf: str) -> Tower | None:
+    """The tower that begins with a module; None if it reads text, or says nothing."""
+    given = getattr(module, "input_modalities", None)
+    modalities = {given} if isinstance(given, str) else set(given or ())
+    if modalities and "text" not in modalities:
+        return "audio" if "audio" in modalities else "vision"
+    return "vision" if getattr(module, "main_input_name", "") == "pixel_values" else named_tower(leaf)
+
+
+def _language_root(model: nn.Module, embedding: str, encoders: dict[str, Tower], lists: Lists) -> str:
+    """The largest module that holds the embedding and a list of blocks, and no encoder; else the smallest with a list."""
+    if not encoders or _config_says(model, "is_encoder_decoder"):
+        return ""
+    parts = embedding.split(".")[:-1]
+    paths = [".".join(parts[: number + 1]) for number in range(len(parts))]
+    holding = [path for path in paths if any(_within(name, path) for name in lists)]
+    alone = [path for path in holding if not any(_within(encoder, path) for encoder in encoders)]
+    return alone[0] if alone else holding[-1] if holding else ""
+
+
+def _config_says(module: nn.Module, key: str) -> bool:
+    return bool(getattr(getattr(module, "config", None), key, False))
+
+
+def _with_attention(lists: Lists) -> Lists:
+    """The lists of blocks that mix tokens."""
+    return {path: modules for path, modules in lists.items() if any(map(_mixes_tokens, modules))}
+
+
+def _mixes_tokens(block: nn.Module) -> bool:
+    for name, module in block.named_modules():
+        owner = type(block.get_submodule(name.rpartition(".")[0])).__name__
+        if isinstance(module, nn.Linear) and (MIXES_TOKENS.search(name) or MIXES_TOKENS.search(owner)):
+            return True
+    return False
+
+
+def _largest(lists: Lists) -> Lists:
+    path = max(lists, key=lambda path: parameters_of(lists[path]), default=None)
+    return {} if path is None else {path: lists[path]}
+
+
+def _half(path: str, paths: list[str]) -> str:
+    """ "encoder" or "decoder", if a model has both; its name if there are other lists; empty for a single list."""
+    if len(paths) < 2:
+        return ""
+    halves = {other: match[1] if (match := _HALF.search(other)) else other for other in paths}
+    return halves[path] if len(set(halves.values())) == len(paths) else path
+
+
+def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Tower]:
+    """The encoders, and the parts outside the language tower and them, which connect the two."""
+    others = dict(encoders)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    connects: Tower = "vision" if "vision" in encoders.values() else "audio"
+
+    def visit(module: nn.Module, name: str) -> None:
+        for leaf, _ in module.named_parameters(recurse=False) if root else ():
+            others[f"{name}.{leaf}" if name else leaf] = connects
+        for leaf, child in module.named_children():
+            path = f"{name}.{leaf}" if name else leaf
+            if path == root or path in encoders or not parameters_of(child) or any(part is head for part in child.modules()):
+                continue
+            if _within(root, path) or any(_within(encoder, path) for encoder in encoders):
+                visit(child, path)
+            elif root or _CONNECTS.search(leaf):
+                others[path] = connects
+
+    visit(model, "")
+    return others
+
+
+def _within(name: str, root: str) -> bool:
+    return not root or name == root or name.startswith(f"{root}.")
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """The weights of a model in a checkpoint.
+
+    Attributes:
+        names: parameter -> stored tensor, for parameters stored one to one.
+        experts: the layer and the stored matrix of each matrix of an expert, in the model's order.
+        missing: parameters without a counterpart in the checkpoint.
+    """
+
+    names: dict[str, str]
+    experts: list[tuple[Layer, Matrix]]
+    missing: list[str]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stored tensor that becomes a part of a stack.
+
+    Attributes:
+        key: its name.
+        expert: number of its expert; None: it holds all experts.
+        place: its position among the parts of an expert's matrix.
+        transposed: it is transposed while loading.
+    """
+
+    key: str
+    expert: int | None
+    place: int
+    transposed: bool
+
+
+def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, ExpertStack]) -> StoredNames:
+    """Match a model's parameters with a checkpoint's tensors.
+
+    Args:
+        model: of transformers, with or without weights.
+        checkpoint: its weights.
+        stacks: the result of `find_stacks`.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    prefix = getattr(model, "base_model_prefix", "")
+    names: dict[str, str] = {}
+    renamed: list[str] = []
+    for key in checkpoint.tensors:
+        candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+        name = next((candidate for candidate in candidates if candidate in own), None)
+        if name is not None:
+            names[name] = key
+        else:
+            renamed.append(key)
+    converted, pieces = _converted(model, renamed, own)
+    names |= converted
+    for name in stacks.keys() & names.keys():
+        pieces[name].append(_Piece(names[name], None, 0, False))
+    first_of = {id(own[name]): key for name, key in names.items()}
+    for name, parameter in own.items():  # tied weights have two names and are stored once
+        if name not in names and id(parameter) in first_of:
+            names[name] = first_of[id(parameter)]
+    experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
+    used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
+    # A tensor of unknown use may become an absent parameter by an unsupported conversion.
+    if _not_ignored(model, "unexpected", (key for key in renamed if key not in used)):
+        return StoredNames(names, experts, [])
+    absent = (name for name in own if name not in names and name not in pieces)
+    return StoredNames(names, experts, _not_ignored(model, "missing", absent))
+
+
+def _not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[str]:
+    """The names that transformers does not tolerate as "missing" or "unexpected"."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{problem}", None) or ()
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _converted(
+    model: Any, keys: list[str], own: dict[str, nn.Parameter]
+) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
+    """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's lm_head as embed_out)."""
+    names: dict[str, str] = {}
+    pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
+    if not keys:
+        return names, pieces
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+    except ImportError:  # a version of transformers without these tables: converted names are reported as unknown
+        return names, pieces
+    transforms = get_model_conversion_mapping(model)
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    for key in keys:
+        renamed, merged = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if renamed not in own:
+            continue
+        if merged is None:
+            names[renamed] = key
+            continue
+        converter = next(each for each in converters if merged in each.source_patterns)
+        piece = _piece(key, converter.source_patterns.index(merged), converter)
+        if piece is not None:
+            pieces[renamed].append(piece)
+    return names, pieces
+
+
+def _piece(key: str, place: int, converter: Any) -> _Piece | None:
+    """A stored tensor as a part of a stack; None if its conversion is more than stacking or transposing."""
+    if len(converter.target_patterns) != 1:
+        return None
+    steps = [
+        (type(step).__name__, *(getattr(step, name, None) for name in ("dim", "dim0", "dim1"))) for step in converter.operations
+    ]
+    transpose = [("Transpose", None, 1, 2)]
+    if steps == transpose or steps == []:
+        return _Piece(key, None, 0, steps == transpose) if len(converter.source_patterns) == 1 else None
+    stacked = ("MergeModulelist", 0, None, None)
+    if steps == [stacked, ("Concatenate", 1, None, None)] or (steps == [stacked] and len(converter.source_patterns) == 1):
+        numbers = _NUMBER.findall(key)
+        return _Piece(key, int(numbers[-1]), place, False) if numbers else None
+    return None
+
+
+def _matrices(stack: ExpertStack, pieces: list[_Piece], checkpoint: Checkpoint) -> list[tuple[Layer, Matrix]]:
+    """The layers and stored matrices of a stack's experts; empty if the stored tensors do not make up the whole stack."""
+    transposed = stack.transposed
+    if transposed is None:
+        return []
+    kind: Kind = "attention" if "attention" in stack.module else "mlp"
+
+    def layer(leaf: str, expert: int, first: int, last: int) -> Layer:
+        place = ExpertSlice(stack.name, expert, transposed, first, last, stack.inputs)
+        name = f"{stack.module}.{expert}.{leaf}".removesuffix(".weight")
+        return Layer(name, kind, stack.block, transposed, place, stack.tower, stack.part)
+
+    if len(pieces) == 1 and pieces[0].expert is None:  # stored as a stack, possibly transposed
+        stored, turned = checkpoint.tensors[pieces[0].key], pieces[0].transposed
+        experts, rows, columns = stack.shape
+        if stored.shape != ((experts, columns, rows) if turned else stack.shape):
+            return []
+        leaf = stack.name.rpartition(".")[2]
+        every = (layer(leaf, expert, 0, stack.outputs) for expert in range(experts))
+        return [(each, Matrix(stored, transposed != turned, expert)) for expert, each in enumerate(every)]
+    matrices = []
+    filled = dict.fromkeys(range(stack.shape[0]), 0)
+    for piece in sorted(pieces, key=lambda piece: (-1 if piece.expert is None else piece.expert, piece.place)):
+        matrix = Matrix(checkpoint.tensors[piece.key], transposed)
+        if piece.expert not in filled or len(matrix.stored.shape) != 2 or matrix.columns != stack.inputs:
+            return []
+        first = filled[piece.expert]
+        filled[piece.expert] = last = first + matrix.rows
+        leaf = piece.key.removesuffix(".weight").rpartition(".")[2]
+        matrices.append((layer(leaf, piece.expert, first, last), matrix))
+    return matrices if set(filled.values()) == {stack.outputs} else []

@@ -1,0 +1,113 @@
+"""Where the weights of a loaded model lie, and in which form: --device-map, --load-in-8bit, --load-in-4bit, --dtype.
+
+Without torch and transformers until a model is loaded.
+"""
+
+import json
+import logging
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from emp_llm.common.errors import UserError, count_of, reason
+from emp_llm.common.ranks import ranks
+from emp_llm.records.source import QuantizationRecord
+
+if TYPE_CHECKING:
+    import transformers
+
+Quantization = Literal["8bit", "4bit"]
+_NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def parse_device_map(text: str) -> str | dict[str, Any]:
+    """The value of --device-map in the form that transformers expects.
+
+    Args:
+        text: a strategy of accelerate, a device (cpu, cuda:1, disk), a JSON object, or the path of a file that holds one.
+
+    Raises:
+        UserError: it is none of these, names a device that this machine does not have, or spreads a rank over several devices.
+    """
+    if ranks().count > 1:
+        if text not in ("auto", "cpu", "disk"):
+            raise UserError(
+                f"--device-map {text}: each of the {ranks().count} ranks holds the whole model on a device of its own; leave "
+                "the map out, or use cpu or disk."
+            )
+        text = str(ranks().device) if text == "auto" else text
+    if text in _NAMED_MAPS:
+        return text
+    if not text.lstrip().startswith("{") and not text.endswith(".json"):
+        _check_device(text)
+        return {"": text}
+    try:
+        value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--device-map {text}: cannot be read as a JSON object ({reason(error)}).") from error
+    if not isinstance(value, dict):
+        raise UserError(f"--device-map {text}: expected a JSON object of module names and devices.")
+    for device in value.values():
+        _check_device(f"cuda:{device}" if isinstance(device, int) else str(device))
+    return value
+
+
+def _check_device(name: str) -> None:
+    """Raise UserError unless a name is disk, or a device of this machine."""
+    import torch
+
+    if name == "disk":
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        known = ", ".join((*_NAMED_MAPS, "cpu", "cuda:N", "disk"))
+        raise UserError(f"--device-map {name!r} is not one of {known}, nor a JSON object.") from error
+    if device.type == "cpu":
+        return
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if present is not None else 0
+    if present is None or present.type != device.type or (device.index or 0) >= count:
+        kind = f" ({present.type})" if present is not None else ""
+        raise UserError(f"--device-map {name}: this machine has {count_of(count, 'accelerator')}{kind}.")
+
+
+def quantization_of(load_in_8bit: bool, load_in_4bit: bool) -> Quantization | None:
+    """The quantisation that the two options request; UserError if both are given, or bitsandbytes is not installed."""
+    if load_in_8bit and load_in_4bit:
+        raise UserError("--load-in-8bit and --load-in-4bit exclude each other; give only one.")
+    if not (load_in_8bit or load_in_4bit):
+        return None
+    if find_spec("bitsandbytes") is None:
+        raise UserError("--load-in-8bit and --load-in-4bit need bitsandbytes. Install it: pip install 'emp-llm[quantize]'")
+    return "8bit" if load_in_8bit else "4bit"
+
+
+def quantization_record(quantization: Quantization | None) -> QuantizationRecord | None:
+    """The record of a quantisation for a report."""
+    if quantization is None:
+        return None
+    form = {"8bit": "LLM.int8", "4bit": "NF4, computed in bfloat16"}[quantization]
+    return QuantizationRecord(bits=quantization, format=form, bitsandbytes=version("bitsandbytes"))
+
+
+def quantization_config(quantization: Quantization) -> "transformers.BitsAndBytesConfig":
+    """The configuration with which transformers loads the model."""
+    import torch
+    import transformers
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of every cast, and LLM.int8 consists of casts
+    if quantization == "8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def max_context(model_config: Any) -> int | None:
+    """The longest sequence for which a model has positions, in tokens; None if its config does not say."""
+    config = model_config if isinstance(model_config, dict) else model_config.to_dict()
+    text = config.get("text_config") or config
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        if isinstance(text.get(key), int):
+            return int(text[key])
+    return None
