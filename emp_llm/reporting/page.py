@@ -1,9 +1,12 @@
 """A report as Markdown and as one self-contained HTML page, with the same headings, text, tables and figures."""
 
-import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import Rows, markdown_table
@@ -32,7 +35,7 @@ _THEME = {
 _COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
 
 
-def themed(svg: str) -> str:
+def _themed(svg: str) -> str:
     """A figure with its colours as variables of the page, so that it is dark on a dark page. Others, such as a map's, stay."""
 
     def variable(match: re.Match[str]) -> str:
@@ -40,46 +43,6 @@ def themed(svg: str) -> str:
         return f"{name}: var(--{_THEME[colour][0]})" if colour in _THEME else match.group(0)
 
     return _COLOUR.sub(variable, svg)
-
-
-def _variables(dark: bool) -> str:
-    return " ".join(f"--{name}: {value if dark else colour};" for colour, (name, value) in _THEME.items())
-
-
-STYLE = f"""
-:root {{ color-scheme: light dark; --rule: #d4d7db; --tile: #f5f6f8; {_variables(dark=False)} }}
-@media (prefers-color-scheme: dark) {{ :root {{ --rule: #3a3d42; --tile: #1f2227; {_variables(dark=True)} }} }}
-* {{ box-sizing: border-box; }}
-body {{ color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 1120px;
-  margin: 1.5em auto; padding: 0 1em; overflow-wrap: break-word; }}
-h1 {{ font-size: 1.5em; margin: 0 0 0.5em; line-height: 1.25; }}
-h2 {{ font-size: 1.25em; border-bottom: 1px solid var(--rule); margin: 1.2em 0 0.6em; line-height: 1.3; }}
-h3 {{ font-size: 1.05em; margin: 1.6em 0 0.5em; }} h2 + h3 {{ margin-top: 0.6em; }}
-h4 {{ font-size: 13px; margin: 0 0 0.3em; color: var(--faint); font-weight: 600; }}
-p {{ margin: 0.6em 0; }} ul {{ padding-left: 1.2em; }} li {{ margin: 0.3em 0; }}
-.tiles {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)); gap: 12px; }}
-.tile {{ background: var(--tile); border: 1px solid var(--rule); border-radius: 6px; padding: 10px 14px; }}
-.tile p {{ margin: 0.15em 0; }} .tile p.note {{ margin-top: 0.5em; }}
-.tile b {{ font-size: 1.2em; font-variant-numeric: tabular-nums; white-space: nowrap; margin-right: 0.25em; }}
-.facts {{ display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 1em 0; font-size: 13px; }}
-.facts div {{ min-width: 0; }} dt {{ display: inline; color: var(--faint); }} dt::after {{ content: ":"; }}
-dd {{ display: inline; margin: 0 0 0 0.3em; }}
-.wide {{ overflow-x: auto; max-width: 100%; background:
-  linear-gradient(to left, var(--paper) 12px, transparent) right / 36px 100% no-repeat local,
-  linear-gradient(to left, var(--rule), transparent) right / 14px 100% no-repeat scroll; }}
-.wide:focus-visible {{ outline: 2px solid var(--blue); outline-offset: 2px; }}
-table {{ border-collapse: separate; border-spacing: 0; font-size: 13px; font-variant-numeric: tabular-nums; margin: 0.3em 0; }}
-th, td {{ padding: 4px 8px; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }}
-td {{ white-space: nowrap; }} th {{ font-weight: 600; }} tbody tr:hover td {{ background: var(--tile); }}
-th {{ vertical-align: bottom; }} th.long {{ min-width: 8.5em; text-wrap: balance; }}
-.text {{ text-align: left; }} td.text.long {{ white-space: normal; min-width: 17em; }}
-th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: var(--paper); }}
-figure {{ margin: 1.5em 0; max-width: 880px; }} figure svg {{ display: block; width: 100%; min-width: 620px; height: auto;
-  fill: var(--ink); }}
-figcaption, .note {{ color: var(--faint); font-size: 13px; }}
-@media (max-width: 600px) {{ body {{ margin-top: 0.8em; padding: 0 0.8em; }} td.long:first-child {{ position: static; }} }}
-@media print {{ .wide {{ overflow: visible; }} figure svg {{ min-width: 0; }} figure, .tile, tr {{ break-inside: avoid; }} }}
-""".strip()
 
 
 _POINTS = "All points"
@@ -244,79 +207,28 @@ def _markdown_tiles(headline: Headline) -> str:
 
 
 def html_page(title: str, parts: Sequence[PagePart]) -> str:
-    """The page as HTML: figures inline, no scripts, no requests."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    head = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>"
-    )
-    return "\n".join([head, *(_html(part) for part in parts), "</body>\n</html>\n"])
+    """The page as HTML by the template page.html.j2: figures inline, no scripts, no requests, all texts escaped."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
+    environment.tests["kind"] = lambda part, name: type(part).__name__ == name
+    environment.filters |= {"marked": _marked_cells, "inline_svg": inline_svg}
+    colours = [(name, colour, dark) for colour, (name, dark) in _THEME.items()]
+    return environment.get_template("page.html.j2").render(title=title, parts=parts, colours=colours)
 
 
-def _html(part: PagePart) -> str:
-    match part:
-        case Heading():
-            return f"<h{part.level}>{html.escape(part.text)}</h{part.level}>"
-        case Paragraph():
-            return f'<p class="note">{html.escape(part.text)}</p>'
-        case Facts():
-            facts = "\n".join(
-                f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(fact)}</dd></div>" for name, fact in part.facts
-            )
-            return f'<dl class="facts">\n{facts}\n</dl>'
-        case Headline():
-            return _html_headline(part)
-        case Table():
-            return _scrolling(_html_table(part.rows), f"Table: {part.title}")
-        case Drawing():
-            box = _scrolling(inline_svg(part), f"Figure: {part.title}")
-            return f"<figure>\n{box}\n<figcaption>{html.escape(part.caption)}</figcaption>\n</figure>"
-
-
-def _scrolling(content: str, label: str) -> str:
-    """A box as wide as the page, in which wider content scrolls; the keyboard reaches it too."""
-    return f'<div class="wide" role="region" tabindex="0" aria-label="{html.escape(label)}">\n{content}\n</div>'
-
-
-def _html_headline(headline: Headline) -> str:
-    lines = [f"<h3>{html.escape(headline.title)}</h3>", '<div class="tiles">']
-    for tile in headline.tiles:
-        lines.append(f'<section class="tile">\n<h4>{html.escape(tile.title)}</h4>')
-        lines += [f"<p><b>{html.escape(number)}</b> {html.escape(words)}</p>" for number, words in tile.entries]
-        lines.append(f'<p class="note">{html.escape(tile.note)}</p>\n</section>')
-    return "\n".join([*lines, "</div>"])
-
-
-def _html_table(rows: Rows) -> str:
-    """A table. Numbers are never broken across lines; long texts and headings may be."""
+def _marked_cells(rows: Rows) -> list[list[tuple[str, str]]]:
+    """The cells of a table with their CSS classes. Numbers are never broken across lines; long texts and headings may be."""
     columns = list(zip(*rows[1:], strict=True))
     texts = [not all(map(_NUMBER.match, column)) for column in columns]
-    long_texts = [is_text and max(map(len, column)) > _LONG_TEXT for is_text, column in zip(texts, columns, strict=True)]
-
-    def line(row: list[str], kind: str) -> str:
-        cells = []
-        for cell, is_text, is_long in zip(row, texts, long_texts, strict=True):
-            long = len(cell) > _LONG_HEADING if kind == "th" else is_long
-            names = " ".join(["text"] * is_text + ["long"] * long)
-            mark = f' class="{names}"' if names else ""
-            cells.append(f"<{kind}{mark}>{html.escape(cell)}</{kind}>")
-        return f"<tr>{''.join(cells)}</tr>"
-
-    return "\n".join(
-        [
-            "<table>",
-            f"<thead>{line(rows[0], 'th')}</thead>",
-            "<tbody>",
-            *(line(r, "td") for r in rows[1:]),
-            "</tbody>",
-            "</table>",
-        ]
-    )
+    wide = [is_text and max(map(len, column)) > _LONG_TEXT for is_text, column in zip(texts, columns, strict=True)]
+    marked = []
+    for number, row in enumerate(rows):
+        long = wide if number else [len(cell) > _LONG_HEADING for cell in row]
+        marks = [" ".join(["text"] * is_text + ["long"] * is_long) for is_text, is_long in zip(texts, long, strict=True)]
+        marked.append(list(zip(row, marks, strict=True)))
+    return marked
 
 
-def inline_svg(drawing: Drawing) -> str:
+def inline_svg(drawing: Drawing) -> Markup:
     """The svg element of a figure, for a page with several: with a label, with unique ids, and in the colours of the page."""
     text = drawing.svg.decode("utf-8")
     text = text[text.index("<svg") :].rstrip()
@@ -328,7 +240,7 @@ def inline_svg(drawing: Drawing) -> str:
         return f'{attribute}="{before or ""}{drawing.name}-{name}{after}"'
 
     text = _ID.sub(own, text)
-    return themed(text).replace("<svg", f'<svg role="img" aria-label="{html.escape(drawing.title)}"', 1)
+    return Markup(_themed(text).replace("<svg", f'<svg role="img" aria-label="{escape(drawing.title)}"', 1))
 
 
 def _escaped(text: str) -> str:
