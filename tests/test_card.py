@@ -108,7 +108,12 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     file.write_text("[]")
     assert f"--results {file}" in error(results=[file])
     assert "no such PNG file" in error(plot=[file])
-    record: dict[str, Any] = {"made_by": {"model": {"identity": "other"}}, "model": "m", "complete": True}
+    record: dict[str, Any] = {
+        "format": "emp-llm results 3",
+        "made_by": {"model": {"identity": "other"}},
+        "model": "m",
+        "complete": True,
+    }
     file.write_text(json.dumps(record))
     assert "it is of other weights than those in" in error(results=[file])
     file.write_text(json.dumps(record | {"complete": False}))
