@@ -39,8 +39,8 @@ def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: 
             assert kept.spreads[role, block].values == pytest.approx(quarters.tolist())
             (cell,) = (m for m in held.matrices if (m.role, m.block) == (role, block))
             assert cell.s_eff_mean == pytest.approx(float(effective_mass(dense[name]).mean()), rel=1e-12)
-            assert cell.bound is not None
-            assert cell.bound < cell.s_eff_mean
+            assert cell.s_eff_bound_mean is not None
+            assert cell.s_eff_bound_mean < cell.s_eff_mean
 
 
 def test_a_baseline_has_the_beta_of_the_point_that_it_matches(runs: Path) -> None:
@@ -122,7 +122,7 @@ def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tm
             assert kept.spreads[role, block].min == min(e["kept_fraction"]["min"] for e in own)
             assert kept.spreads[role, block].max == max(e["kept_fraction"]["max"] for e in own)
     cells = by_role_and_block(study.points[0].matrices)
-    assert sum(cell.weights for cell in cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
+    assert sum(cell.rows * cell.columns for cell in cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
 
 
 def test_models_and_targets_are_never_in_one_curve(runs: Path, models: Callable[[str], Path], tmp_path: Path) -> None:

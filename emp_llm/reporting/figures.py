@@ -12,6 +12,7 @@ import numpy as np
 
 from emp_llm.common.errors import UserError, printable, reason
 from emp_llm.evaluation.values import in_percent
+from emp_llm.reporting.run_tables import effective_share
 from emp_llm.reporting.studies import (
     Boxes,
     Curve,
@@ -543,7 +544,7 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
     if not matrices:
         return
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-    xs = [matrix.effective_share for matrix in matrices]
+    xs = [effective_share(matrix) for matrix in matrices]
     ys = [matrix.s_eff_mean for matrix in matrices]
     axes.plot(
         xs,
@@ -559,7 +560,12 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
 
 
 def _mass_caption(held: list[Masses]) -> str:
-    margins = [matrix.margin for masses_ in held for matrix in masses_.matrices if matrix.margin is not None]
+    margins = [
+        matrix.least_margin_over_bound
+        for masses_ in held
+        for matrix in masses_.matrices
+        if matrix.least_margin_over_bound is not None
+    ]
     least = f" The smallest margin of a row is {min(margins):.3f}." if margins else ""
     return (
         "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, and the lower bound of theorem 4.2 "

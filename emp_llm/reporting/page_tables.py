@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from emp_llm.common.errors import count_of
 from emp_llm.common.tables import Rows, number_cell, percent_cell
 from emp_llm.evaluation.values import UNPAIRED, Change, Value, change_of, change_text, formatted, in_percent, signed, value_cell
-from emp_llm.reporting.points import MatrixStats, MeasuredPoint, WholeGroup, by_role_and_block
-from emp_llm.reporting.run_tables import FIT_ERRORS, mean_error
+from emp_llm.records.run_report import TargetsRecord
+from emp_llm.reporting.points import MeasuredPoint, by_role_and_block
+from emp_llm.reporting.run_tables import FIT_ERRORS, effective_share, mean_error, row_mean
 from emp_llm.reporting.studies import Difference, Study, StudySuite, differences, label_of, main_measures
 
 MATCHES = {"total": "as many weights in total", "matrix": "as many weights in every matrix"}
@@ -140,22 +141,28 @@ def role_rows(study: Study) -> Rows:
     for label, matrices in study.measured:
         cells = by_role_and_block(matrices)
         for role in dict.fromkeys(role for role, _ in cells):
-            own = [cell for (r, _), cell in cells.items() if r == role and cell.effective_share is not None]
-            shares = [cell.effective_share for cell in own if cell.effective_share is not None]
+            own = [cell for (r, _), cell in cells.items() if r == role and effective_share(cell) is not None]
+            shares = [share for cell in own if (share := effective_share(cell)) is not None]
             if shares:
-                margin = min((cell.margin for cell in own if cell.margin is not None), default=None)
-                shown = [percent_cell(share) for share in (_mean(own, "effective_share"), min(shares), max(shares))]
-                shown += [number_cell(number) for number in (_mean(own, "s_eff_mean"), _mean(own, "bound"), margin)]
+                margin = min((m for cell in own if (m := cell.least_margin_over_bound) is not None), default=None)
+                shown = [percent_cell(share) for share in (row_mean(own, effective_share), min(shares), max(shares))]
+                shown += [
+                    number_cell(number)
+                    for number in (row_mean(own, lambda c: c.s_eff_mean), row_mean(own, lambda c: c.s_eff_bound_mean), margin)
+                ]
                 rows.append([label, f"{role} x {len(own)}", *shown])
-    wholes = {(label_of(point), point.whole): None for point in study.points}
-    return rows + [_whole_row(label, whole) for label, whole in wholes if whole is not None]
+    for point in study.points:
+        if point.targets is not None and point.targets.n_eff is not None and point.targets.weights:
+            row = _whole_row(label_of(point), point.targets)
+            rows += [row] if row not in rows else []
+    return rows
 
 
-def _whole_row(label: str, whole: WholeGroup) -> list[str]:
+def _whole_row(label: str, whole: TargetsRecord) -> list[str]:
     """All targets as one group: one effective number, and no spread over blocks."""
-    margin = None if whole.bound is None or whole.s_eff is None else whole.s_eff - whole.bound
-    masses = [number_cell(number) for number in (whole.s_eff, whole.bound, margin)]
-    return [label, "all targets as one group", percent_cell(whole.n_eff / whole.weights), "-", "-", *masses]
+    margin = None if whole.s_eff_bound is None or whole.s_eff is None else whole.s_eff - whole.s_eff_bound
+    masses = [number_cell(number) for number in (whole.s_eff, whole.s_eff_bound, margin)]
+    return [label, "all targets as one group", percent_cell((whole.n_eff or 0.0) / (whole.weights or 1)), "-", "-", *masses]
 
 
 def matrix_rows(study: Study) -> Rows:
@@ -167,9 +174,22 @@ def matrix_rows(study: Study) -> Rows:
     for point in study.points:
         start = [study.title, point.name, point.method or "dense", _exact(point.beta), _exact(point.order)]
         for cell in by_role_and_block(point.matrices).values():
-            numbers = [cell.block, cell.weights, cell.rows, cell.kept, *cell.kept_fraction.values, cell.effective_share]
+            numbers = [
+                cell.block,
+                cell.rows * cell.columns,
+                cell.rows,
+                cell.kept,
+                *cell.kept_fraction.values,
+                effective_share(cell),
+            ]
             numbers += [cell.group_size, cell.s_eff_mean, *(cell.s_eff.values if cell.s_eff else [None] * 5)]
-            rows.append([*start, cell.role, *(_exact(number) for number in [*numbers, cell.bound, cell.margin])])
+            rows.append(
+                [
+                    *start,
+                    cell.role,
+                    *(_exact(number) for number in [*numbers, cell.s_eff_bound_mean, cell.least_margin_over_bound]),
+                ]
+            )
     return rows
 
 
@@ -219,15 +239,6 @@ def _count(chosen: list[Difference], members: list[Difference]) -> str:
     kind = "unpaired standard errors" if any(each.change.unpaired for each in members) else "standard errors"
     certain = f" ({len(clear)} by more than two {kind})" if known and chosen else ""
     return f"{len(chosen)} of {count_of(len(members), 'point')}{certain}"
-
-
-def _mean(cells: Iterable[MatrixStats], name: str) -> float | None:
-    """The mean of a field over all rows of some matrices; None if it is unknown for one of them."""
-    cells = list(cells)
-    values = [getattr(cell, name) for cell in cells]
-    if not cells or any(value is None for value in values):
-        return None
-    return float(sum(v * cell.rows for v, cell in zip(values, cells, strict=True)) / sum(cell.rows for cell in cells))
 
 
 def _short(value: float | None) -> str:
@@ -375,9 +386,9 @@ def _verdict(each: Difference) -> str:
 
 def _measured(point: MeasuredPoint) -> Headline:
     """The effective numbers of a measure, for a study without a pruned model."""
-    weights, rows = sum(each.weights for each in point.matrices), sum(each.rows for each in point.matrices)
+    weights, rows = sum(each.rows * each.columns for each in point.matrices), sum(each.rows for each in point.matrices)
     kept = sum(each.kept for each in point.matrices)
-    shares = [(each.effective_share, each.rows) for each in point.matrices if each.effective_share is not None]
+    shares = [(share, each.rows) for each in point.matrices if (share := effective_share(each)) is not None]
     entries = [(f"{percent_cell(1 - kept / weights)} %", f"of {weights:,} weights would be removed by EMP at β 1")]
     if len(shares) == len(point.matrices):
         mean = sum(share * count for share, count in shares) / rows
@@ -387,12 +398,12 @@ def _measured(point: MeasuredPoint) -> Headline:
 
 
 def _extremes(point: MeasuredPoint) -> Tile:
-    known = [each for each in point.matrices if each.effective_share is not None]
-    ordered = sorted(known, key=lambda each: each.effective_share or 0.0)
+    known = [each for each in point.matrices if effective_share(each) is not None]
+    ordered = sorted(known, key=lambda each: effective_share(each) or 0.0)
     ends = [("most redundant", ordered[0]), ("least redundant", ordered[-1])] if known else []
     entries = [
         (
-            f"{percent_cell(each.effective_share)} %",
+            f"{percent_cell(effective_share(each))} %",
             f"{words}: {each.role}" + ("" if each.block is None else f", block {each.block}"),
         )
         for words, each in ends

@@ -30,52 +30,6 @@ _QUARTERS = np.array([0, 0.25, 0.5, 0.75, 1])
 
 
 @dataclass(frozen=True)
-class MatrixStats:
-    """A matrix, or all experts' matrices of one role in one block.
-
-    Attributes:
-        role, block: of the layer; block None outside of the blocks.
-        weights, rows: their numbers.
-        kept: number of weights kept.
-        kept_fraction: spread over the rows.
-        effective_share: mean of N_eff / N over the groups; None for methods without an effective number.
-        group_size: N, the number of weights in a group.
-        s_eff: spread over the groups; s_eff_mean: its mean.
-        bound: mean over the groups of the lower bound on s_eff (theorem 4.2); None for orders other than 2.
-        margin: smallest s_eff - bound of a group.
-    """
-
-    role: str
-    block: int | None
-    weights: int
-    rows: int
-    kept: int
-    kept_fraction: Quartiles
-    effective_share: float | None = None
-    group_size: int | None = None
-    s_eff: Quartiles | None = None
-    s_eff_mean: float | None = None
-    bound: float | None = None
-    margin: float | None = None
-
-
-@dataclass(frozen=True)
-class WholeGroup:
-    """The effective number of all targets as one group (--group all).
-
-    Attributes:
-        weights: N, the number of weights of the targets.
-        n_eff, s_eff: effective number and effective mass.
-        bound: the lower bound on s_eff; None for orders other than 2.
-    """
-
-    weights: int
-    n_eff: float
-    s_eff: float | None
-    bound: float | None
-
-
-@dataclass(frozen=True)
 class SuiteResult:
     """The result of a suite on one model.
 
@@ -92,7 +46,7 @@ class SuiteResult:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The fit of a layer to the calibration text; `role` as in `MatrixStats`."""
+    """The fit of a layer to the calibration text; `role` as in `MatrixRecord`."""
 
     name: str
     role: str
@@ -115,7 +69,7 @@ class MeasuredPoint:
         match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and the id of the EMP point.
         sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
         pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
-        matrices: of the targets, each expert alone; whole: the effective number of all targets as one group.
+        matrices: of the targets, each expert alone; targets: counts over all of them.
         fits: of the layers, by a refit, SparseGPT or ADMM.
         structure: the removed heads and neurons; None if weights were pruned.
         results: one for each suite; dense: those of the dense model in the same run.
@@ -141,8 +95,8 @@ class MeasuredPoint:
     sparsity: float | None = None
     sparsity_of_all: float | None = None
     pruned: bool = True
-    matrices: tuple[MatrixStats, ...] = ()
-    whole: WholeGroup | None = None
+    matrices: tuple[MatrixRecord, ...] = ()
+    targets: TargetsRecord | None = None
     fits: tuple[LayerFit, ...] = ()
     structure: StructureRecord | None = None
     results: tuple[SuiteResult, ...] = ()
@@ -185,36 +139,31 @@ def pooled(spreads: Sequence[Quartiles], weights: Sequence[float]) -> Quartiles:
     return Quartiles(min=float(values[0]), q1=q1, median=median, q3=q3, max=float(values[-1]))
 
 
-def by_role_and_block(matrices: Sequence[MatrixStats]) -> dict[tuple[str, int | None], MatrixStats]:
+def by_role_and_block(matrices: Sequence[MatrixRecord]) -> dict[tuple[str, int | None], MatrixRecord]:
     """(role, block) -> matrix. The matrices of a mixture's experts, which share both, are pooled."""
-    groups: dict[tuple[str, int | None], list[MatrixStats]] = {}
+    groups: dict[tuple[str, int | None], list[MatrixRecord]] = {}
     for matrix in matrices:
         groups.setdefault((matrix.role, matrix.block), []).append(matrix)
     return {key: members[0] if len(members) == 1 else _pooled_matrices(members) for key, members in groups.items()}
 
 
-def _pooled_matrices(members: list[MatrixStats]) -> MatrixStats:
+def _pooled_matrices(members: list[MatrixRecord]) -> MatrixRecord:
     rows = [float(member.rows) for member in members]
 
-    def mean(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(v * r for v, r in zip(known, rows, strict=True)) / sum(rows) if len(known) == len(values) else None
+    def mean(name: str) -> float | None:
+        values = [getattr(member, name) for member in members]
+        return None if None in values else sum(v * r for v, r in zip(values, rows, strict=True)) / sum(rows)
 
     spreads = [member.s_eff for member in members if member.s_eff is not None]
-    margins = [member.margin for member in members if member.margin is not None]
-    return MatrixStats(
-        role=members[0].role,
-        block=members[0].block,
-        weights=sum(member.weights for member in members),
+    margins = [member.least_margin_over_bound for member in members if member.least_margin_over_bound is not None]
+    return msgspec.structs.replace(
+        members[0],
         rows=sum(member.rows for member in members),
         kept=sum(member.kept for member in members),
         kept_fraction=pooled([member.kept_fraction for member in members], rows),
-        effective_share=mean([member.effective_share for member in members]),
-        group_size=members[0].group_size,
         s_eff=pooled(spreads, rows) if len(spreads) == len(members) else None,
-        s_eff_mean=mean([member.s_eff_mean for member in members]),
-        bound=mean([member.bound for member in members]),
-        margin=min(margins) if len(margins) == len(members) else None,
+        least_margin_over_bound=min(margins) if len(margins) == len(members) else None,
+        **{name: mean(name) for name in ("n_eff_mean", "s_eff_mean", "s_eff_bound_mean")},
     )
 
 
@@ -277,7 +226,7 @@ def _run(report: RunReport, folder: Path, where: str, name: str | None = None, *
         "sparsity": report.targets.sparsity_of_targets,
         "sparsity_of_all": report.targets.sparsity_of_all_parameters,
         "matrices": matrices_of(report.matrices, where),
-        "whole": whole_group_of(report.targets),
+        "targets": report.targets,
         "fits": fits_of(report, where),
         "structure": report.structure,
         "results": tuple(suite_result_of(model, where) for model in models if model.pruned is not None),
@@ -330,7 +279,7 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
             **method_of(recipe, measure.calibration, where),
             "pruned": False,
             "matrices": matrices_of(entry.matrices, where),
-            "whole": whole_group_of(entry.targets),
+            "targets": entry.targets,
             "facts": facts_of(measure.source, recipe, measure.calibration, entry.targets),
         }
         yield MeasuredPoint(**values)
@@ -370,7 +319,12 @@ def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     joined: dict[int, MeasuredPoint] = dict(enumerate(points))
     for number, point in enumerate(points):
         alike = runs.get(point.signature, [])
-        if point.matrices or point.method is None or len({points[other].matrices for other in alike}) != 1:
+        if (
+            point.matrices
+            or point.method is None
+            or not alike
+            or any(points[other].matrices != points[alike[0]].matrices for other in alike)
+        ):
             continue
         run = alike[-1]
         known = {result.key for result in joined[run].results}
@@ -396,16 +350,11 @@ def suite_result_of(model: EvaluatedModel, where: str) -> SuiteResult:
     return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values)
 
 
-def matrices_of(entries: dict[str, MatrixRecord], where: str) -> tuple[MatrixStats, ...]:
+def matrices_of(entries: dict[str, MatrixRecord], where: str) -> tuple[MatrixRecord, ...]:
     """The matrices of a record; UserError, beginning with `where`, for impossible values."""
-    return tuple(_matrix(entry, f"{where}: matrices.{name}") for name, entry in entries.items())
-
-
-def whole_group_of(targets: TargetsRecord) -> WholeGroup | None:
-    """The effective number of all targets as one group; None if they were not one group."""
-    if targets.n_eff is None or not targets.weights:
-        return None
-    return WholeGroup(targets.weights, targets.n_eff, targets.s_eff, targets.s_eff_bound)
+    for name, entry in entries.items():
+        _check_matrix(entry, f"{where}: matrices.{name}")
+    return tuple(msgspec.structs.replace(entry, role=printable(entry.role)) for entry in entries.values())
 
 
 def fits_of(report: RunReport, where: str) -> tuple[LayerFit, ...]:
@@ -420,27 +369,16 @@ def fits_of(report: RunReport, where: str) -> tuple[LayerFit, ...]:
     return tuple(fits)
 
 
-def _matrix(entry: MatrixRecord, where: str) -> MatrixStats:
+def _check_matrix(entry: MatrixRecord, where: str) -> None:
     for name, value in msgspec.structs.asdict(entry).items():
         if any(not math.isfinite(number) for number in _numbers(value)):
             raise UserError(f"{where}: {name} must be a finite number.")
     size, mean = entry.group_size, entry.n_eff_mean
     if size is not None and mean is not None and mean > size * (1 + 1e-9):
         raise UserError(f"{where}: n_eff_mean must be between 0 and group_size, got {mean:g}.")
-    return MatrixStats(
-        role=printable(entry.role),
-        block=entry.block,
-        weights=entry.rows * entry.columns,
-        rows=entry.rows,
-        kept=entry.kept,
-        kept_fraction=_spread(entry.kept_fraction, f"{where}: kept_fraction"),
-        effective_share=mean / size if mean is not None and size is not None else None,
-        group_size=size,
-        s_eff=None if entry.s_eff is None else _spread(entry.s_eff, f"{where}: s_eff"),
-        s_eff_mean=entry.s_eff_mean,
-        bound=entry.s_eff_bound_mean,
-        margin=entry.least_margin_over_bound,
-    )
+    _check_spread(entry.kept_fraction, f"{where}: kept_fraction")
+    if entry.s_eff is not None:
+        _check_spread(entry.s_eff, f"{where}: s_eff")
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
@@ -450,11 +388,10 @@ def _numbers(value: Any) -> tuple[float, ...]:
     return (value,) if isinstance(value, float) else ()
 
 
-def _spread(quartiles: Quartiles, where: str) -> Quartiles:
-    """The same quartiles of a share; UserError if they are not in order and between 0 and 1."""
+def _check_spread(quartiles: Quartiles, where: str) -> None:
+    """Raise UserError if the quartiles of a share are not in order and between 0 and 1."""
     if list(quartiles.values) != sorted(quartiles.values) or not -1e-9 <= quartiles.min <= quartiles.max <= 1 + 1e-9:
         raise UserError(f"{where} must be quartiles in ascending order, between 0 and 1.")
-    return quartiles
 
 
 def origin_of(source: ModelSource) -> dict[str, Any]:

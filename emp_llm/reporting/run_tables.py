@@ -317,7 +317,7 @@ def _measure(measure: MeasureEntry) -> str:
     ends = ["all", "min row", "median", "max row", "s_eff", "bound"]
     rows: Rows = [[f"{measure.criterion}, order {measure.order:g}: N_eff/N % in blocks", *heads, *ends]]
     for role, entries in by_role.items():
-        shares = [_share([entry for entry in entries if entry.block in depth]) for depth in depths]
+        shares = [row_mean([entry for entry in entries if entry.block in depth], effective_share) for depth in depths]
         spreads = [(entry.n_eff, entry.group_size) for entry in entries]
         known = [(n_eff, size) for n_eff, size in spreads if n_eff is not None and size is not None]
         medians = sorted(n_eff.median / size for n_eff, size in known)
@@ -326,8 +326,9 @@ def _measure(measure: MeasureEntry) -> str:
             medians[len(medians) // 2] if medians else None,
             max((n_eff.max / size for n_eff, size in known), default=None),
         ]
-        cells = [percent_cell(share) for share in (*shares, _share(entries), *spread)]
-        rows.append([f"{role} x {len(entries)}", *cells, *_masses(entries)])
+        cells = [percent_cell(share) for share in (*shares, row_mean(entries, effective_share), *spread)]
+        masses = (row_mean(entries, lambda entry: entry.s_eff_mean), row_mean(entries, lambda entry: entry.s_eff_bound_mean))
+        rows.append([f"{role} x {len(entries)}", *cells, *map(number_cell, masses)])
     targets = measure.targets
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
     text = f"{table(rows)}\nEMP at beta 1 would remove {removed}"
@@ -359,18 +360,7 @@ def _depths(blocks: list[int]) -> list[list[int]]:
     return [blocks[first:last] for first, last in itertools.pairwise(cuts)]
 
 
-def _share(entries: list[MatrixRecord]) -> float | None:
-    """The mean of N_eff / N over all rows of some matrices."""
-    return _row_mean(entries, effective_share)
-
-
-def _masses(entries: list[MatrixRecord]) -> list[str]:
-    """The means of s_eff and its lower bound."""
-    means = (_row_mean(entries, lambda entry: entry.s_eff_mean), _row_mean(entries, lambda entry: entry.s_eff_bound_mean))
-    return [number_cell(mean) for mean in means]
-
-
-def _row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
+def row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
     """A mean over all rows of some matrices; None if it is unknown for one of them."""
     values = [(value(entry), entry.rows) for entry in entries]
     known = [(found, rows) for found, rows in values if found is not None]

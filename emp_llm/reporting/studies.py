@@ -9,8 +9,9 @@ from typing import Literal
 
 from emp_llm.evaluation.values import Change, change_of, in_percent
 from emp_llm.options.recipe import MatchBy
-from emp_llm.records.run_report import Quartiles
-from emp_llm.reporting.points import MatrixStats, MeasuredPoint, SuiteResult, by_role_and_block
+from emp_llm.records.run_report import MatrixRecord, Quartiles
+from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block
+from emp_llm.reporting.run_tables import effective_share
 
 _NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
 
@@ -54,12 +55,12 @@ class Study:
         return [point for point in self.points if point.pruned]
 
     @property
-    def measured(self) -> list[tuple[str, tuple[MatrixStats, ...]]]:
+    def measured(self) -> list[tuple[str, tuple[MatrixRecord, ...]]]:
         """(label, matrices with effective numbers) of each criterion, order and variant; once, unless the numbers differ."""
-        found: list[tuple[str, tuple[MatrixStats, ...]]] = []
+        found: list[tuple[str, tuple[MatrixRecord, ...]]] = []
         seen: set[tuple[str, tuple[float | None, ...]]] = set()
         for point in self.points:
-            numbers = tuple(matrix.effective_share for matrix in point.matrices)
+            numbers = tuple(map(effective_share, point.matrices))
             label = label_of(point).removeprefix("EMP-")
             label = label[:1].upper() + label[1:]
             if not point.adaptive or all(number is None for number in numbers) or (label, numbers) in seen:
@@ -246,7 +247,7 @@ class Masses:
     """s_eff and its bound for every role and block of one point (order 2)."""
 
     label: str
-    matrices: tuple[MatrixStats, ...]
+    matrices: tuple[MatrixRecord, ...]
 
 
 def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
@@ -326,7 +327,7 @@ def grids(study: Study) -> list[Grid]:
         roles = tuple(dict.fromkeys(role for role, _ in cells))
         blocks = ordered_blocks(cells)
         values = tuple(
-            tuple(cell.effective_share if (cell := cells.get((role, block))) else None for block in blocks) for role in roles
+            tuple(effective_share(cell) if (cell := cells.get((role, block))) else None for block in blocks) for role in roles
         )
         if any(value is not None for row in values for value in row):
             found.append(Grid(label, roles, blocks, values))
@@ -360,7 +361,9 @@ def masses(study: Study) -> list[Masses]:
     """s_eff and its bound for every role and block, one for each criterion and variant."""
     found = []
     for label, matrices in study.measured:
-        cells = tuple(by_role_and_block([m for m in matrices if m.bound is not None and m.s_eff is not None]).values())
+        cells = tuple(
+            by_role_and_block([m for m in matrices if m.s_eff_bound_mean is not None and m.s_eff is not None]).values()
+        )
         if cells:
             found.append(Masses(label, cells))
     return found
