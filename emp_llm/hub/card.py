@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from huggingface_hub import EvalResult, HfApi, ModelCardData, constants
 from huggingface_hub.repocard import metadata_load
+from jinja2 import Environment, FileSystemLoader
 
 from emp_llm.common.errors import count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME
@@ -42,16 +43,6 @@ _UNIT_SCORES = {
     "wanda": "the norms of their weights and activations",
     "taylor": "their first-order effect on the loss (Taylor)",
 }
-_UNIT_GLOSSARY = (
-    "*units*: whole heads (or groups of heads that share keys and values) or MLP neurons; *by the rule*: how many the rule "
-    "keeps before all layers get one width; *N_eff/N*: the effective number of the units' scores in a layer, divided by their "
-    "number; *s_eff*: the share of the total score that the N_eff largest scores hold, and *bound* its lower bound."
-)
-_GLOSSARY = (
-    "*kept*: the share of weights that were kept, overall and by row; *N_eff/N*: the effective number of weights in a row, "
-    "divided by the row's length; *s_eff*: the share of the total score that the N_eff largest scores hold, and *bound* its "
-    "lower bound; *kept mass*: the share of the total score that was kept."
-)
 
 
 def _method_words(recipe: Recipe) -> str:
@@ -149,8 +140,17 @@ def is_ours(path: Path) -> bool:
     return _MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
-class Card:
-    """A model card.
+def card_text(
+    name: str,
+    branch: str | None,
+    report: RunReport,
+    origin: Origin,
+    evaluated: list[EvaluatedModel],
+    plots: list[str],
+    benches: Sequence[Bench],
+    files: Collection[str],
+) -> str:
+    """The model card by the template card.md.j2, metadata first.
 
     Args:
         name, branch: the repository, and the branch; None: main.
@@ -159,179 +159,77 @@ class Card:
         evaluated: models of results files.
         plots: PNG files by their path in the repository.
         benches: outputs of `bench` for this checkpoint.
+        files: the other files of the repository.
     """
+    measured, suites, structure = models_of_report(report), by_suite(evaluated), report.structure
+    tables = [compare(measured, "markdown", ["dense", "pruned"])] if len(measured) == 2 else []
+    fitted = sum(fit.error_after is not None for fit in report.fits.values())
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.get_template("card.md.j2").render(
+        metadata=_metadata(name, report, origin, [each for suite in [measured, *suites] for each in suite if each.this]),
+        mark=_MARK,
+        name=name,
+        branch=branch,
+        report=report,
+        origin=origin,
+        base=f"[{origin.name}](https://huggingface.co/{origin.name})" if origin.name else f"`{report.source.model}`",
+        method=_method_words(report.recipe),
+        lines=pruning_lines(report) if structure is None else structure_lines(report),
+        fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
+        removed=markdown_table(pruning_rows(report) if structure is None else structure_rows(structure)),
+        tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
+        speeds=markdown_table(speed_rows(benches)) if benches else "",
+        speed_note=SPEED_NOTE,
+        plots=[(plot, Path(plot).stem.replace("_", " ").replace("-", " ")) for plot in plots],
+        reproduction=markdown_table(_reproduction_rows(report, origin)),
+        norms=ACTIVATIONS_NAME if str(ACTIVATIONS_NAME) in files else "",
+        licence=origin.metadata.get("license_name") or origin.metadata.get("license"),
+        texts=sorted(file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY"))),
+    )
 
-    def __init__(
-        self,
-        name: str,
-        branch: str | None,
-        report: RunReport,
-        origin: Origin,
-        evaluated: list[EvaluatedModel],
-        plots: list[str],
-        benches: Sequence[Bench] = (),
-    ) -> None:
-        self._name, self._branch = name, branch
-        self._report = report
-        self._origin = origin
-        self._plots = plots
-        self._benches = benches
-        self._suites = by_suite(evaluated)
-        self._measured = models_of_report(report)  # dense and pruned, measured by the run itself
 
-    def text(self, files: Iterable[str]) -> str:
-        """The card, metadata first.
+def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[EvaluatedModel]) -> str:
+    """The metadata as YAML; `evaluated` are the measurements of this checkpoint."""
+    carried = dict(origin.metadata)
+    kind = ["sparse", "unstructured-sparsity"] if report.structure is None else ["structured-pruning"]
+    results = [
+        result
+        for each in evaluated
+        if not (each.made_by.quantization or each.made_by.limit)  # another model, or some of the questions
+        for result in [*_perplexity_result(each), *_task_results(each)]
+    ]
+    unique = {(each.dataset_type, each.dataset_config, each.metric_name): each for each in results}
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
+        base_model=origin.name,
+        # The Hub has four relations; this is the one for changed weights in the same architecture.
+        base_model_relation="finetune" if origin.name else None,
+        tags=["emp-llm", "pruning", *kind, report.recipe.method, *carried.pop("tags", [])],
+        model_name=name.partition("/")[2],
+        eval_results=list(unique.values()) or None,
+        **carried,
+    )
+    if data.eval_results is None:
+        data.pop("model_name")
+    return str(data.to_yaml()).strip()
 
-        Args:
-            files: the other files of the repository.
-        """
-        names = set(files)
-        parts = [
-            f"---\n{self._metadata()}\n---",
-            _MARK,
-            f"# {self._name.partition('/')[2]}",
-            self._summary(),
-            "## Benefits and limits",
-            self._benefits(),
-            "## Use",
-            self._use(),
-            "## Removed weights",
-            *self._removed(),
-            *self._warnings(),
-            "## Evaluation",
-            *self._evaluation(),
-            *self._speed(),
-            *(f"![{Path(plot).stem.replace('_', ' ').replace('-', ' ')}]({plot})" for plot in self._plots),
-            "## Reproduction",
-            self._reproduction(names),
-            "## Licence",
-            self._licence(names),
-        ]
-        return "\n\n".join(parts) + "\n"
 
-    @property
-    def _base(self) -> str:
-        """The dense model, as a link if it is on the Hub."""
-        name = self._origin.name
-        return f"[{name}](https://huggingface.co/{name})" if name else f"`{self._report.source.model}`"
-
-    def _metadata(self) -> str:
-        carried = dict(self._origin.metadata)
-        kind = ["sparse", "unstructured-sparsity"] if self._report.structure is None else ["structured-pruning"]
-        tags = ["emp-llm", "pruning", *kind, self._report.recipe.method, *carried.pop("tags", [])]
-        data = ModelCardData(
-            library_name="transformers",
-            pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
-            base_model=self._origin.name,
-            # The Hub has four relations; this is the one for changed weights in the same architecture.
-            base_model_relation="finetune" if self._origin.name else None,
-            tags=tags,
-            model_name=self._name.partition("/")[2],
-            eval_results=self._eval_results() or None,
-            **carried,
-        )
-        if data.eval_results is None:
-            data.pop("model_name")
-        return str(data.to_yaml()).strip()
-
-    def _eval_results(self) -> list[EvalResult]:
-        found = []
-        for evaluated in (each for suite in [self._measured, *self._suites] for each in suite if each.this):
-            made_by = evaluated.made_by
-            if made_by.quantization or made_by.limit:  # another model, or some of the questions
-                continue
-            found += [*_perplexity_result(evaluated), *_task_results(evaluated)]
-        return list({(each.dataset_type, each.dataset_config, each.metric_name): each for each in found}.values())
-
-    def _summary(self) -> str:
-        how = _method_words(self._report.recipe)
-        shown = pruning_lines(self._report) if self._report.structure is None else structure_lines(self._report)
-        lines = "\n".join(f"- {line}" for line in shown)
-        return f"{self._base}, pruned by {how} after training, without retraining.\n\n{lines}"
-
-    def _removed(self) -> list[str]:
-        if self._report.structure is None:
-            return [markdown_table(pruning_rows(self._report)), _GLOSSARY]
-        return [markdown_table(structure_rows(self._report.structure)), _UNIT_GLOSSARY]
-
-    def _benefits(self) -> str:
-        structure = self._report.structure
-        if structure is not None and structure.config:
-            return (
-                "A smaller dense model: plain safetensors with the names and dtypes of the base model, fewer rows and columns, "
-                f"and a `config.json` that says so. {self._other_bytes()} It loads with `from_pretrained` and in every runtime "
-                "that reads these numbers from `config.json`."
-            )
-        zeros = 100 * (self._report.targets.sparsity_of_all_parameters or 0.0)
-        return (
-            f"The files are plain safetensors with the names, shapes and dtypes of the base model. {zeros:.1f} % of the "
-            f"parameters are zero. {self._other_bytes()} The checkpoint loads wherever the base model "
-            "loads. **By itself it is neither smaller nor faster**: dense kernels multiply by the zeros too. To benefit from "
-            "the zeros, pack the files (`emp-llm pack`), run the packed model (`emp-llm generate`, `emp_llm.runtime.load`), or "
-            "train further and keep the zeros (an ordinary optimizer step or a merged adapter fills them)."
-        )
-
-    def _other_bytes(self) -> str:
-        fitted = sum(fit.error_after is not None for fit in self._report.fits.values())
-        if not fitted:
-            return "All other bytes are those of the base model."
-        which = count_of(fitted, "matrix", "matrices")
-        return f"The kept weights of {which} were fitted to the calibration text; all other bytes are those of the base model."
-
-    def _use(self) -> str:
-        branch = f', revision="{self._branch}"' if self._branch else ""
-        return (
-            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{self._name}"{branch}, dtype="auto")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{self._name}"{branch})\n```'
-        )
-
-    def _warnings(self) -> list[str]:
-        warnings = self._report.warnings
-        more = [f"- and {len(warnings) - 10} more in `emp_report.json`"] if len(warnings) > 10 else []
-        return ["\n".join(["Notes:", "", *(f"- {each}" for each in warnings[:10]), *more])] if warnings else []
-
-    def _evaluation(self) -> list[str]:
-        tables = [compare(self._measured, "markdown", ["dense", "pruned"])] if len(self._measured) == 2 else []
-        tables += [compare(suite, "markdown") for suite in self._suites]
-        return tables or ["This checkpoint has not been evaluated."]
-
-    def _speed(self) -> list[str]:
-        return ["## Speed", markdown_table(speed_rows(self._benches)), SPEED_NOTE] if self._benches else []
-
-    def _reproduction(self, files: set[str]) -> str:
-        report = self._report
-        source, calibration = report.source, report.calibration
-        recipe = {name: getattr(report.recipe, name) for name in report.recipe.__struct_fields__}
-        rows: Rows = [["", ""]]
-        if self._origin.revision:
-            rows.append(["commit of the base model", f"`{self._origin.revision}`"])
-        if source.identity:
-            rows.append(["identity of its weights (BLAKE3)", f"`{source.identity}`"])
-        rows += [[name, f"`{_as_json(value)}`"] for name, value in recipe.items() if value is not None]
-        for name, value in {} if calibration is None else calibration.as_dict().items():
-            if name in ("text", "texts", "tokens", "dtype", "propagate"):
-                rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
-        rows += [[package, version] for package, version in report.versions.items()]
-        norms = f" `{ACTIVATIONS_NAME}` holds the input norms of the scores." if str(ACTIVATIONS_NAME) in files else ""
-        commit = f" --revision {self._origin.revision}" if self._origin.revision else ""
-        check = f"{self._origin.name or 'BASE_MODEL'}{commit}"
-        branch = f" --revision {self._branch}" if self._branch else ""
-        return (
-            f"```bash\n{report.command}\n```\n\n{markdown_table(rows)}\n\n"
-            "`emp_report.json` lists the kept fraction and the effective number of every matrix, `emp_manifest.json` the hash "
-            f"of every file.{norms} To check all bytes and masks against the base model:\n\n"
-            f"```bash\nhf download {self._name}{branch} --local-dir pruned\n"
-            f"emp-llm verify pruned --source {check}\n```"
-        )
-
-    def _licence(self, files: set[str]) -> str:
-        name = self._origin.metadata.get("license_name") or self._origin.metadata.get("license")
-        texts = sorted(file for file in files if file.upper().startswith(("LICENSE", "NOTICE", "USE_POLICY")))
-        text_links = f" Its text: {', '.join(f'[{text}]({text})' for text in texts)}." if texts else ""
-        if name:
-            return f"The licence of the base model, {name}, applies: a pruned model is a derived work.{text_links}"
-        return f"The licence of the base model, {self._base}, applies. The base model's card names none.{text_links}"
+def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
+    """The recipe, the calibration and the versions of a run."""
+    rows: Rows = [["", ""]]
+    if origin.revision:
+        rows.append(["commit of the base model", f"`{origin.revision}`"])
+    if report.source.identity:
+        rows.append(["identity of its weights (BLAKE3)", f"`{report.source.identity}`"])
+    recipe = {name: getattr(report.recipe, name) for name in report.recipe.__struct_fields__}
+    rows += [[name, f"`{_as_json(value)}`"] for name, value in recipe.items() if value is not None]
+    for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
+        if name in ("text", "texts", "tokens", "dtype", "propagate"):
+            rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
+    return rows + [[package, version] for package, version in report.versions.items()]
 
 
 def _as_json(value: Any) -> str:

@@ -27,7 +27,7 @@ from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.tables import table
 from emp_llm.evaluation.results import EvaluatedModel, model_of_results, read_results
-from emp_llm.hub.card import Card, by_suite, find_origin, is_ours
+from emp_llm.hub.card import by_suite, card_text, find_origin, is_ours
 from emp_llm.hub.client import CONFLICTS, HUB_ERRORS, LOG_IN, TRANSIENT, hide_signatures, hub_errors_explained, with_retries
 from emp_llm.hub.public import local_folder, public
 from emp_llm.pruning.counts import read_report
@@ -153,7 +153,10 @@ def _upload(files: Mapping[str, Path], to: Destination, message: str) -> tuple[s
             )
         for path in changed:
             additions.setdefault(path, CommitOperationAdd(path, str(files[path])))
-        operations = [*(additions[path] for path in changed), *(CommitOperationDelete(path) for path in deleted)]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            *(additions[path] for path in changed),
+            *(CommitOperationDelete(path) for path in deleted),
+        ]
         api.create_commit(to.name, operations, commit_message=message, revision=branch, parent_commit=head)
         return head
 
@@ -453,7 +456,7 @@ def _card_text(
         logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", path)
         return None
     origin = find_origin(own_report.source, evidence.base_model)
-    return Card(to.name, to.branch, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots], benches).text(files)
+    return card_text(to.name, to.branch, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots], benches, files)
 
 
 def _write_card(path: Path, text: str) -> None:
