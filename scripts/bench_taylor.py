@@ -81,7 +81,7 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
 
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
     from emp_llm.options.commands import PruneOptions
-    from emp_llm.structure.prune_structure import taylor_sums
+    from emp_llm.structure.scores import taylor_sums
     from emp_llm.structure.plan import UnitPlan
 
     plan = UnitPlan(folder, ("heads", "neurons"))

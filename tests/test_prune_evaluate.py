@@ -232,8 +232,8 @@ def test_a_baseline_replaces_the_dense_evaluation(
     ("options", "says"),
     [
         ({"model": "gpt2"}, "of other weights than those of --model"),
-        ({"suite": "short.toml"}, r"another suite, dtype or quantisation, or of pruned activations \(tasks"),
-        ({"dtype": "float32"}, r"or quantisation, or of pruned activations \(dtype: \"auto\" there, \"float32\" now"),
+        ({"suite": "short.toml"}, r"another suite, dtype or quantisation \(tasks"),
+        ({"dtype": "float32"}, r"or quantisation \(dtype: \"auto\" there, \"float32\" now"),
         ({"change": {"complete": False}}, "has not finished; run its command again"),
         ({"change": {"format": "emp-llm results 99"}}, "it has format version 99 of a results file"),
         ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),

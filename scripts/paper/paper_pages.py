@@ -110,7 +110,7 @@ def options_of(doc: str | None, images: bool = True) -> argparse.ArgumentParser:
     """A parser with the options that all scripts of this folder share; without `images`, only those of the page."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=PAGES, help="folder of the page and its figures")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="of the processor")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the processor")
     if images:
         parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
         parser.add_argument("--cache", type=Path, default=cache_folder() / "paper", help="folder of the trained weights")
