@@ -135,7 +135,7 @@ def _upload(files: Mapping[str, Path], to: Destination, message: str) -> tuple[s
         head = api.model_info(to.name, revision=branch).sha
         tree = api.list_repo_tree(to.name, recursive=True, revision=head or branch)
         held = {each.path: each for each in tree if isinstance(each, RepoFile)}
-        other = [path for path, file in files.items() if path not in held or not _same(file, held[path])]
+        other = [path for path, file in files.items() if path not in held or not _same(file, held[path], additions.get(path))]
         stale = [path for path in held if path not in files and (_is_weights(path) or path.endswith(".index.json"))]
         return head, held, other, stale
 
@@ -207,12 +207,12 @@ def _check_storage(to: Destination, branch: str) -> None:
         )
 
 
-def _same(file: Path, remote: RepoFile) -> bool:
-    """Whether a repository's file has the content of ours."""
+def _same(file: Path, remote: RepoFile, addition: CommitOperationAdd | None) -> bool:
+    """Whether a repository's file has the content of ours; `addition` knows its hash."""
     if remote.size != file.stat().st_size:
         return False
     if remote.lfs is not None:
-        return bool(remote.lfs.sha256 == file_hash(file, "sha256"))
+        return bool(remote.lfs.sha256 == (addition.upload_info.sha256.hex() if addition else file_hash(file, "sha256")))
     content = file.read_bytes()
     return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
 
@@ -316,20 +316,31 @@ def push_checkpoint(folder: Path, to: Destination, evidence: Evidence, dry_run: 
     results = {path: public(each, *folders) for path, each in own_results.items()}
     evaluated = _evaluated(folder, results)
     plots = _plots(folder, evidence.plots)
-    _check_names([*plots, *results])
+    names = [path.name for path in (*plots, *results)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{twice}: two files of this name would be pushed to the same folder; rename one.")
     with TemporaryDirectory(prefix="emp-llm-push-") as scratch:
         files = _public_files(folder, manifest, report, results, Path(scratch))
         files |= {f"{EXTRAS}/{path.name}": path for path in plots}
-        text = _card_text(folder, to, own_report, report, evidence, evaluated, plots, list(files), benches)
         sizes = {path: file.stat().st_size for path, file in files.items()}
-        sizes[CARD_NAME] = (folder / CARD_NAME).stat().st_size if text is None else len(text.encode())
+        card, text = folder / CARD_NAME, ""
+        if card.exists() and not is_ours(card):
+            logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", card)
+        else:
+            origin = find_origin(own_report.source, evidence.base_model)
+            names = [f"{EXTRAS}/{path.name}" for path in plots]
+            text = card_text(to.name, to.branch, report, origin, evaluated, names, benches, list(files))
+        sizes[CARD_NAME] = len(text.encode()) if text else card.stat().st_size
         pushed = Pushed(to.name, to.branch, sizes, dry_run=dry_run, folder=str(folder))
         if dry_run:
             return pushed
-        if text is not None:
-            _write_card(folder / CARD_NAME, text)
+        try:
+            if text:
+                write_text(card, text)
+        except OSError as error:
+            raise UserError(f"{card}: the model card cannot be written ({reason(error)}).") from error
         message = f"{report.source.model} pruned by {report.recipe.method} with emp-llm"
-        commit, uploaded, deleted = _upload(files | {CARD_NAME: folder / CARD_NAME}, to, message)
+        commit, uploaded, deleted = _upload(files | {CARD_NAME: card}, to, message)
     return replace(pushed, commit=commit, url=to.url, uploaded=uploaded, deleted=deleted)
 
 
@@ -357,12 +368,6 @@ def _check_against_manifest(folder: Path, manifest: Manifest) -> None:
         raise UserError(
             f"{folder / findings.differences[0]}{rest} Nothing was pushed. To see all differences: emp-llm verify {folder}"
         )
-
-
-def _check_names(paths: list[Path]) -> None:
-    names = [path.name for path in paths]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{twice}: two files of this name would be pushed to the same folder; rename one.")
 
 
 def _public_files(
@@ -437,30 +442,3 @@ def _plots(folder: Path, given: tuple[Path, ...]) -> list[Path]:
         if not path.is_file() or path.suffix.lower() != ".png":
             raise UserError(f"--plot {path}: no such PNG file.")
     return [*sorted((folder / EXTRAS).glob("*.png")), *given]
-
-
-def _card_text(
-    folder: Path,
-    to: Destination,
-    own_report: RunReport,
-    report: RunReport,
-    evidence: Evidence,
-    evaluated: list[EvaluatedModel],
-    plots: list[Path],
-    files: list[str],
-    benches: list[Bench],
-) -> str | None:
-    """The card; None if the folder has a card that emp-llm did not write. `own_report` names the dense model's folder."""
-    path = folder / CARD_NAME
-    if path.exists() and not is_ours(path):
-        logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", path)
-        return None
-    origin = find_origin(own_report.source, evidence.base_model)
-    return card_text(to.name, to.branch, report, origin, evaluated, [f"{EXTRAS}/{plot.name}" for plot in plots], benches, files)
-
-
-def _write_card(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: the model card cannot be written ({reason(error)}).") from error
