@@ -16,7 +16,7 @@ from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
 from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block, pooled, read_points
-from emp_llm.reporting.run_tables import pruning_table
+from emp_llm.reporting.run_tables import effective_share, pruning_table
 from emp_llm.reporting.studies import Difference, boxes, curves, differences, grids, masses, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
@@ -27,17 +27,18 @@ def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: 
     dense, pruned = weights_of(models("llama")), weights_of(runs / "emp")
     ((grid,), (kept,), (held,)) = grids(study), boxes(study), masses(study)
     assert grid.label == "Magnitude"
-    assert grid.roles == ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    assert grid.blocks == (0, 1)
-    for row, role in enumerate(grid.roles):
-        for column, block in enumerate(grid.blocks):
+    assert grid.roles == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert grid.blocks == [0, 1]
+    for role in grid.roles:
+        for block in grid.blocks:
             name = f"model.layers.{block}.{role}.weight"
             expected = float(effective_number(dense[name]).mean()) / dense[name].shape[1]
-            assert grid.values[row][column] == pytest.approx(expected, rel=1e-12)
+            assert effective_share(grid.cells[role, block]) == pytest.approx(expected, rel=1e-12)
             fractions = (pruned[name] != 0).double().mean(1)
             quarters = torch.quantile(fractions, torch.tensor([0, 0.25, 0.5, 0.75, 1]).double())
-            assert kept.spreads[role, block].values == pytest.approx(quarters.tolist())
-            (cell,) = (m for m in held.matrices if (m.role, m.block) == (role, block))
+            assert kept.cells[role, block].kept_fraction.values == pytest.approx(quarters.tolist())
+            cell = held.cells[role, block]
+            assert (cell.role, cell.block) == (role, block)
             assert cell.s_eff_mean == pytest.approx(float(effective_mass(dense[name]).mean()), rel=1e-12)
             assert cell.s_eff_bound_mean is not None
             assert cell.s_eff_bound_mean < cell.s_eff_mean
@@ -114,13 +115,15 @@ def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tm
     ((grid,), (kept,)) = grids(study), boxes(study)
     assert len(entries) == 24
     assert len(grid.roles) * len(grid.blocks) == 6
-    for row, role in enumerate(grid.roles):
-        for column, block in enumerate(grid.blocks):
+    for role in grid.roles:
+        for block in grid.blocks:
             own = [e for e in entries if (e["role"], e["block"]) == (role, block)]
             assert len(own) == 4
-            assert grid.values[row][column] == pytest.approx(sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4)
-            assert kept.spreads[role, block].min == min(e["kept_fraction"]["min"] for e in own)
-            assert kept.spreads[role, block].max == max(e["kept_fraction"]["max"] for e in own)
+            assert effective_share(grid.cells[role, block]) == pytest.approx(
+                sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4
+            )
+            assert kept.cells[role, block].kept_fraction.min == min(e["kept_fraction"]["min"] for e in own)
+            assert kept.cells[role, block].kept_fraction.max == max(e["kept_fraction"]["max"] for e in own)
     cells = by_role_and_block(study.points[0].matrices)
     assert sum(cell.rows * cell.columns for cell in cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
 

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -14,11 +14,9 @@ from emp_llm.common.errors import UserError, printable, reason
 from emp_llm.evaluation.values import in_percent
 from emp_llm.reporting.run_tables import effective_share
 from emp_llm.reporting.studies import (
-    Boxes,
     Curve,
     Difference,
     Grid,
-    Masses,
     Study,
     StudySuite,
     boxes,
@@ -356,15 +354,13 @@ def draw(study: Study, name: str) -> list[Drawing]:
 def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
     """N_eff / N by role and block: one map for each criterion and order, below each other, with one colour scale."""
     with styled():
-        heats = [replace(heat, roles=heat.roles[:_MOST_ROWS], values=heat.values[:_MOST_ROWS]) for heat in heats]
-        heights = [0.55 + 0.32 * len(heat.roles) for heat in heats]
+        heights = [0.55 + 0.32 * len(heat.roles[:_MOST_ROWS]) for heat in heats]
         figure = new_figure(1.2 + sum(heights))
-        every = [value for heat in heats for row in heat.values for value in row if value is not None]
-        low, high = math.floor(20 * min(every)) / 20, math.ceil(20 * max(every)) / 20
+        maps = [_shares(heat) for heat in heats]
+        low, high = (math.floor(20 * min(map(np.nanmin, maps))) / 20, math.ceil(20 * max(map(np.nanmax, maps))) / 20)
         panels = figure.subplots(len(heats), 1, squeeze=False, height_ratios=heights)[:, 0]
         image = None
-        for axes, heat in zip(panels, heats, strict=True):
-            cells = np.array([[np.nan if value is None else value for value in row] for row in heat.values])
+        for axes, heat, cells in zip(panels, heats, maps, strict=True):
             axes.set_facecolor("#eeeeee")
             axes.grid(visible=False)
             high = max(high, low + 0.05)
@@ -372,7 +368,7 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
             image = axes.pcolormesh(*edges, cells, cmap="viridis", vmin=low, vmax=high, edgecolors="white", linewidth=0.3)
             axes.invert_yaxis()
             axes.set_title(printable(heat.label, 2 * LABEL), loc="left")
-            axes.set_yticks(range(len(heat.roles)), [printable(role, LABEL) for role in heat.roles])
+            axes.set_yticks(range(len(cells)), [printable(role, LABEL) for role in heat.roles[:_MOST_ROWS]])
             _block_ticks(axes, heat.blocks)
             if len(heat.blocks) <= _MOST_NUMBERS:
                 _write_numbers(axes, cells, low + 0.6 * (high - low))
@@ -386,6 +382,14 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
         return drawn(figure, name, f"{study.title}: effective number of weights", caption)
 
 
+def _shares(heat: Grid) -> Any:
+    """N_eff / N by role and block; NaN where it is unknown."""
+    shares = [
+        [effective_share(cell) if (cell := heat.cells.get((role, b))) else None for b in heat.blocks] for role in heat.roles
+    ]
+    return np.array(shares[:_MOST_ROWS], dtype=float)
+
+
 def _colour_bar(figure: Any, image: Any, panels: list[Any], marked: bool) -> None:
     """A colour bar below the maps, as long as its label needs, with the value of Gaussian weights marked above it."""
     bar = figure.colorbar(image, ax=panels, location="bottom", shrink=0.6, aspect=36, pad=0.02)
@@ -397,7 +401,7 @@ def _colour_bar(figure: Any, image: Any, panels: list[Any], marked: bool) -> Non
                         ha="center", va="bottom", fontsize=8)  # fmt: skip
 
 
-def _block_ticks(axes: Any, blocks: tuple[int | None, ...]) -> None:
+def _block_ticks(axes: Any, blocks: list[int | None]) -> None:
     """Label the axis with the number of every block, or of evenly spaced blocks if there are many."""
     step = max(1, math.ceil(len(blocks) / 24))
     at = list(range(0, len(blocks), step))
@@ -411,21 +415,21 @@ def _write_numbers(axes: Any, cells: Any, bright: float) -> None:
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
 
 
-def _box_rows(study: Study, kept: list[Boxes], name: str) -> Drawing:
+def _box_rows(study: Study, kept: list[Grid], name: str) -> Drawing:
     """Kept fractions of the rows of each matrix: a panel for each role, with the methods side by side in every block."""
     with styled():
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))[:_MOST_PANELS]
-        blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.spreads)
+        blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.cells)
         figure = new_figure(0.9 + 1.6 * len(roles))
-        most = max(spread.max for boxes_ in kept for spread in boxes_.spreads.values())
+        most = max(cell.kept_fraction.max for boxes_ in kept for cell in boxes_.cells.values())
         panels = figure.subplots(len(roles), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
         as_bands = len(blocks) * len(kept) > _MOST_BOXES
         for axes, role in zip(panels, roles, strict=True):
             for number, boxes_ in enumerate(kept):
-                spreads = [boxes_.spreads.get((role, block)) for block in blocks]
+                spreads = [cell.kept_fraction if (cell := boxes_.cells.get((role, block))) else None for block in blocks]
                 colour = COLOURS[number % len(COLOURS)]
                 if as_bands:
                     _band(axes, spreads, colour, MARKERS[number % len(MARKERS)])
@@ -503,16 +507,16 @@ def _band(axes: Any, spreads: list[Any], colour: str, marker: str) -> None:
     axes.plot(places, parts[2], color=colour, marker=marker, markersize=2.5, linewidth=1.2)
 
 
-def _mass_panels(study: Study, held: list[Masses], name: str) -> Drawing:
+def _mass_panels(study: Study, held: list[Grid], name: str) -> Drawing:
     """s_eff against N_eff / N with the curve of its lower bound; a point for each role and block."""
     with styled():
         columns = min(2, len(held))
         lines = math.ceil(len(held) / columns)
         figure = new_figure(0.9 + 2.9 * lines)
         panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
-        roles = list(dict.fromkeys(matrix.role for masses_ in held for matrix in masses_.matrices))
+        roles = list(dict.fromkeys(matrix.role for masses_ in held for matrix in masses_.cells.values()))
         for axes, masses_ in zip(panels, held, strict=False):
-            sizes = sorted({matrix.group_size or 2 for matrix in masses_.matrices})
+            sizes = sorted({matrix.group_size or 2 for matrix in masses_.cells.values()})
             for number, size in enumerate(sizes):
                 numbers = np.unique(np.linspace(2, size, 300).astype(int))
                 bound = effective_mass_bound(numbers, size).numpy()  # type: ignore[arg-type]
@@ -521,7 +525,7 @@ def _mass_panels(study: Study, held: list[Masses], name: str) -> Drawing:
                     numbers / size, bound, color="black", linewidth=1.1, linestyle=line, label=f"lower bound, N = {size:,}"
                 )
             for number, role in enumerate(roles):
-                _mass_points(axes, [matrix for matrix in masses_.matrices if matrix.role == role], number, role)
+                _mass_points(axes, [matrix for matrix in masses_.cells.values() if matrix.role == role], number, role)
             axes.plot(_GAUSSIAN, _GAUSSIAN_MASS, marker="*", markersize=11, color="#F0E442", markeredgecolor="black",
                       linestyle="none", label="independent Gaussian weights", zorder=1.9)  # fmt: skip
             axes.set_title(printable(masses_.label, LABEL), loc="left")
@@ -559,11 +563,11 @@ def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None
     )
 
 
-def _mass_caption(held: list[Masses]) -> str:
+def _mass_caption(held: list[Grid]) -> str:
     margins = [
         matrix.least_margin_over_bound
         for masses_ in held
-        for matrix in masses_.matrices
+        for matrix in masses_.cells.values()
         if matrix.least_margin_over_bound is not None
     ]
     least = f" The smallest margin of a row is {min(margins):.3f}." if margins else ""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from emp_llm.evaluation.values import Change, change_of, in_percent
 from emp_llm.options.recipe import MatchBy
-from emp_llm.records.run_report import MatrixRecord, Quartiles
+from emp_llm.records.run_report import MatrixRecord
 from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block
 from emp_llm.reporting.run_tables import effective_share
 
@@ -225,29 +225,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Grid:
-    """A quantity by role (rows) and block (columns); None for a missing matrix or number."""
+    """The matrices of one point by role and block; the experts of a block are pooled."""
 
     label: str
-    roles: tuple[str, ...]
-    blocks: tuple[int | None, ...]
-    values: tuple[tuple[float | None, ...], ...]
+    cells: dict[tuple[str, int | None], MatrixRecord]
 
+    @property
+    def roles(self) -> list[str]:
+        return list(dict.fromkeys(role for role, _ in self.cells))
 
-@dataclass(frozen=True)
-class Boxes:
-    """Kept fractions of the rows of every matrix of one point, by role and block."""
-
-    label: str
-    roles: tuple[str, ...]
-    spreads: dict[tuple[str, int | None], Quartiles]
-
-
-@dataclass(frozen=True)
-class Masses:
-    """s_eff and its bound for every role and block of one point (order 2)."""
-
-    label: str
-    matrices: tuple[MatrixRecord, ...]
+    @property
+    def blocks(self) -> list[int | None]:
+        return ordered_blocks(self.cells)
 
 
 def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
@@ -320,21 +309,12 @@ def main_measures(suite: StudySuite) -> list[str]:
 
 
 def grids(study: Study) -> list[Grid]:
-    """N_eff / N by role and block, one grid for each criterion, order and variant."""
-    found: list[Grid] = []
-    for label, matrices in study.measured:
-        cells = by_role_and_block(matrices)
-        roles = tuple(dict.fromkeys(role for role, _ in cells))
-        blocks = ordered_blocks(cells)
-        values = tuple(
-            tuple(effective_share(cell) if (cell := cells.get((role, block))) else None for block in blocks) for role in roles
-        )
-        if any(value is not None for row in values for value in row):
-            found.append(Grid(label, roles, blocks, values))
-    return found
+    """Matrices with N_eff / N, one grid for each criterion, order and variant."""
+    found = [Grid(label, by_role_and_block(matrices)) for label, matrices in study.measured]
+    return [grid for grid in found if any(effective_share(cell) is not None for cell in grid.cells.values())]
 
 
-def boxes(study: Study) -> list[Boxes]:
+def boxes(study: Study) -> list[Grid]:
     """Kept fractions of the rows: for each EMP method those of the point whose β is nearest to 1.
 
     Without EMP points, those of all points whose rows keep different fractions.
@@ -348,28 +328,20 @@ def boxes(study: Study) -> list[Boxes]:
                 chosen[name] = point
     if not chosen:
         chosen = {p.name: p for p in study.pruned if any(m.kept_fraction.min < m.kept_fraction.max for m in p.matrices)}
-    found = []
-    for name, point in chosen.items():
-        cells = by_role_and_block(point.matrices)
-        label = name if point.beta in (None, 1.0) else f"{name}, β = {point.beta:g}"
-        roles = tuple(dict.fromkeys(role for role, _ in cells))
-        found.append(Boxes(label, roles, {key: cell.kept_fraction for key, cell in cells.items()}))
-    return found
+    labels = {name: name if p.beta in (None, 1.0) else f"{name}, β = {p.beta:g}" for name, p in chosen.items()}
+    return [Grid(labels[name], by_role_and_block(point.matrices)) for name, point in chosen.items()]
 
 
-def masses(study: Study) -> list[Masses]:
-    """s_eff and its bound for every role and block, one for each criterion and variant."""
+def masses(study: Study) -> list[Grid]:
+    """Matrices with s_eff and its bound (order 2), one grid for each criterion and variant."""
     found = []
     for label, matrices in study.measured:
-        cells = tuple(
-            by_role_and_block([m for m in matrices if m.s_eff_bound_mean is not None and m.s_eff is not None]).values()
-        )
-        if cells:
-            found.append(Masses(label, cells))
+        if known := [each for each in matrices if each.s_eff_bound_mean is not None and each.s_eff is not None]:
+            found.append(Grid(label, by_role_and_block(known)))
     return found
 
 
-def ordered_blocks(cells: Iterable[tuple[str, int | None]]) -> tuple[int | None, ...]:
+def ordered_blocks(cells: Iterable[tuple[str, int | None]]) -> list[int | None]:
     """The blocks of these cells in order; None, for matrices outside of the blocks, is last."""
     blocks = {block for _, block in cells}
-    return (*sorted(block for block in blocks if block is not None), *((None,) if None in blocks else ()))
+    return [*sorted(block for block in blocks if block is not None), *([None] if None in blocks else [])]
