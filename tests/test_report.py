@@ -12,6 +12,7 @@ from runs import make_sweep, report_of, results_of, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.values import Change, Value
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
@@ -205,7 +206,7 @@ def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Pa
 
 
 def test_a_clear_difference_exceeds_two_standard_errors() -> None:
-    point = MeasuredPoint("a", "a", "m", "m", "emp-wanda")
+    point = MeasuredPoint("a", "a", "m", "m", Recipe(method="emp-wanda"))
     for change, stderr, verdict in (
         (5.9, 3.0, "no clear difference"),
         (6.1, 3.0, "EMP"),
@@ -222,8 +223,11 @@ def test_a_clear_difference_exceeds_two_standard_errors() -> None:
 
 def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
     """Also if several runs remove as many weights."""
-    emp = [MeasuredPoint(str(tmp_path / name), name, "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5) for name in ("a", "b", "c")]
-    baseline = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, matches=str(tmp_path / "b"))
+    emp = [
+        MeasuredPoint(str(tmp_path / name), name, "m", "m", Recipe(method="emp-wanda"), sparsity=0.5)
+        for name in ("a", "b", "c")
+    ]
+    baseline = MeasuredPoint("u", "u", "m", "m", Recipe(method="wanda", match=str(tmp_path / "b")), sparsity=0.5)
     (study,) = studies([*emp, baseline])
     assert study.points[-1].baseline_of == emp[1].id
 
@@ -250,8 +254,10 @@ def with_perplexities(point: MeasuredPoint, *values: float) -> MeasuredPoint:
 def test_equal_masks_and_rounding_are_no_difference(
     masks: tuple[str, str], value: float, base: float, change: float, better: bool
 ) -> None:
-    emp = MeasuredPoint("e", "e", "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5, masks=masks[0])
-    uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, masks=masks[1], baseline_of="e", match="total")
+    emp = MeasuredPoint("e", "e", "m", "m", Recipe(method="emp-wanda"), sparsity=0.5, masks=masks[0])
+    uniform = MeasuredPoint(
+        "u", "u", "m", "m", Recipe(method="wanda"), sparsity=0.5, masks=masks[1], baseline_of="e", match="total"
+    )
     (study,) = studies([with_perplexities(emp, value), with_perplexities(uniform, base)])
     (found,) = differences(study, study.suites[0])
     assert found.change.value == pytest.approx(change)
@@ -265,8 +271,8 @@ def test_equal_masks_and_rounding_are_no_difference(
 
 
 def test_two_infinite_perplexities_are_not_compared() -> None:
-    emp = MeasuredPoint("e", "e", "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5)
-    uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5)
+    emp = MeasuredPoint("e", "e", "m", "m", Recipe(method="emp-wanda"), sparsity=0.5)
+    uniform = MeasuredPoint("u", "u", "m", "m", Recipe(method="wanda"), sparsity=0.5)
     (study,) = studies([with_perplexities(emp, math.inf), with_perplexities(uniform, math.inf)])
     assert study.points[1].baseline_of == "e"
     assert differences(study, study.suites[0]) == []

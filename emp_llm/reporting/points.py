@@ -36,7 +36,7 @@ class SuiteResult:
     Attributes:
         suite: its name.
         key: text, tasks, limit, dtype and quantisation as JSON; results with equal keys are comparable.
-        values: measure -> value, from `measured_values.values_of`.
+        values: measure -> value, from `evaluation.values.values_of`.
     """
 
     suite: str
@@ -61,10 +61,7 @@ class MeasuredPoint:
         id: the path that it was read from; unique.
         name: of its folder or file, for display.
         model: the dense model's name as the user gave it; identity: of its weights, or the name if that is unknown.
-        method: of the recipe; None for the dense model itself.
-        beta, order: of the effective number; None for uniform methods.
-        group: the set of weights that compete; scope: the targets ("mlp", "mlp without lm_head").
-        relative: whether the norms are those relative to the outputs.
+        recipe: of the pruned model; None for the dense model itself.
         variant: other differences from points of the same method, in words; usually empty.
         match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and the id of the EMP point.
         sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
@@ -75,7 +72,6 @@ class MeasuredPoint:
         results: one for each suite; dense: those of the dense model in the same run.
         signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
         masks: a hash of the masks, in sweeps; else empty.
-        matches: the run that a uniform baseline matches (--match), as in its recipe.
         facts: name -> text for the head of the report.
     """
 
@@ -83,12 +79,7 @@ class MeasuredPoint:
     name: str
     model: str
     identity: str
-    method: str | None
-    beta: float | None = None
-    order: float | None = None
-    group: str = "row"
-    scope: str = "mlp"
-    relative: bool = False
+    recipe: Recipe | None
     variant: str = ""
     match: MatchBy | None = None
     baseline_of: str | None = None
@@ -103,16 +94,34 @@ class MeasuredPoint:
     dense: tuple[SuiteResult, ...] = ()
     signature: str = ""
     masks: str = ""
-    matches: str = ""
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def adaptive(self) -> bool:
-        return self.method is not None and self.method.startswith("emp-")
+        return self.recipe is not None and self.recipe.adaptive
+
+    @property
+    def method(self) -> str | None:
+        return None if self.recipe is None else printable(self.recipe.method)
 
     @property
     def criterion(self) -> str:
         return (self.method or "").removeprefix("emp-")
+
+    @property
+    def beta(self) -> float | None:
+        """Of the effective number; None for uniform methods."""
+        return self.recipe.beta if self.recipe is not None and self.adaptive else None
+
+    @property
+    def order(self) -> float | None:
+        """Of the effective number; None for uniform methods."""
+        return self.recipe.order if self.recipe is not None and self.adaptive else None
+
+    @property
+    def scope(self) -> str:
+        """The targets in words: "mlp", "mlp without lm_head"."""
+        return "" if self.recipe is None else _scope(self.recipe)
 
     def result_of(self, key: str) -> SuiteResult | None:
         """The result of the suite with this key; None if it was not measured."""
@@ -222,7 +231,9 @@ def _run(report: RunReport, folder: Path, where: str, name: str | None = None, *
         "id": str(folder.resolve()),
         "name": printable(name or folder.resolve().name),
         **origin_of(report.source),
-        **method_of(report.recipe, report.calibration, where),
+        "recipe": report.recipe,
+        "variant": _variant(report.recipe, report.calibration),
+        "match": report.recipe.match_by if report.recipe.match else None,
         "sparsity": report.targets.sparsity_of_targets,
         "sparsity_of_all": report.targets.sparsity_of_all_parameters,
         "matrices": matrices_of(report.matrices, where),
@@ -233,7 +244,6 @@ def _run(report: RunReport, folder: Path, where: str, name: str | None = None, *
         "dense": dense,
         "signature": json.dumps(pruned_by(report).as_dict(), sort_keys=True),
         "masks": _masks_key(report.masks, folder),
-        "matches": report.recipe.match or "",
         "facts": facts_of(report.source, report.recipe, report.calibration, report.targets),
     }
     return MeasuredPoint(**values | more)
@@ -276,7 +286,8 @@ def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
             "id": f"{path.resolve()}#{number}",
             "name": printable(f"{path.stem} {entry.criterion} {entry.order:g}"),
             **origin_of(measure.source),
-            **method_of(recipe, measure.calibration, where),
+            "recipe": recipe,
+            "variant": _variant(recipe, measure.calibration),
             "pruned": False,
             "matrices": matrices_of(entry.matrices, where),
             "targets": entry.targets,
@@ -296,13 +307,16 @@ def _result(results: Results, path: Path) -> MeasuredPoint:
     if pruned is None:
         made = results.made_by.model
         source = ModelSource(model=results.model, revision=results.revision, identity=made.identity)
-        return MeasuredPoint(**common, **origin_of(source), method=None)
+        return MeasuredPoint(**common, **origin_of(source), recipe=None)
     return MeasuredPoint(
         **common,
-        **{"model": printable(pruned.of), "identity": pruned.of} | method_of(pruned.recipe, None, where),
+        model=printable(pruned.of),
+        identity=pruned.of,
+        recipe=pruned.recipe,
+        variant=_variant(pruned.recipe, None),
+        match=pruned.recipe.match_by if pruned.recipe.match else None,
         sparsity=pruned.sparsity_of_targets,
         signature=json.dumps(pruned.as_dict(), sort_keys=True),
-        matches=pruned.recipe.match or "",
         facts={"model": printable(pruned.of)},
     )
 
@@ -321,7 +335,7 @@ def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
         alike = runs.get(point.signature, [])
         if (
             point.matrices
-            or point.method is None
+            or point.recipe is None
             or not alike
             or any(points[other].matrices != points[alike[0]].matrices for other in alike)
         ):
@@ -399,13 +413,8 @@ def origin_of(source: ModelSource) -> dict[str, Any]:
     return {"model": printable(source.model), "identity": source.key}
 
 
-def method_of(recipe: Recipe, calibration: CalibrationRecord | None, where: str) -> dict[str, Any]:
-    """Fields of a point: the method, and everything that sets it apart from others."""
-    if not recipe.method:
-        raise UserError(f"{where}: recipe: missing field method.")
-    adaptive = recipe.method.startswith("emp-")
-    if adaptive and ((recipe.beta is None and recipe.structure is None) or recipe.order is None):
-        raise UserError(f"{where}: recipe: method {recipe.method} must have a beta and an order.")
+def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
+    """Everything that sets a recipe apart from others of the same method, in words."""
     words = [recipe.pattern] if recipe.pattern else []
     if recipe.structure is not None:
         words.append({"both": "heads and neurons"}.get(recipe.structure.structure, recipe.structure.structure))
@@ -427,17 +436,7 @@ def method_of(recipe: Recipe, calibration: CalibrationRecord | None, where: str)
         words += [f"{recipe.refit_weighting} weights"] if recipe.refit_weighting != "equal" else []
     if recipe.group != "row":
         words.append({"matrix": "whole matrices", "all": "all together"}.get(recipe.group, recipe.group))
-    match: MatchBy = "matrix" if recipe.match_by == "matrix" else "total"
-    return {
-        "method": printable(recipe.method),
-        "beta": recipe.beta if adaptive else None,
-        "order": recipe.order if adaptive else None,
-        "group": recipe.group,
-        "relative": recipe.relative,
-        "scope": _scope(recipe),
-        "variant": printable(", ".join(words)),
-        "match": match if recipe.match else None,
-    }
+    return printable(", ".join(words))
 
 
 def _score_words(recipe: Recipe) -> list[str]:

@@ -79,10 +79,10 @@ def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
     found = []
     for identity in identities:
         own = [point for point in points if point.identity == identity]
-        alone = [point for point in own if point.method is None]
-        scopes = dict.fromkeys(point.scope for point in own if point.method is not None)
+        alone = [point for point in own if point.recipe is None]
+        scopes = dict.fromkeys(point.scope for point in own if point.recipe is not None)
         for scope in scopes or {"": None}:
-            members = _linked([point for point in own if point.method is not None and point.scope == scope])
+            members = _linked([point for point in own if point.recipe is not None and point.scope == scope])
             title = titles[identity] + (f", {scope}" if len(scopes) > 1 else "")
             found.append(Study(title, own[0].model, scope, tuple(members), _suites(members, alone)))
     return found
@@ -138,10 +138,15 @@ def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     adaptive = [point for point in points if point.adaptive and point.pruned]
     linked = []
     for point in points:
-        if not point.adaptive and point.pruned and point.baseline_of is None and point.group == "row":
-            same = [e for e in adaptive if (e.criterion, e.relative) == (point.criterion, point.relative)]
+        recipe = point.recipe
+        if recipe is not None and not recipe.adaptive and point.baseline_of is None and recipe.group == "row":
+            same = [
+                e
+                for e in adaptive
+                if e.recipe is not None and (e.recipe.name, e.recipe.relative) == (recipe.name, recipe.relative)
+            ]
             same = [e for e in same if e.sparsity == point.sparsity]
-            named = [e for e in same if point.matches and Path(point.matches).resolve() == Path(e.id)]
+            named = [e for e in same if recipe.match and Path(recipe.match).resolve() == Path(e.id)]
             if same:
                 point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
         linked.append(point)
