@@ -67,7 +67,7 @@ def prune(
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    _check(recipe, structure, text, loading, quantized, evaluation, push, output)
+    check_options(recipe, structure, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch
@@ -154,12 +154,19 @@ def prune(
         how = calibration_signature(data, text, output.propagate, quantization)
         origin_of_norms = (origin_of_norms or {}) | how | {"dtype": loading.dtype, "device_map": loading.device_map}
     signature = run_signature(checkpoint, recipe, origin_of_norms)
-    prepared = None
+    prepared = measured = None
     if suite is not None:
-        from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+        from emp_llm.evaluation.evaluate import (
+            evaluate_checkpoint,
+            mark_pending,
+            measures_of_baseline,
+            pending_matches,
+            prepare_suite,
+        )
         from emp_llm.models.loading import load_tokenizer
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+        measured = measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
@@ -257,7 +264,7 @@ def prune(
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return _pushed(report, path, destination)
 
 
@@ -273,7 +280,7 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
     return report
 
 
-def _check(
+def check_options(
     recipe: Recipe,
     structure: StructureOptions,
     text: NormOptions,

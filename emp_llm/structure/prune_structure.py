@@ -30,7 +30,13 @@ from emp_llm.common.machine import Stopwatch, command_line, versions
 from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+from emp_llm.evaluation.evaluate import (
+    evaluate_checkpoint,
+    mark_pending,
+    measures_of_baseline,
+    pending_matches,
+    prepare_suite,
+)
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.hub.push import Destination, check_login
@@ -135,6 +141,7 @@ def prune_structure(
         made_of |= calibration_signature(data, text)
     signature = run_signature(checkpoint, recipe, made_of | {"matched": removed and {str(k): v for k, v in removed.items()}})
     prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+    measured = None if prepared is None else measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
@@ -228,7 +235,7 @@ def prune_structure(
                 out.complete()
             report = ranks().share(report if ranks().main else None)
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return report, path
 
 
