@@ -90,9 +90,9 @@ def _taylor(model: Any, folder: Path, ids: Any) -> None:
 def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str, list[dict[str, float]]]) -> str:
     import statistics
 
+    from emp_llm.common.errors import format_bytes
     from emp_llm.common.machine import processor_name
     from emp_llm.common.tables import markdown_table
-    from emp_llm.common.errors import format_bytes
 
     base = statistics.median(each["bytes"] for each in taken["load"])
     rows = [["what", "seconds", "peak memory", "beyond the loaded model"]]

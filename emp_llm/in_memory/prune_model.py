@@ -30,7 +30,7 @@ from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, report_of
-from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.runtime.masks import Masks, rows_in
@@ -240,11 +240,11 @@ def _calibrated(
         check_calibrated(layers, chosen.with_images)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
-    about = CalibrationRecord(model=name, pruned_by=None if masker is None else recipe.recorded())
+    about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
     if sequences is None or not ours:
         if masker is not None:
             raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))
+        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
         norms, tokens = norms_of_batches(model, layers, batches)
         return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
     assert isinstance(sequences, CalibrationText | CalibrationRows)

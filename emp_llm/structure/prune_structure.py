@@ -139,7 +139,9 @@ def prune_structure(
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if data is not None:
         made_of |= calibration_signature(data, text)
-    signature = run_signature(checkpoint, recipe, made_of | {"matched": removed and {str(k): v for k, v in removed.items()}})
+    if removed is not None:
+        made_of |= {"matched": [[*role, *counts] for role, counts in removed.items()]}
+    signature = run_signature(checkpoint, recipe, made_of)
     prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
     measured = None if prepared is None else measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
@@ -156,7 +158,7 @@ def prune_structure(
             # Numbers of the inputs of each last layer: norms, or sums of gradients times inputs.
             features: dict[str, Tensor] | None = None
             if recipe.name == "taylor":
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("taylor"):
                     features = _kept_taylor(out, stopwatch)
                     if features is None:
@@ -196,7 +198,7 @@ def prune_structure(
                 changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
             moved = None
             if recipe.refit:
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("refit"):
                     moved = _moved(models, source.folder, plan, choices, recipe, data.tokens, text, out, stopwatch)
 

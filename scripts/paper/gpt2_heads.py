@@ -67,8 +67,8 @@ class HeadModel:
         from emp_llm.calibration.texts import find_corpus
         from emp_llm.evaluation.perplexity import block_length, text_tokens
         from emp_llm.evaluation.suites import find_suite
-        from emp_llm.models.loading import load_tokenizer
         from emp_llm.hub.local_model import find_model
+        from emp_llm.models.loading import load_tokenizer
 
         self.name, self.options = name, options
         self.folder = find_model(name).folder

@@ -14,7 +14,7 @@ from training import seconds_of_training
 from vision_data import DATA
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import available_cores, processor_name
+from emp_llm.common.machine import processor_name
 from emp_llm.common.paths import cache_folder
 from emp_llm.reporting.figures import Drawing
 
@@ -109,7 +109,7 @@ def options_of(doc: str | None, images: bool = True) -> argparse.ArgumentParser:
     """A parser with the options that all scripts of this folder share; without `images`, only those of the page."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=PAGES, help="folder of the page and its figures")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the processor")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="of the processor")
     if images:
         parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
         parser.add_argument("--cache", type=Path, default=cache_folder() / "paper", help="folder of the trained weights")
