@@ -18,7 +18,7 @@ from emp_llm.evaluation.values import Value, values_of
 from emp_llm.options.recipe import MatchBy, Recipe
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT
-from emp_llm.records.base import FileRecord, record_of, version_of
+from emp_llm.records.base import record_of, version_of
 from emp_llm.records.measure import Measure
 from emp_llm.records.results import Results, pruned_by
 from emp_llm.records.run_report import FitRecord, MatrixRecord, Quartiles, RunReport, StructureRecord, TargetsRecord
@@ -203,8 +203,10 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
         path = found
     elif not path.is_file():
         raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
-    values = read_json(path, limit=REPORT_LIMIT)
-    kind, where = _kind_of(values, path), str(path)
+    values, where = read_json(path, limit=REPORT_LIMIT), str(path)
+    kind = next((kind for kind in (Sweep, Measure, Results, RunReport) if version_of(values, kind) is not None), None)
+    if kind is None:
+        raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
     if kind is Sweep:
         yield from _sweep(record_of(values, Sweep, where), path.parent, where)
     elif kind is Measure:
@@ -214,14 +216,6 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
     else:
         report = record_of(values, RunReport, where)
         yield _run(report, path.parent if path.name == REPORT_NAME else path, where)
-
-
-def _kind_of(values: dict[str, Any], path: Path) -> type[FileRecord]:
-    """The kind of a record, from its format."""
-    kind = next((kind for kind in (Sweep, Measure, Results, RunReport) if version_of(values, kind) is not None), None)
-    if kind is None:
-        raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
-    return kind
 
 
 def _run(report: RunReport, folder: Path, where: str, name: str | None = None, **more: Any) -> MeasuredPoint:
@@ -385,7 +379,8 @@ def fits_of(report: RunReport, where: str) -> tuple[LayerFit, ...]:
 
 def _check_matrix(entry: MatrixRecord, where: str) -> None:
     for name, value in msgspec.structs.asdict(entry).items():
-        if any(not math.isfinite(number) for number in _numbers(value)):
+        numbers = value.values if isinstance(value, Quartiles) else [value] if isinstance(value, float) else []
+        if not all(map(math.isfinite, numbers)):
             raise UserError(f"{where}: {name} must be a finite number.")
     size, mean = entry.group_size, entry.n_eff_mean
     if size is not None and mean is not None and mean > size * (1 + 1e-9):
@@ -393,13 +388,6 @@ def _check_matrix(entry: MatrixRecord, where: str) -> None:
     _check_spread(entry.kept_fraction, f"{where}: kept_fraction")
     if entry.s_eff is not None:
         _check_spread(entry.s_eff, f"{where}: s_eff")
-
-
-def _numbers(value: Any) -> tuple[float, ...]:
-    """The floats in a field of a matrix."""
-    if isinstance(value, Quartiles):
-        return value.values
-    return (value,) if isinstance(value, float) else ()
 
 
 def _check_spread(quartiles: Quartiles, where: str) -> None:
