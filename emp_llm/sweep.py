@@ -459,7 +459,7 @@ def show(result: "Sweep | SweepDryRun") -> None:
         lines += [f"disk: {format_bytes(result.disk_bytes)} for the checkpoints"] if result.disk_bytes else []
         print("\n".join(lines))
         return
-    from emp_llm.reporting.sweep_tables import sweep_table
+    from emp_llm.reporting.run_tables import sweep_table
 
     print(sweep_table(result))
 

@@ -26,8 +26,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, why_not_gguf
 from emp_llm.common.errors import UserError
-from emp_llm.hub.explained_errors import BAD_TOKEN, RESUME, unreachable
-from emp_llm.hub.retries import HUB_ERRORS, status_of, with_retries
+from emp_llm.hub.client import BAD_TOKEN, HUB_ERRORS, RESUME, status_of, unreachable, with_retries
 
 logger = logging.getLogger(__name__)
 

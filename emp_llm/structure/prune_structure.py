@@ -38,8 +38,8 @@ from emp_llm.evaluation.evaluate import (
     prepare_suite,
 )
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.hub.destination import Destination, check_login
 from emp_llm.hub.local_model import find_model
+from emp_llm.hub.push import Destination, check_login
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
