@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.files import INDEX_LIMIT, FilePool, read_json, sync_path, write_json
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
-from emp_llm.checkpoint.matrices import Words, read_words, words_in
-from emp_llm.checkpoint.matrices import WORD
+from emp_llm.checkpoint.matrices import WORD, Words, read_words, words_in
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
