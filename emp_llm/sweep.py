@@ -87,11 +87,10 @@ def sweep(
     from emp_llm.common.machine import Stopwatch, command_line
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
-    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, prepare_suite
+    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
-    from emp_llm.measure import measure
     from emp_llm.models.loading import load_tokenizer
     from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.chosen import targets_of_folder
@@ -161,7 +160,8 @@ def sweep(
                 norms = calibrated(models.get(source.folder), data, layers, text, about, blocks=leading.blocks, resume=progress)
             norms.save(folder.activations)
             folder.note_stages(stage_records(stopwatch.record))
-            delete_progress(folder.calibration)
+        if calibrates:
+            delete_progress(folder.calibration)  # an interrupted run may have ended before it did
         dense = open_results(folder.dense, dense)
         if not dense.complete:
             with stage("evaluate dense"), stopwatch("evaluate dense"):
@@ -223,8 +223,8 @@ def sweep(
                         with watch("evaluate pruned"):
                             measures = measure(loaded, prepared, measures, partial(folder.note_measures, point, masks))
                         del loaded
-                    about = None if used is None else used.about
-                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, about)
+                    of_norms = None if used is None else used.about
+                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
                     report.dtype, report.device_map = loading.dtype, loading.device_map
                     report.point, report.masks = point_record(point), masks
                     report.evaluation = evaluation_record(prepared, dense.measures, measures)

@@ -75,9 +75,8 @@ def _check_against(
     from emp_llm.common.paths import MANIFEST_NAME
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
-    from emp_llm.pruning.mask_verification import check_masks
     from emp_llm.pruning.scores import Scores, input_norms
-    from emp_llm.pruning.verification import check_other_bytes, check_source
+    from emp_llm.pruning.verification import check_masks, check_other_bytes, check_source
 
     dense = Checkpoint(find_model(source, options.revision, options.trust_remote_code).folder)
     check_source(dense, manifest)

@@ -24,8 +24,8 @@ IMPORTS = [
     "emp_llm.calibration.passes",
     "emp_llm.evaluation.harness",
     "emp_llm.hub.local_model",
-    "emp_llm.runs.evaluate_run",
-    "emp_llm.runs.prune_run",
+    "emp_llm.evaluation.evaluate",
+    "emp_llm.pruning.writing",
 ]
 Prepare = Callable[[], Callable[[], None] | None]
 

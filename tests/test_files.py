@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_hash_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: i
 def test_hash_of_bytes_in_order_and_out_of_order(path: Path, cuts: list[int]) -> None:
     """Bytes that do not follow those before are read at the end."""
     digest, content = RunningHash(path), memoryview(CONTENT)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         digest.add(start, content[start:end])
         digest.add(start, content[start:end])
     assert digest.finish() == blake3(CONTENT).hexdigest()
@@ -172,8 +173,10 @@ def test_cores_of_a_system_without_affinity(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (221_234, "221.2 kB"), (999_960, "1.0 MB"), (999_949_999, "999.9 MB")]
-    + [(999_960_000_000, "1.00 TB"), (2.5e12, "2.50 TB")],
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (221_234, "221.2 kB"), (999_960, "1.0 MB")),
+        *((999_949_999, "999.9 MB"), (999_960_000_000, "1.00 TB"), (2.5e12, "2.50 TB")),
+    ],
 )
 def test_sizes_in_messages(count: float, text: str) -> None:
     assert format_bytes(count) == text

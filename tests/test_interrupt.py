@@ -13,6 +13,7 @@ from launch import launch
 from emp_llm.prune import prune
 from emp_llm.pruning import writing
 
+TARGETS = "down_proj,lm_head"  # in two shards
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -39,14 +40,15 @@ def test_a_run_that_is_stopped_half_way(models: Callable[[str], Path], tmp_path:
     (folder / "out").mkdir(parents=True)
     (folder / "out" / "emp_report.json").write_text("{}")
     logs.mkdir()
-    line = ["prune", "--model", models("llama"), "--method", "magnitude", "--output", "out", "--overwrite"]
+    line = ["prune", "--model", models("llama"), "--method", "magnitude", "--targets", TARGETS]
+    line += ["--output", "out", "--overwrite"]
     done = launch(1, folder, logs, *line, prepare=lambda: stop_half_way(number))
     assert done.codes == [CODES[signal.Signals(number)]]
     assert "Traceback" not in done.error
     assert f"kept in {folder / '.out.partial'}; the same command resumes from there" in done.error
     assert {path.name for path in folder.iterdir()} == {"out", ".out.partial"}
     assert [path.name for path in (folder / "out").iterdir()] == ["emp_report.json"]
-    prune(models("llama"), method="magnitude", output=folder / "out", overwrite=True)
-    prune(models("llama"), method="magnitude", output=tmp_path / "whole")
+    prune(models("llama"), method="magnitude", targets=TARGETS, output=folder / "out", overwrite=True)
+    prune(models("llama"), method="magnitude", targets=TARGETS, output=tmp_path / "whole")
     assert (folder / "out" / "emp_manifest.json").read_bytes() == (tmp_path / "whole" / "emp_manifest.json").read_bytes()
     assert {path.name for path in folder.iterdir()} == {"out"}

@@ -4,6 +4,7 @@ import itertools
 import logging
 import re
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,9 @@ def test_stages_of_a_run_are_named(
 ) -> None:
     caplog.set_level(logging.INFO)
     minutes = itertools.count(step=60)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
+    monkeypatch.setattr(
+        progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter)
+    )
     prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
     assert any(line.startswith("prune: ") and " % of " in line and " left" in line for line in caplog.messages)
 
@@ -71,7 +74,9 @@ def test_tasks_of_the_dense_and_of_the_pruned_model_are_told_apart(
 ) -> None:
     caplog.set_level(logging.INFO)
     minutes = itertools.count(step=60)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes))))
+    monkeypatch.setattr(
+        progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter)
+    )
     prune(model=evaluable("llama"), output=tmp_path / "out", method="emp-magnitude", evaluate=str(task_suite))
     titles = {line.rpartition(": ")[0] for line in caplog.messages if " % of " in line}
     for stage in ("evaluate dense", "evaluate pruned"):
@@ -110,7 +115,7 @@ def test_every_command_can_be_quiet_or_verbose(name: str, command: Run) -> None:
     function = getattr(import_module(f"emp_llm.{name}"), name)
     given = {"model": "m", "folder": "f", "output": "o", "packed": "p", "repository": "a/b", "runs": ["r"], "prompt": "t"}
     given |= {"image": "i", "study": "s"}
-    known = {key: value for key, value in given.items() if key in function.options.__dataclass_fields__}
+    known = {key: value for key, value in given.items() if key in function.options}
     with pytest.raises(UserError, match="--verbose and --quiet exclude each other; give one"):
         function(**known, verbose=True, quiet=True)
 

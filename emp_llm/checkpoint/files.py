@@ -86,10 +86,14 @@ class FilePool:
 
     def reader(self, path: Path) -> FileReader:
         """An open file, for the next piece of work; only a few are open at a time."""
-        self._readers[path] = self._readers.pop(path, None) or FileReader(path, self._digests.get(path))
+        if path in self._readers:
+            reader = self._readers.pop(path)
+        else:
+            reader = FileReader(path, self._digests.get(path))
+        self._readers[path] = reader
         if len(self._readers) > _OPEN:
             self._readers.pop(next(iter(self._readers))).close()
-        return self._readers[path]
+        return reader
 
     def __enter__(self) -> Self:
         return self

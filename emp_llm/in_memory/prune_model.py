@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
+from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
 from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
@@ -243,10 +244,9 @@ def _calibrated(
     if sequences is None or not ours:
         if masker is not None:
             raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))
+        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
         norms, tokens = norms_of_batches(model, layers, batches)
-        norms.about = msgspec.structs.replace(about, text=TextRecord(file="in memory"), tokens=tokens)
-        return norms
+        return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
     assert isinstance(sequences, CalibrationText | CalibrationRows)
     with in_evaluation_mode(model):
         return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)

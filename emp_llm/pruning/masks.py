@@ -21,7 +21,7 @@ from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.pruning.scores import Scores, naming_rows
 from emp_llm.selection.criteria import MAGNITUDE, WANDA, InputStatistics
 from emp_llm.selection.rows import prune_words, words_supported
-from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, RowFigures
+from emp_llm.selection.rule import Group, GroupNumbers, KeepRule, NonFiniteError, RowFigures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +127,10 @@ class Pruner:
         for target in targets:
             for first, words in self.read(target, files):
                 with naming_rows(target, first, words):
-                    yield self._score(target, first, words)
+                    scores = self._score(target, first, words)
+                    if not bool(scores.isfinite().all()):  # said here, where the rows have a name
+                        raise NonFiniteError("scores hold NaN or infinity")
+                yield scores
 
     def search(self, targets: Sequence[Target], files: FilePool) -> "GroupSelector | None":
         """The cut of one group of matrices: one pass over the weights for the sums, then passes that narrow the cut.

@@ -124,8 +124,8 @@ def _write_shards(
             targets = _targets_in(pruner, shard)
             if output is not None and shard.name in hashes:
                 statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
-                for target, rows in zip(targets, statistics, strict=True):
-                    outcomes[target.name] = pruner.outcome(target, rows, None)
+                for done, rows in zip(targets, statistics, strict=True):
+                    outcomes[done.name] = pruner.outcome(done, rows, None)
                 bar.update(shard.stat().st_size)
                 continue
             digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)

@@ -30,7 +30,13 @@ from emp_llm.common.machine import Stopwatch, command_line, versions
 from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+from emp_llm.evaluation.evaluate import (
+    evaluate_checkpoint,
+    mark_pending,
+    measures_of_baseline,
+    pending_matches,
+    prepare_suite,
+)
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.destination import Destination, check_login
 from emp_llm.hub.local_model import find_model
@@ -133,8 +139,11 @@ def prune_structure(
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if data is not None:
         made_of |= calibration_signature(data, text)
-    signature = run_signature(checkpoint, recipe, made_of | {"matched": removed and {str(k): v for k, v in removed.items()}})
+    if removed is not None:
+        made_of |= {"matched": [[*role, *counts] for role, counts in removed.items()]}
+    signature = run_signature(checkpoint, recipe, made_of)
     prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+    measured = None if prepared is None else measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
@@ -149,7 +158,7 @@ def prune_structure(
             # Numbers of the inputs of each last layer: norms, or sums of gradients times inputs.
             features: dict[str, Tensor] | None = None
             if recipe.name == "taylor":
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("taylor"):
                     features = _kept_taylor(out, stopwatch)
                     if features is None:
@@ -189,7 +198,7 @@ def prune_structure(
                 changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
             moved = None
             if recipe.refit:
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("refit"):
                     moved = _moved(models, source.folder, plan, choices, recipe, data.tokens, text, out, stopwatch)
 
@@ -228,7 +237,7 @@ def prune_structure(
                 out.complete()
             report = ranks().share(report if ranks().main else None)
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return report, path
 
 

@@ -152,8 +152,8 @@ def _backwards(runner: BlockwiseModel) -> Iterator[tuple[int, nn.Module]]:
     """The blocks with their weights loaded, the last one first."""
     reverse = list(runner.blocks)[::-1]
     with closing(loaded_blocks(reverse)) as loaded:
-        for index, block in zip(reversed(range(len(reverse))), loaded, strict=True):
-            yield index, block
+        for number, block, _ in zip(reversed(range(len(reverse))), reverse, loaded, strict=True):
+            yield number, block
 
 
 def _gradient_of_loss(walk: Walk, number: int) -> Tensor:
