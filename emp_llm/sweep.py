@@ -447,8 +447,9 @@ class SweepFolder:
             return False
         if self._file.is_file():
             return True
+        begun = {"points", ".lock", f".{SWEEP_NAME}.partial"}  # of a run that was killed while it wrote its first file
         names = {entry.name for entry in self.path.iterdir()}
-        return names <= {"points", ".lock"} and not (self.points.is_dir() and any(self.points.iterdir()))
+        return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 
 
 def show(result: "Sweep | SweepDryRun") -> None:

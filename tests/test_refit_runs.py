@@ -116,7 +116,7 @@ def test_a_kill_while_the_checkpoint_is_written(
 def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at_block(options, 1)
     change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
-    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit\.damping|sparsity) \S+, .*--overwrite"):
+    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit_damping|sparsity) \S+, .*--overwrite"):
         prune(**options | change)
     updated = count_updates(monkeypatch)
     prune(**options | change, overwrite=True)

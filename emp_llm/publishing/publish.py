@@ -86,10 +86,8 @@ def publish(folder: Path, to: Destination, evidence: Evidence, dry_run: bool = F
             return pushed
         if text is not None:
             _write_card(folder / CARD_NAME, text)
-        unchanged = {name: entry.sha256 for name, entry in manifest.files.items() if files[name] == folder / name}
-        digests = {name: digest for name, digest in unchanged.items() if digest is not None}
         message = f"{report.source.model} pruned by {report.recipe.method} with emp-llm"
-        done = upload(files | {CARD_NAME: folder / CARD_NAME}, digests, to, message)
+        done = upload(files | {CARD_NAME: folder / CARD_NAME}, {}, to, message)
     return replace(pushed, commit=done.commit, url=done.url, uploaded=done.uploaded, deleted=done.deleted)
 
 
@@ -147,7 +145,7 @@ def _public_files(
         if about != activations.about:
             files[norms] = scratch / norms
             replace(activations, about=about).save(files[norms])
-            entries[norms] = _entry_like(entries[norms], files[norms])
+            entries[norms] = FileEntry(bytes=files[norms].stat().st_size, blake3=file_hash(files[norms]))
     files[MANIFEST_NAME] = scratch / MANIFEST_NAME
     msgspec.structs.replace(public(manifest), files=entries).save(files[MANIFEST_NAME])
     files[REPORT_NAME] = scratch / REPORT_NAME
@@ -157,14 +155,6 @@ def _public_files(
         files[name] = scratch / name
         measured.save(files[name])
     return files
-
-
-def _entry_like(entry: FileEntry, path: Path) -> FileEntry:
-    """The manifest's entry of a file, with the kind of hash of another entry."""
-    size = path.stat().st_size
-    if entry.blake3 is None:
-        return FileEntry(bytes=size, sha256=file_hash(path, "sha256"))
-    return FileEntry(bytes=size, blake3=file_hash(path))
 
 
 def _evaluated(folder: Path, results: dict[Path, Results]) -> list[EvaluatedModel]:
