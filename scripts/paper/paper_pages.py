@@ -14,7 +14,7 @@ from training import seconds_of_training
 from vision_data import DATA
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import processor_name
+from emp_llm.common.machine import available_cores, processor_name
 from emp_llm.common.paths import cache_folder
 from emp_llm.reporting.figures.style import Drawing
 
