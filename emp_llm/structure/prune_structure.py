@@ -76,7 +76,7 @@ def structure_recipe(recipe: Recipe, structure: StructureOptions) -> Recipe:
         keep_shapes=structure.keep_shapes,
         width_multiple=None if structure.keep_shapes or structure.structure == "heads" else structure.multiple,
     )
-    return recipe.but(targets=_KINDS[structure.structure], structure=units, neff_dtype=None)
+    return recipe.but(targets=_KINDS[structure.structure], structure=units)
 
 
 def prune_structure(
