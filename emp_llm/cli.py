@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType, UnionType
+from types import ModuleType, SimpleNamespace, UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from emp_llm.options.base import Opt
@@ -147,10 +147,14 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     return values
 
 
-def options_of(name: str, words: list[str]) -> Any:
-    """The options of a command by its name, parsed from the words of a command line, and not checked yet."""
+def options_of(name: str, words: list[str]) -> SimpleNamespace:
+    """The options of a command by its name, parsed from the words of a command line, and not checked yet.
+
+    Returns all its options as attributes, and `groups`: the values that its function takes.
+    """
     command = getattr(import_module(f"emp_llm.{name}"), name)
-    return command.options(**parse(command, words, f"emp-llm {name}"))
+    values = parse(command, words, f"emp-llm {name}")
+    return SimpleNamespace(**values, groups=command.grouped(values))
 
 
 def help_of(command: Callable[..., Any]) -> str:

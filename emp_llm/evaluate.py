@@ -73,7 +73,7 @@ def evaluate(
 
     Returns the results and the table; with --prepare, the content of the cache.
     """
-    from emp_llm.checkpoint.locks import FileLock
+    from emp_llm.checkpoint.locks import locked
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
@@ -114,10 +114,8 @@ def evaluate(
         runs = []
         for source, mark, bits, runtime in wanted:
             path = output.with_name(f"{output.stem}{mark}.json") if mark else output
-            if ranks().main and path.absolute().parent.is_dir():
-                lock = FileLock(path.with_name(f".{path.name}.lock"), f"--output {path}")
-                lock.acquire()
-                stack.callback(lock.release)
+            if ranks().main:  # before its earlier results are read
+                stack.enter_context(locked(path))
             results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, runtime)
             runs.append((source, path, bits, runtime, open_results(path, results, how.overwrite)))
         made_by = runs[-1][-1].made_by

@@ -60,7 +60,7 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     from emp_llm.pruning.counts import Numbers, counts_of, curve_points, kept_of_outcomes
     from emp_llm.pruning.masks import Pruner, measure_targets
     from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
-    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.records.measure import Measure, MeasureEntry
     from emp_llm.records.source import ModelSource
 
@@ -122,7 +122,7 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
         record = Measure(
             source=ModelSource(model=source.name, revision=source.revision, identity=identity),
             command=command_line(),
-            recipe=recipes[-1].recorded(),
+            recipe=recorded(recipes[-1]),
             calibration=None if norms is None else norms.about,
             versions=versions(),
             measures=entries,

@@ -67,7 +67,7 @@ def prune(
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    _check(recipe, structure, text, loading, quantized, evaluation, push, output)
+    check_options(recipe, structure, text, loading, quantized, evaluation, push, output)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
     from emp_llm.common.machine import Stopwatch
@@ -77,10 +77,10 @@ def prune(
     from emp_llm.models.placement import quantization_of
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import counts_of, matched, read_report
-    from emp_llm.pruning.dry_run import dry_run
+    from emp_llm.pruning.dry_run import DryRun, dry_run
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import log_warnings, report_of
-    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
     from emp_llm.records.source import ModelSource, stage_records
 
@@ -106,7 +106,7 @@ def prune(
             output.dry_run,
             destination,
         )
-        return report if output.dry_run else _pushed(report, path, destination)
+        return report if isinstance(report, DryRun) else _pushed(report, path, destination)
     if evaluation.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
 
@@ -136,7 +136,7 @@ def prune(
     data = None
     if update is not None or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
-        from emp_llm.calibration.data import calibration_data
+        from emp_llm.calibration.data import CalibrationText, calibration_data
         from emp_llm.calibration.passes import calibrated, delete_progress, fit_origin, model_origin
 
         data = calibration_data(text, chosen.architecture, model.trust_remote_code, output.propagate)
@@ -154,12 +154,19 @@ def prune(
         how = calibration_signature(data, text, output.propagate, quantization)
         origin_of_norms = (origin_of_norms or {}) | how | {"dtype": loading.dtype, "device_map": loading.device_map}
     signature = run_signature(checkpoint, recipe, origin_of_norms)
-    prepared = None
+    prepared = measured = None
     if suite is not None:
-        from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+        from emp_llm.evaluation.evaluate import (
+            evaluate_checkpoint,
+            mark_pending,
+            measures_of_baseline,
+            pending_matches,
+            prepare_suite,
+        )
         from emp_llm.models.loading import load_tokenizer
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+        measured = measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
@@ -178,7 +185,7 @@ def prune(
                 with stage("calibrate"):
                     norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)  # of an interrupted run
                     if norms is None:
-                        pruned_by = None if propagated is None else recipe.recorded()
+                        pruned_by = None if propagated is None else recorded(recipe)
                         origin = model_origin(source.name, source.revision, checkpoint, quantization, pruned_by)
                         dense = models.get(source.folder, quantization)
                         with stopwatch("calibrate"):
@@ -205,7 +212,7 @@ def prune(
             counts = counts_of(scores) if propagated is None else propagated.counts
             pruner, moved = Pruner(scores, counts, output.mask_device), None
             if update is not None:
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("refit"):
                     moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
                     done = ranks().share(out.get("refitted") if ranks().main else None)
@@ -257,7 +264,7 @@ def prune(
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return _pushed(report, path, destination)
 
 
@@ -273,7 +280,7 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
     return report
 
 
-def _check(
+def check_options(
     recipe: Recipe,
     structure: StructureOptions,
     text: NormOptions,

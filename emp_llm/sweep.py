@@ -10,25 +10,24 @@ DIR/.lock, .calibration, .checkpoint, points/.NAME.*    unfinished work
 import contextlib
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from emp_llm.cli import callable_module, run
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
-from emp_llm.options.base import Opt, Options, Some, takes
+from emp_llm.options.base import Some, takes
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.lists import parse_numbers, parse_words
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.output import MaskDevice
-from emp_llm.options.recipe import MatchBy, Recipe, check_choice, check_method, parse_pattern
+from emp_llm.options.recipe import Recipe, check_choice
+from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
 
 if TYPE_CHECKING:
     from emp_llm.models.architecture import Coverage
@@ -37,34 +36,12 @@ if TYPE_CHECKING:
     from emp_llm.records.sweep import Sweep, SweepMadeBy
 
 logger = logging.getLogger(__name__)
-BETAS = "0.5,0.75,1,1.25,1.5,2"
-METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
 # In the order of their deletion.
 _OWN = ("points", "activations.safetensors", "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
 _SHARED = (
     *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial", "group"),
     *("criterion", "scores", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(Options):
-    """The points of a sweep, and its folder."""
-
-    output: Annotated[Path | None, Opt("Folder of the sweep; default: MODEL-sweep in the current folder.")] = None
-    overwrite: Annotated[bool, Opt("Discard a sweep with other options at the output.")] = False
-    methods: Annotated[str | None, Opt(f"Methods, separated by commas; default: {METHODS} and those of your criterion.")] = None
-    betas: Annotated[str | None, Opt(f"Betas of the emp methods; default: {BETAS}.")] = None
-    orders: Annotated[str | None, Opt("Hill orders of the emp methods; default: 2.")] = None
-    sparsities: Annotated[str | None, Opt("Sparsities of the other methods; default: 0.5.")] = None
-    emp_sparsities: Annotated[str | None, Opt("Sparsities of the emp methods, in place of betas; their beta is found.")] = None
-    patterns: Annotated[str | None, Opt("N:M patterns of the other methods.")] = None
-    matched_baselines: Annotated[
-        bool, Opt("Add two uniform baselines to each emp point: the same total, and the same count in every matrix.")
-    ] = False
-    mask_device: Annotated[MaskDevice, Opt("Device that computes the masks: cpu or cuda. They are the same on both.")] = "cpu"
-    keep: Annotated[bool, Opt("Also write the checkpoint of every point.")] = False
-    dry_run: Annotated[bool, Opt("Print the plan of the sweep, and write nothing.")] = False
 
 
 @dataclass(frozen=True)
@@ -110,11 +87,10 @@ def sweep(
     from emp_llm.common.machine import Stopwatch, command_line
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
-    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, prepare_suite
+    from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
-    from emp_llm.measure import measure
     from emp_llm.models.loading import load_tokenizer
     from emp_llm.models.one_model import OneModel
     from emp_llm.pruning.chosen import targets_of_folder
@@ -146,7 +122,7 @@ def sweep(
     path = how.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
-        unfinished = [point.record() for point in points if folder.report(point) is None]
+        unfinished = [point_record(point) for point in points if folder.report(point) is None]
         return SweepDryRun(unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0)
 
     with folder.locked(), ExitStack() as stack:
@@ -184,7 +160,8 @@ def sweep(
                 norms = calibrated(models.get(source.folder), data, layers, text, about, blocks=leading.blocks, resume=progress)
             norms.save(folder.activations)
             folder.note_stages(stage_records(stopwatch.record))
-            delete_progress(folder.calibration)
+        if calibrates:
+            delete_progress(folder.calibration)  # an interrupted run may have ended before it did
         dense = open_results(folder.dense, dense)
         if not dense.complete:
             with stage("evaluate dense"), stopwatch("evaluate dense"):
@@ -246,10 +223,10 @@ def sweep(
                         with watch("evaluate pruned"):
                             measures = measure(loaded, prepared, measures, partial(folder.note_measures, point, masks))
                         del loaded
-                    about = None if used is None else used.about
-                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, about)
+                    of_norms = None if used is None else used.about
+                    report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
                     report.dtype, report.device_map = loading.dtype, loading.device_map
-                    report.point, report.masks = point.record(), masks
+                    report.point, report.masks = point_record(point), masks
                     report.evaluation = evaluation_record(prepared, dense.measures, measures)
                     report.stages = stage_records(watch.record)
                     report.save((point_folder if out is None else out.files) / REPORT_NAME)
@@ -277,133 +254,26 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 def _shared_recipe(shared: Recipe) -> Recipe:
     """The recipe of the sweep in its record: the fields that all points share."""
-    return shared.recorded() if shared.shares == "owl" else shared.recorded().but(owl_lambda=None, owl_m=None)
+    from emp_llm.pruning.scores import recorded
+
+    return recorded(shared) if shared.shares == "owl" else recorded(shared).but(owl_lambda=None, owl_m=None)
 
 
-@dataclass(frozen=True)
-class SweepPoint:
-    """A point of a sweep.
+def point_record(point: SweepPoint) -> "PointRecord":
+    """A point as a report records it."""
+    from emp_llm.records.run_report import PointRecord
 
-    Attributes:
-        name: of its folder.
-        recipe: of the point.
-        baseline_of: for a baseline, the name of the EMP point that keeps as many weights; `recipe.match` too.
-    """
-
-    name: str
-    recipe: Recipe
-    baseline_of: str | None = None
-
-    def record(self) -> "PointRecord":
-        """The point as a report records it."""
-        from emp_llm.records.run_report import PointRecord
-
-        recipe = self.recipe
-        return PointRecord(
-            name=self.name,
-            method=recipe.method,
-            beta=recipe.beta,
-            order=recipe.order,
-            sparsity=recipe.sparsity,
-            pattern=recipe.pattern,
-            baseline_of=self.baseline_of,
-            match=recipe.match_by,
-        )
-
-
-def plan_points(how: SweepOptions, shared: Recipe) -> list[SweepPoint]:
-    """The points that the options ask for; baselines follow their EMP point.
-
-    Args:
-        shared: the fields that the points share, such as the targets.
-
-    Raises:
-        UserError: an option is not a list of its kind, or applies to none of the methods; or a recipe conflicts.
-    """
-    own = f",emp-{shared.name},{shared.name}" if shared.criterion is not None or shared.scores is not None else ""
-    methods = parse_words(f"{METHODS}{own}" if how.methods is None else how.methods, "--methods")
-    for method in methods:
-        check_method(shared.with_method(method), "--methods:")
-    adaptive = [method for method in methods if method.startswith("emp-")]
-    for_emp = {"--betas": how.betas, "--orders": how.orders, "--matched-baselines": how.matched_baselines or None}
-    _check_use(for_emp | {"--emp-sparsities": how.emp_sparsities}, adaptive, "emp methods")
-    fixed = [method for method in methods if method not in adaptive]
-    _check_use({"--sparsities": how.sparsities, "--patterns": how.patterns}, fixed, "methods without emp-")
-    if shared.group == "all" and how.matched_baselines:
-        raise UserError("--matched-baselines fixes the count of every matrix; use --group row or matrix, not all.")
-    points: list[SweepPoint] = []
-    for method in methods:
-        if method in adaptive:
-            for order in parse_numbers("2" if how.orders is None else how.orders, "--orders"):
-                name = method if order == 2 else f"{method}-order-{_short(order)}"
-                betas = BETAS if how.betas is None and how.emp_sparsities is None else how.betas
-                asked: list[tuple[str, dict[str, float]]] = [
-                    (f"{name}-beta-{_short(beta)}", {"beta": beta})
-                    for beta in (parse_numbers(betas, "--betas") if betas is not None else [])
-                ]
-                asked += [
-                    (f"{name}-{_short(sparsity)}", {"sparsity": sparsity})
-                    for sparsity in (
-                        parse_numbers(how.emp_sparsities, "--emp-sparsities") if how.emp_sparsities is not None else []
-                    )
-                ]
-                for point_name, value in asked:
-                    points.append(SweepPoint(point_name, shared.with_method(method, order=order, **value)))
-                    points += _baselines(points[-1]) if how.matched_baselines else []
-            continue
-        if how.sparsities is not None or how.patterns is None:
-            for sparsity in parse_numbers("0.5" if how.sparsities is None else how.sparsities, "--sparsities"):
-                points.append(SweepPoint(f"{method}-{_short(sparsity)}", shared.with_method(method, sparsity=sparsity)))
-        for pattern in parse_words(how.patterns, "--patterns") if how.patterns is not None else []:
-            recipe = shared.with_method(method, pattern=pattern, shares=None, owl_lambda=None, owl_m=None)
-            points.append(SweepPoint(f"{method}-{_pattern_name(pattern)}", recipe))
-    for point in points:
-        if point.baseline_of is None:
-            point.recipe.check()
-    _check_shared(points, shared)
-    return list({point.name: point for point in points}.values())
-
-
-def _baselines(point: SweepPoint) -> list[SweepPoint]:
-    """The same criterion with uniform rows, which keeps as many weights in total, or in every matrix."""
-    found = []
-    for by in get_args(MatchBy):
-        name = f"{point.recipe.name}-{by}-as-{point.name}"
-        recipe = point.recipe.with_method(point.recipe.name, match=point.name, match_by=by)
-        found.append(SweepPoint(name, recipe, point.name))
-    return found
-
-
-def _check_shared(points: list[SweepPoint], shared: Recipe) -> None:
-    """Raise UserError for a method that moves kept weights, or for options of the scores that no point uses."""
-    moving = next((point.recipe.method for point in points if point.recipe.updates), None)
-    if moving is not None:
-        raise UserError(f"--methods: a sweep only sets weights to zero; run prune --method {moving} instead.")
-    fixed = "methods with a fixed sparsity and activations"
-    for name, needed in (("score", "methods that need activations"), ("count_by", "emp methods"), ("shares", fixed)):
-        asked = getattr(shared, name)
-        if asked is not None and not any(getattr(point.recipe, name) == asked for point in points):
-            raise UserError(f"--{name.replace('_', '-')} {asked} is for {needed}, and --methods has none that it changes.")
-
-
-def _check_use(options: dict[str, Any], methods: list[str], names: str) -> None:
-    """Raise UserError for an option that applies to none of the methods."""
-    for flag, value in options.items():
-        if value is not None and not methods:
-            raise UserError(f"{flag} is for {names}, and --methods has none; leave {flag} out or add one.")
-
-
-def _pattern_name(pattern: str) -> str:
-    try:
-        return "{}of{}".format(*parse_pattern(pattern))
-    except ValueError as error:
-        raise UserError(f"--patterns: {error}.") from error
-
-
-def _short(number: float) -> str:
-    """A number as part of a file name; distinct numbers have distinct names."""
-    text = f"{number:g}" if float(f"{number:g}") == number else repr(number)
-    return re.sub(r"[^\w.+-]", "", text)
+    recipe = point.recipe
+    return PointRecord(
+        name=point.name,
+        method=recipe.method,
+        beta=recipe.beta,
+        order=recipe.order,
+        sparsity=recipe.sparsity,
+        pattern=recipe.pattern,
+        baseline_of=point.baseline_of,
+        match=recipe.match_by,
+    )
 
 
 class SweepFolder:
@@ -520,7 +390,7 @@ class SweepFolder:
         from emp_llm.pruning.counts import read_report
 
         report = read_report(path)
-        found, wanted = report.point, point.record()
+        found, wanted = report.point, point_record(point)
         if found is not None and point.recipe.sparsity is not None and point.recipe.adaptive:
             wanted.beta = found.beta
         return report if found == wanted and report.evaluation is not None else None

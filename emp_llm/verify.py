@@ -110,21 +110,21 @@ def _check_units(
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.pruning.counts import read_report
-    from emp_llm.structure.plan import UnitPlan
-    from emp_llm.structure.verification import UnitVerification, config_changes
+    from emp_llm.structure.units import unit_model
+    from emp_llm.structure.verification import UnitVerification
 
     recipe, folder = manifest.recipe, options.folder
     assert recipe.structure is not None
     named: Any = recipe.structure.structure
     kinds: Any = ("heads", "neurons") if named == "both" else (named,)
-    unit: Any = recipe.structure.head_unit or "group"
-    plan = UnitPlan(dense.folder, kinds, unit, options.blocks or recipe.blocks, options.trust_remote_code)
-    check = UnitVerification(plan, pruned, recipe, findings.differences.append)
+    head_unit = recipe.structure.head_unit or "group"
+    model = unit_model(dense.folder, kinds, head_unit, options.blocks or recipe.blocks, options.trust_remote_code)
+    check = UnitVerification(model, pruned, recipe, findings.differences.append)
     findings.count("heads or neurons", check.check_scores(_features(recipe.name, options, manifest)))
     findings.count("choices", check.check_choice())
     findings.count("tensors of the source", check.check_tensors(recipe.refit))
     structure = read_report(folder).structure
-    findings.count("side files", check.check_side_files(config_changes({} if structure is None else structure.config)))
+    findings.count("side files", check.check_side_files({} if structure is None else structure.config))
 
 
 def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from emp_llm.common.errors import reason
-from emp_llm.common.machine import cpu_fields, processor_name
+from emp_llm.common.machine import available_cores, cpu_fields, processor_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

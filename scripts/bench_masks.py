@@ -5,11 +5,11 @@
 
 bfloat16 matrices of a 7B model's MLP. "sort" is pruning as described in Wanda's paper: scores, a stable sort of every row, and
 zeros scattered to the places of the smallest; for EMP, with the counts of Algorithm 1. All runs use the same weights in turn;
-medians. On the CPU, "numpy" is the pruning of machines without numba, and "torch" the reference for other dtypes; all must give
-the same bits. `--write` writes the table to scripts/results: bench_masks.md or bench_masks_cuda.md.
+medians. On the CPU, "kernel" is the compiled kernel, "numpy" the pruning of machines without numba, and "torch" the reference
+for other dtypes; all must give the same bits. `--write` writes the table to scripts/results: bench_masks.md or
+bench_masks_cuda.md.
 
-On a GPU whole matrices are pruned, to another tensor and in place, and the copy is one within its memory. Times are read from
-the GPU's clock, with work queued ahead so that it never waits for Python; "call" is the caller's wait for prune_rows.
+On a GPU the reference prunes whole matrices, and the copy is one within its memory; times are read from the GPU's clock.
 """
 
 import argparse
@@ -23,20 +23,20 @@ import torch
 from bench_helpers import gpu_time, processor, wall_time
 from torch import Tensor
 
-from emp_llm.selection.budgets import Budget, EffectiveBudget, PatternBudget, RatioBudget
-from emp_llm.selection.kernels.numpy_rows import prune_words_by_numpy
-from emp_llm.selection.rows import has_kernel, prune_rows
-from emp_llm.selection.row_pruning import prune_rows_plainly
+from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
+from emp_llm.selection.reference import apply_selection, select_rows
+from emp_llm.selection.rows import has_kernel, prune_rows, prune_words
+from emp_llm.selection.rule import KeepRule
 
 SHAPES = ((11008, 4096), (4096, 11008))
-RUNS: tuple[tuple[str, str, Budget], ...] = (
-    ("emp-magnitude", "magnitude", EffectiveBudget()),
-    ("emp-wanda", "wanda", EffectiveBudget()),
-    ("magnitude 50 %", "magnitude", RatioBudget(0.5)),
-    ("wanda 50 %", "wanda", RatioBudget(0.5)),
-    ("magnitude 2:4", "magnitude", PatternBudget(2, 4)),
+RUNS: tuple[tuple[str, bool, KeepRule | None], ...] = (  # name, with norms, rule; None: half of each row
+    ("emp-magnitude", False, KeepRule(beta=1.0)),
+    ("emp-wanda", True, KeepRule(beta=1.0)),
+    ("magnitude 50 %", False, None),
+    ("wanda 50 %", True, None),
+    ("magnitude 2:4", False, KeepRule(pattern=(2, 4))),
 )
-BLOCK = 1 << 21  # weights at a time, as in `emp-llm prune`
+CHUNK = 1 << 21  # weights at a time, as in `emp-llm prune`
 
 
 def main(line: list[str] | None = None) -> None:
@@ -59,8 +59,9 @@ def main(line: list[str] | None = None) -> None:
     ]
     for shape in SHAPES:
         weight, norms = random_matrix((min(shape[0], arguments.rows or shape[0]), shape[1]))
-        for name, criterion, budget in RUNS:
-            lines.append(_row(weight, norms, name, criterion, budget, repeats))
+        for name, with_norms, rule in RUNS:
+            times = cpu_times(weight, norms if with_norms else None, rule_for(rule, weight), repeats)
+            lines.append(_row(weight, name, times))
             print(lines[-1], flush=True)
     table = "\n".join(lines)
     print(f"\n{table}")
@@ -75,44 +76,53 @@ def random_matrix(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return weight, torch.rand(shape[1], generator=generator) + 0.1
 
 
-def _row(weight: Tensor, norms: Tensor, name: str, criterion: str, budget: Budget, repeats: int) -> str:
-    times = cpu_times(weight, norms if criterion == "wanda" else None, criterion, budget, repeats)
-    copy, fast, numpy, plainly, sort = (times[step] for step in ("copy", "kernel", "numpy", "plain", "sort"))
+def rule_for(rule: KeepRule | None, weight: Tensor) -> KeepRule:
+    """A rule of `RUNS` for a matrix."""
+    return rule or KeepRule(counts=weight.shape[1] - weight.shape[1] // 2)
+
+
+def by_reference(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> None:
+    """Prune rows in place by the torch reference, on any device."""
+    scores = magnitude(weight) if norms is None else wanda(weight, InputStatistics(norms))
+    apply_selection(weight, select_rows(scores, rule))
+
+
+def _row(weight: Tensor, name: str, times: dict[str, float]) -> str:
+    copy, fast, numpy, plain, sort = (times[step] for step in ("copy", "kernel", "numpy", "torch", "sort"))
     size = weight.nbytes / 1e9
     return (
         f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {1e3 * copy:.1f} ms | {1e3 * fast:.1f} ms | {size / fast:.2f} "
-        f"| {fast / copy:.1f} | {1e3 * numpy:.0f} ms | {1e3 * plainly:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
+        f"| {fast / copy:.1f} | {1e3 * numpy:.0f} ms | {1e3 * plain:.0f} ms | {1e3 * sort:.0f} ms | {sort / fast:.0f} |"
     )
 
 
-def cpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budget, repeats: int) -> dict[str, float]:
-    """Median seconds of a copy, of the kernel, of numpy, of plain torch, and of sorting; the last three are measured once.
+def cpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int) -> dict[str, float]:
+    """Median seconds of a copy, of the kernel, of numpy, of the reference, and of sorting; the last three are measured once.
 
     Raises:
-        SystemExit: there is no kernel, or kernel, numpy and torch give different bits.
+        SystemExit: there is no kernel, or kernel, numpy and reference give different bits.
     """
     room = torch.empty_like(weight)
-    work, step = weight.clone(), max(1, BLOCK // weight.shape[1])
-    if not has_kernel(work, criterion, budget):
+    work, step = weight.clone(), max(1, CHUNK // weight.shape[1])
+    if not has_kernel(work, rule):
         raise SystemExit("the compiled kernel does not load; is numba installed?")
 
-    def kernel() -> None:
-        for first in range(0, len(work), step):
-            prune_rows(work[first : first + step], criterion, norms, budget)
+    def in_chunks(prune: Callable[[Tensor], object]) -> Callable[[], None]:
+        def run() -> None:
+            for first in range(0, len(work), step):
+                prune(work[first : first + step])
 
-    def by_numpy() -> None:
-        factors = None if norms is None else norms.numpy()
-        for first in range(0, len(work), step):
-            block = work[first : first + step]
-            prune_words_by_numpy(block.view(torch.uint16).numpy(), "BF16", factors, budget.keep_rule(block.shape))
+        return run
 
-    def plain() -> None:
-        for first in range(0, len(work), step):
-            prune_rows_plainly(work[first : first + step], criterion, norms, budget)
-
+    factors = None if norms is None else norms.numpy()
+    kernel = in_chunks(lambda rows: prune_rows(rows, norms, rule))
+    by_numpy = in_chunks(lambda rows: prune_words(rows.view(torch.uint16).numpy(), "BF16", factors, rule, compiled=False))
     steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
-    slow: dict[str, Callable[[], object]] = {"numpy": by_numpy, "plain": plain}
-    slow["sort"] = lambda: _sorted(work, norms, budget)
+    slow: dict[str, Callable[[], object]] = {
+        "numpy": by_numpy,
+        "torch": in_chunks(lambda rows: by_reference(rows, norms, rule)),
+        "sort": lambda: _sorted(work, norms, rule),
+    }
     times: dict[str, list[float]] = {step: [] for step in (*steps, *slow)}
     results: list[Tensor] = []
     kernel()  # compiles, and touches the pages of all tensors
@@ -120,27 +130,28 @@ def cpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budg
         for name, run in (steps if repeat else steps | slow).items():
             work.copy_(weight)
             times[name].append(wall_time(run))
-            if not repeat and name in ("kernel", "numpy", "plain"):
+            if not repeat and name in ("kernel", "numpy", "torch"):
                 results.append(work.view(torch.int16).clone())
     if not all(torch.equal(results[0], result) for result in results):
-        raise SystemExit(f"{criterion}, {budget}: kernel, numpy and torch give different bits")
+        raise SystemExit(f"{rule}: kernel, numpy and torch give different bits")
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def _sorted(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
+def _sorted(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> None:
     """As published: sort every row's scores, and set the weights of the smallest to zero."""
     scores = weight.abs() if norms is None else weight.abs().float() * norms
     columns = weight.shape[1]
-    if isinstance(budget, PatternBudget):
+    if rule.pattern is not None:
+        n, m = rule.pattern
         mask = torch.zeros_like(scores, dtype=torch.bool)
-        for start in range(0, columns, budget.m):
-            smallest = scores[:, start : start + budget.m].topk(budget.m - budget.n, dim=1, largest=False)[1]
+        for start in range(0, columns, m):
+            smallest = scores[:, start : start + m].topk(m - n, dim=1, largest=False)[1]
             mask.scatter_(1, start + smallest, True)
         weight[mask] = 0
         return
     order = torch.sort(scores, dim=-1, stable=True)[1]
-    if isinstance(budget, RatioBudget):
-        weight.scatter_(1, order[:, : int(columns * budget.sparsity)], 0)
+    if isinstance(rule.counts, int):
+        weight.scatter_(1, order[:, : columns - rule.counts], 0)
         return
     omega = scores.float() / scores.float().sum(1, keepdim=True)
     removed = columns - (1 / omega.square().sum(1)).floor().long()
@@ -154,69 +165,42 @@ def _on_gpu(repeats: int, write: bool) -> None:
     if not torch.cuda.is_available():
         print("--device cuda needs an NVIDIA GPU and a torch that sees it; there is none here.", file=sys.stderr)
         raise SystemExit(2)
-    lines = [
-        "| matrix | method | copy | kernel | GB/s | of the copy's speed | in place | of the copy's speed | call "
-        "| torch, no kernel | sort | sort / kernel |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = ["| matrix | method | copy | torch | GB/s | torch / copy | sort |", "|---|---|---:|---:|---:|---:|---:|"]
     for shape in SHAPES:
         weight, norms = (tensor.cuda() for tensor in random_matrix(shape))
-        for name, criterion, budget in RUNS:
-            lines.append(_gpu_row(weight, norms if criterion == "wanda" else None, name, criterion, budget, repeats))
+        for name, with_norms, rule in RUNS:
+            times = gpu_times(weight, norms if with_norms else None, rule_for(rule, weight), repeats)
+            copy, plain, sort = (times[step] for step in ("copy", "torch", "sort"))
+            lines.append(
+                f"| {shape[0]} x {shape[1]} | {name} | {1e3 * copy:.3f} ms | {1e3 * plain:.1f} ms "
+                f"| {2 * weight.nbytes / 1e9 / plain:.0f} | {plain / copy:.0f} | {1e3 * sort:.1f} ms |"
+            )
             print(lines[-1], flush=True)
     table = "\n".join(lines)
     print(f"\n{table}")
     if write:
         about = (
-            "# Masks at memory speed, on a GPU\n\n"
+            "# Masks on a GPU\n\n"
             f"`python scripts/bench_masks.py --device cuda --repeats {repeats} --write`: {torch.cuda.get_device_name()}, "
-            f"torch {torch.__version__}. bfloat16 weights; medians of one run, in turn (the slow ones fewer times). GB/s: what "
-            "is read once and written once. kernel: to another tensor; call: prune_rows in place, until the caller has it.\n\n"
+            f"torch {torch.__version__}. bfloat16 weights, in place, by the torch reference (`--mask-device cuda`); medians of "
+            "one run, in turn. GB/s: weights read once and written once.\n\n"
         )
         (Path(__file__).parent / "results" / "bench_masks_cuda.md").write_text(about + table + "\n", encoding="utf-8")
 
 
-def _gpu_row(weight: Tensor, norms: Tensor | None, name: str, criterion: str, budget: Budget, repeats: int) -> str:
-    times = gpu_times(weight, norms, criterion, budget, repeats)
-    copy, kernel, in_place, call, plain, sort = (
-        1e3 * times[step] for step in ("copy", "kernel", "in place", "call", "plain", "sort")
-    )
-    speed = 2 * weight.nbytes / 1e6 / kernel
-    return (
-        f"| {weight.shape[0]} x {weight.shape[1]} | {name} | {copy:.3f} ms | {kernel:.3f} ms | {speed:.0f} "
-        f"| {copy / kernel:.0%} | {in_place:.3f} ms | {copy / in_place:.0%} | {call:.3f} ms | {plain:.1f} ms | {sort:.2f} ms "
-        f"| {sort / kernel:.0f} |"
-    )
-
-
-def gpu_times(weight: Tensor, norms: Tensor | None, criterion: str, budget: Budget, repeats: int) -> dict[str, float]:
-    """Median seconds on a GPU: by its own clock, except for `call`, which is the wall time of prune_rows in place.
-
-    Args:
-        weight, norms: on the GPU.
-        repeats: of each way; of plain torch and of sorting, at most three.
-    """
-    if not has_kernel(weight, criterion, budget):
-        raise SystemExit("there is no kernel for this GPU here: it takes compute capability 8.0 and Triton")
-    from emp_llm.selection.kernels.cuda import enqueue
-
-    rule = budget.keep_rule(tuple(weight.shape))
+def gpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int) -> dict[str, float]:
+    """Median seconds, by the clock of the GPU, of a copy, of the reference, and of sorting; weight and norms are on the GPU."""
     room, work = torch.empty_like(weight), weight.clone()
     steps: dict[str, Callable[[], object]] = {
         "copy": lambda: room.copy_(work),
-        "kernel": lambda: enqueue(work, norms, rule, out=room),
-        "in place": lambda: enqueue(work, norms, rule),
-        "call": lambda: prune_rows(work, criterion, norms, budget),
-        "plain": lambda: prune_rows_plainly(work, criterion, norms, budget),
-        "sort": lambda: _sorted(work, norms, budget),
+        "torch": lambda: by_reference(work, norms, rule),
+        "sort": lambda: _sorted(work, norms, rule),
     }
     times: dict[str, list[float]] = {step: [] for step in steps}
-    for repeat in range(-2, repeats):  # the first two, in which kernels are compiled, are not counted
+    for repeat in range(-2, repeats):  # the first two are not counted
         for step, run in steps.items():
-            if step in ("plain", "sort") and repeat > 2:
-                continue
             work.copy_(weight)
-            taken = wall_time(run) if step == "call" else gpu_time(run)
+            taken = gpu_time(run)
             if repeat >= 0:
                 times[step].append(taken)
     return {step: statistics.median(taken) for step, taken in times.items()}

@@ -26,8 +26,8 @@ import torch
 from bench_helpers import forget, processor, read_to_cache, run_and_watch
 from synthetic import make_checkpoint
 
-from emp_llm.common.errors import count_of
 from emp_llm.checkpoint.files import sync_tree
+from emp_llm.common.errors import count_of
 
 COPY, DIRECT = "cp -r, sync", "dd, direct"
 TARGETS = ("mlp", "all-linear")

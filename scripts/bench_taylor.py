@@ -80,20 +80,19 @@ def measure(role: str, model: Path, tokens: int) -> dict[str, float]:
 
 
 def _taylor(model: Any, folder: Path, ids: Any) -> None:
-    from emp_llm.options.commands import PruneOptions
-    from emp_llm.structure.prune_structure import taylor_sums
-    from emp_llm.structure.plan import UnitPlan
+    from emp_llm.models.blockwise import BlockwiseModel
+    from emp_llm.structure.scores import taylor_sums
+    from emp_llm.structure.units import unit_model
 
-    plan = UnitPlan(folder, ("heads", "neurons"))
-    taylor_sums(model, plan, ids, PruneOptions(model=str(folder), structure="both", method="taylor", batch_size=1))
+    taylor_sums(BlockwiseModel(model), unit_model(folder, ("heads", "neurons")).units, ids, 1)
 
 
 def _page(options: argparse.Namespace, sizes: Any, weights: int, taken: dict[str, list[dict[str, float]]]) -> str:
     import statistics
 
+    from emp_llm.common.errors import format_bytes
     from emp_llm.common.machine import processor_name
     from emp_llm.common.tables import markdown_table
-    from emp_llm.common.errors import format_bytes
 
     base = statistics.median(each["bytes"] for each in taken["load"])
     rows = [["what", "seconds", "peak memory", "beyond the loaded model"]]

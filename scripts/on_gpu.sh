@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in under ten minutes: tests of the kernels, masks and calibration, then measurements.
+# Everything that wants a GPU, in under ten minutes: tests of masks, calibration, refit and runtime, then measurements.
 # Writes three tables, gpu.md, refit_cuda.md and runtime_gpu.md, and the logs of all steps. A step that fails or runs out of time does not stop the others.
 #
 #     bash scripts/on_gpu.sh                 # from the root of the repository
@@ -108,20 +108,10 @@ install() {
     [ -z "$lacking" ] || echo "without $lacking"
 }
 
-# shards: the tests in groups that run at the same time, because a kernel takes a second or two to compile.
+# shards: the tests in groups that run at the same time.
 # NAME|FILES|EXPRESSION of pytest
 shards() {
-    local dtype shape
-    for dtype in "bfloat16" "float16 and not bfloat16" "float32"; do
-        for shape in 0 1 2 3; do
-            echo "masks ${dtype%% *} shape$shape|tests/test_triton.py|test_cpu_and_cuda and shape$shape and $dtype"
-        done
-    done
-    echo "kernel budgets|tests/test_triton.py|test_every"
-    echo "kernel shapes|tests/test_triton.py|test_any_shape"
-    echo "kernel edges|tests/test_triton.py|test_edges"
-    echo "kernel others|tests/test_triton.py|not test_cpu_and_cuda and not test_every and not test_any_shape and not test_edges"
-    echo "mask device|tests/test_mask_device.py|"
+    echo "masks|tests/test_cuda.py|masks_of_rows"
     echo "norms|tests/test_cuda.py|norms or pruning"
     echo "checkpoints wanda|tests/test_cuda.py|checkpoints and wanda"
     echo "checkpoints magnitude|tests/test_cuda.py|checkpoints and not wanda"

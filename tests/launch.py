@@ -23,6 +23,8 @@ IMPORTS = [
     "transformers.models.opt.modeling_opt",
     "emp_llm.calibration.passes",
     "emp_llm.evaluation.harness",
+    "emp_llm.hub.local_model",
+    "emp_llm.evaluation.evaluate",
     "emp_llm.pruning.writing",
 ]
 Prepare = Callable[[], Callable[[], None] | None]

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from bench_refit import exact_rows
-from kernel_cases import DTYPES, weights
+from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
 from safetensors.torch import load_file
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
@@ -22,11 +22,12 @@ from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.prune import prune
-from emp_llm.pruning import pruner
 from emp_llm.pruning.counts import read_report
+from emp_llm.pruning.masks import Pruner
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.runtime.sparse_linear import SemiStructuredLinear
+from emp_llm.selection.rows import prune_rows
 from emp_llm.sweep import sweep
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
@@ -128,10 +129,31 @@ def test_heads_and_neurons_scored_on_the_gpu(models: Models, method: str, tmp_pa
             torch.testing.assert_close(other[name], first[name], rtol=1e-3, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_masks_of_rows(dtype: torch.dtype, with_norms: bool) -> None:
+    """The reference on the GPU gives the bits of the compiled kernel on the CPU."""
+    cases = [(kind, (7, 520), budget) for kind in KINDS for budget in BUDGETS]
+    for kind, shape, budget in (*cases, *EDGES):
+        here = weights(kind, shape, dtype, 0)
+        there, rule = here.cuda(), budget(shape)
+        norms = norms_of(kind, shape[1]) if with_norms else None
+        wanted, found = prune_rows(here, norms, rule), prune_rows(there, None if norms is None else norms.cuda(), rule)
+        assert torch.equal(bits(there), bits(here)), (kind, rule)
+        for field in FIELDS:
+            assert torch.equal(getattr(found, field).cpu(), getattr(wanted, field)), (kind, rule, field)
+
+
+def read_in_chunks(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    """Prune that many weights at a time."""
+    init = Pruner.__init__
+    monkeypatch.setattr(Pruner, "__init__", lambda *given, **more: init(*given, **{"chunk_weights": numbers} | more))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "heavy"])
 def test_effective_masks_on_the_gpu_equal_those_on_the_cpu(dtype: torch.dtype, kind: str) -> None:
-    """By the kernel (more than a million scores in rows) and by plain torch (fewer, or another order)."""
+    """Those on the CPU come from the compiled kernel (more than a million scores in rows) and from the reference."""
     small, large = weights(kind, (24, 600), dtype, 0), weights(kind, (300, 4096), dtype, 1)
     cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (large, {}),
@@ -166,8 +188,8 @@ def test_effective_masks_on_the_gpu_equal_those_on_the_cpu(dtype: torch.dtype, k
 def test_checkpoints_masked_on_the_gpu_equal_those_masked_on_the_cpu(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Matrices of several blocks, so that pinned memory and the memory of the GPU are reused."""
-    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 7 * 96)
+    """Matrices of several chunks."""
+    read_in_chunks(monkeypatch, 7 * 96)
     with monkeypatch.context() as patch:
         sizes = {"hidden_size": 96, "intermediate_size": 264, "num_hidden_layers": 3}
         patch.setitem(tiny.FAMILIES, "wider", ("LlamaConfig", tiny.GLU | sizes))
@@ -186,7 +208,7 @@ def test_a_sweep_with_masks_from_the_gpu_equals_one_with_masks_from_the_cpu(
     models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model lies on the GPU, and its weights are masked there."""
-    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 5 * 32)
+    read_in_chunks(monkeypatch, 5 * 32)
     (tmp_path / "judge.txt").write_text(text.read_text()[:3000])
     (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 100\n')
     options: dict[str, Any] = {"methods": "emp-wanda,emp-magnitude", "betas": "0.5,1", "device_map": "cuda:0"}

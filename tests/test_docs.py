@@ -15,6 +15,8 @@ from emp_llm.cli import COMMANDS, _fields, parse
 
 ROOT = Path(__file__).parents[1]
 OTHER_FLAGS = {
+    "--patch",
+    "--mean",
     "--gpus-per-node",
     "--gres",
     "--mem",

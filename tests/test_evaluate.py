@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Run
-from emp_llm.evaluation.results_file import ResultsFile
 from safetensors.torch import load_file, save_file
 from suites import TASKS, Models, few_task_files
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.evaluate import evaluate
+from emp_llm.evaluation import evaluate as evaluation
 from emp_llm.prune import prune
 from emp_llm.records.evaluation import packed_answers
 from emp_llm.records.results import Results
@@ -144,7 +144,8 @@ def test_baseline_pruned_and_difference(evaluable: Models, task_suite: Path, tmp
         for task in TASKS:
             assert measured["tasks"][task]["results"] == single["tasks"][task]["results"]
     assert results.pruned is not None
-    assert (results.pruned.of, results.pruned.method, results.pruned.sparsity_of_targets) == (str(model), "magnitude", 0.5)
+    pruned = results.pruned
+    assert (pruned.of, pruned.recipe.method, pruned.sparsity_of_targets) == (str(model), "magnitude", 0.5)
     assert results.tasks["sums_shown"].n_shot == {"sums_shown": 2}
     assert results.tasks["sums"].versions == {"sums": 2.0}
 
@@ -202,19 +203,40 @@ def check_paired_errors(options: dict[str, Any], baseline: dict[str, Any], resul
     assert "\n‡ unpaired standard error" in text
 
 
+def test_a_second_run_with_the_same_output_is_refused(
+    evaluable: Models, task_suite: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first is measuring: it would replace the results of the first, or resume from half of them."""
+    line = ("evaluate", "--model", evaluable("llama"), "--suite", task_suite.with_name("short.toml"), "--device-map", "cpu")
+    line += ("--baseline", evaluable("gpt2"), "--output")
+    refused: list[Any] = []
+    measure_first = evaluation.measure
+
+    def measure_beside(*arguments: Any) -> Any:
+        if not refused:
+            refused.extend(command(*line, tmp_path / name) for name in ("out.json", "out-baseline.json"))
+        return measure_first(*arguments)
+
+    monkeypatch.setattr(evaluation, "measure", measure_beside)
+    assert command(*line, tmp_path / "out.json").returncode == 0
+    assert [done.returncode for done in refused] == [2, 2]
+    assert all("another run is working on it (process " in done.stderr for done in refused)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-baseline.json", "out.json"]
+
+
 def test_a_terminated_run_resumes(
     evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path, command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the last finished task; with nothing left to do, no model is loaded."""
-    output, save = tmp_path / "results.json", ResultsFile.save
+    output, save = tmp_path / "results.json", Results.save
 
-    def save_and_terminate(self: ResultsFile, *arguments: Any, **keywords: Any) -> None:
-        save(self, *arguments, **keywords)
-        if self.results.tasks:
+    def save_and_terminate(self: Results, path: Path) -> None:
+        save(self, path)
+        if self.tasks:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResultsFile, "save", save_and_terminate)
+        patch.setattr(Results, "save", save_and_terminate)
         line = ("evaluate", "--model", evaluable("llama"), "--suite", task_suite, "--output", output, "--device-map", "cpu")
         done = command(*line)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr

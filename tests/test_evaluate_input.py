@@ -48,7 +48,7 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     refused(r"--beside sweep.json: this is not a results file", **common, beside=[Path("sweep.json")])
     answers = {"examples": 12, "sha256": "", "correct": {"acc,none": "AAAA"}}
     held = {"model": "m", "made_by": {"model": {}}, "tasks": {"sums": {"results": {}, "answers": {"sums": answers}}}}
-    Path("sweep.json").write_text(json.dumps(held | {"format": "emp-llm results 2"}))
+    Path("sweep.json").write_text(json.dumps(held | {"format": "emp-llm results 3"}))
     refused(
         r"sweep\.json: tasks\.sums\.answers\.sums: correct: acc,none must be one bit for each of the 12 examples",
         **common,

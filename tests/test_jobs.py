@@ -69,7 +69,7 @@ def study_of(folder: Path, *jobs: Job) -> Path:
     [
         ("{", r"plan\.jsonl:2: this line is not JSON"),
         ("[]", "must be a JSON object"),
-        ({"colour": 1, "id": "x"}, "missing"),
+        ({"colour": 1, "id": "x"}, "not a job file"),
         ({"id": "../x"}, "must be of letters"),
         ({"id": "first"}, "two jobs have the id first"),
         ({"output": "runs/first"}, "two jobs have the output runs/first"),

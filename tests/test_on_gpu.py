@@ -40,7 +40,7 @@ def test_the_script_is_valid_bash(tmp_path: Path) -> None:
 
 def test_every_file_and_option_exists(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     named = set(re.findall(r"\b(?:scripts|tests)/\w+\.(?:py|sh)\b", printed + SCRIPT.read_text()))
-    assert {"scripts/bench_gpu.py", "tests/test_cuda.py", "tests/test_triton.py", "tests/test_mask_device.py"} <= named
+    assert {"scripts/bench_gpu.py", "tests/test_cuda.py", "tests/test_runtime_cuda.py"} <= named
     assert all((ROOT / name).is_file() for name in named)
     with pytest.raises(SystemExit) as end:
         bench_gpu.main(["--help"])
@@ -75,7 +75,7 @@ def test_the_steps_take_less_than_ten_minutes() -> None:
 def test_every_test_is_in_one_group(printed: str) -> None:
     """Names of tests stand in for pytest's own collection, which takes seconds for each of the groups."""
     groups = [line.split(" -k ") for line in printed.splitlines() if " -m pytest " in line]
-    for file in ("tests/test_cuda.py", "tests/test_triton.py", "tests/test_mask_device.py", "tests/test_runtime_cuda.py"):
+    for file in ("tests/test_cuda.py", "tests/test_runtime_cuda.py"):
         expressions = [expression.strip() for command, expression in groups if command.endswith(file)]
         for test in re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE):
             for case in cases(test):
@@ -85,9 +85,6 @@ def test_every_test_is_in_one_group(printed: str) -> None:
 
 def cases(test: str) -> list[str]:
     """Names of a test with the parameters by which the groups are chosen."""
-    if test == "test_cpu_and_cuda":
-        dtypes = ("torch.bfloat16", "torch.float16", "torch.float32")
-        return [f"{test}[shape{shape}-normal-{dtype}]" for shape in range(4) for dtype in dtypes]
     if test.startswith("test_checkpoints"):
         return [f"{test}[{method}]" for method in ("emp-wanda", "magnitude")]
     return [test]
@@ -103,7 +100,7 @@ def test_the_table_has_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return 10**9
 
     monkeypatch.setattr(bench_gpu, "run_and_watch", prune_here)
-    (tmp_path / "tests.tsv").write_text("masks bfloat16\t9 passed, 2 skipped\t31\n")
+    (tmp_path / "tests.tsv").write_text("masks\t9 passed, 2 skipped\t31\n")
     line = ["--device", "cpu", "--size", "tiny", "--seconds", "0", "--repeats", "1", "--folder", str(tmp_path / "work")]
     with pytest.raises(SystemExit) as end:
         bench_gpu.main([*line, "--output", str(tmp_path / "gpu.md"), "--tests", str(tmp_path / "tests.tsv")])
@@ -112,17 +109,9 @@ def test_the_table_has_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| ")][1:]
     assert all(len(row) == 7 and row[2] for row in rows)
     counts = {section: len([row for row in rows if row[0] == section]) for section in ("tests", *bench_gpu.SECTIONS)}
-    assert counts == {"tests": 1, "masks": 2 * (1 + 2 * 5), "calibration": 7, "prune": 6}
+    assert counts == {"tests": 1, "masks": 2 * (1 + 3 * 5), "calibration": 7, "prune": 4}
     names = " ".join(row[1] for row in rows)
-    for words in (
-        "copy",
-        "emp-wanda: kernel",
-        "plain forward pass",
-        "whole model",
-        "offloaded to disk",
-        "cp -r",
-        "masks: auto",
-    ):
+    for words in ("copy", "emp-wanda: kernel", "plain forward pass", "whole model", "offloaded to disk", "cp -r", "masks: cpu"):
         assert words in names
     assert "`bash scripts/on_gpu.sh`" in page
     assert f"torch {bench_gpu.torch.__version__.partition('+')[0]}" in page

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from conftest import Run
-from emp_llm.evaluation.evaluator import Evaluator
-from emp_llm.evaluation.results_file import ResultsFile
-from emp_llm.runs.stages.evaluating import PendingEvaluation
-from emp_llm.runs.stages.run_models import RunModels
 from suites import TASKS, Models
 
+from emp_llm.checkpoint.locks import FileLock
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
+from emp_llm.evaluation import evaluate as evaluation
+from emp_llm.models.one_model import OneModel
 from emp_llm.prune import prune
+from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.verify import verify
 
@@ -43,16 +43,16 @@ def weights(folder: Path) -> dict[str, tuple[int, str]]:
     return {path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in shards}
 
 
-def terminate_when(condition: Callable[[ResultsFile], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def terminate_when(condition: Callable[[Results, Path], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Send SIGTERM to this process when results for which the condition holds have been saved."""
-    save = ResultsFile.save
+    save = Results.save
 
-    def save_and_terminate(self: ResultsFile, *arguments: Any, **keywords: Any) -> None:
-        save(self, *arguments, **keywords)
-        if condition(self):
+    def save_and_terminate(self: Results, path: Path) -> None:
+        save(self, path)
+        if condition(self, path):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(ResultsFile, "save", save_and_terminate)
+    monkeypatch.setattr(Results, "save", save_and_terminate)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_an_interrupted_evaluation_resumes(
     done again."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        terminate_when(lambda file: file.path.name == name and file.results.measures.parts == parts, patch)
+        terminate_when(lambda results, path: path.name == name and results.measures.parts == parts, patch)
         done = command(*line, "--output", out)
     assert done.returncode == 143, done.stderr
     assert f"the checkpoint in {out} is complete" in done.stderr
@@ -127,14 +127,14 @@ def test_an_interrupted_evaluation_resumes(
 def test_the_checkpoint_is_published_before_any_evaluation(
     line: list[object], tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, seen = Evaluator.measure, []
+    measure, seen = evaluation.measure, []
 
-    def measure_and_look(self: Evaluator, *arguments: Any, **keywords: Any) -> Any:
+    def measure_and_look(*arguments: Any, **keywords: Any) -> Any:
         seen.append({"emp_report.json", "emp_manifest.json", "config.json"} <= {path.name for path in out.iterdir()})
-        return measure(self, *arguments, **keywords)
+        return measure(*arguments, **keywords)
 
     out = tmp_path / "out"
-    monkeypatch.setattr(Evaluator, "measure", measure_and_look)
+    monkeypatch.setattr(evaluation, "measure", measure_and_look)
     assert command(*line, "--output", out).returncode == 0
     assert seen == [True, True]
 
@@ -143,7 +143,7 @@ def test_the_checkpoint_is_published_before_any_evaluation(
 def interrupted(line: list[object], tmp_path: Path, command: Run) -> Path:
     """An output whose dense model is measured, and whose pruned model is not."""
     with pytest.MonkeyPatch.context() as patch:
-        terminate_when(lambda file: file.results.complete, patch)
+        terminate_when(lambda results, _: results.complete, patch)
         assert command(*line, "--output", tmp_path / "out").returncode == 143
     return tmp_path / "out"
 
@@ -169,14 +169,14 @@ def test_another_suite_is_measured_anew(line: list[object], task_suite: Path, in
     done = command(*(short if word == task_suite else word for word in line), "--output", interrupted)
     assert done.returncode == 0, done.stderr
     assert "Measuring again" in done.stderr
-    evaluation = report_of(interrupted)["evaluation"]
-    assert evaluation["suite"] == str(short)
-    assert all("tasks" not in evaluation[which] for which in ("dense", "pruned"))
+    held = report_of(interrupted)["evaluation"]
+    assert held["suite"] == str(short)
+    assert all("tasks" not in held[which] for which in ("dense", "pruned"))
     assert weights(interrupted) == before
 
 
 def test_two_runs_do_not_evaluate_the_same_checkpoint(line: list[object], interrupted: Path, command: Run) -> None:
-    other = PendingEvaluation(interrupted)
+    other = FileLock(interrupted / "emp_llm" / "evaluation" / ".lock", "the evaluation")
     other.acquire()
     try:
         done = command(*line, "--output", interrupted)
@@ -197,7 +197,7 @@ def test_a_calibrated_run_resumes_without_calibrating(
         with pytest.raises(ZeroDivisionError):
             prune(evaluable("llama"), **options)
     monkeypatch.setattr("emp_llm.calibration.passes.calibrated", None)
-    monkeypatch.setattr(RunModels, "load", None)  # both models are measured already
+    monkeypatch.setattr(OneModel, "get", None)  # both models are measured already
     report = prune(evaluable("llama"), **options)
     assert isinstance(report, RunReport)
     assert report.evaluation is not None
@@ -232,8 +232,8 @@ def test_a_baseline_replaces_the_dense_evaluation(
     ("options", "says"),
     [
         ({"model": "gpt2"}, "of other weights than those of --model"),
-        ({"suite": "short.toml"}, r"another suite, dtype or quantisation, or of pruned activations \(tasks"),
-        ({"dtype": "float32"}, r"or quantisation, or of pruned activations \(dtype: \"auto\" there, \"float32\" now"),
+        ({"suite": "short.toml"}, r"another suite, dtype or quantisation \(tasks"),
+        ({"dtype": "float32"}, r"or quantisation \(dtype: \"auto\" there, \"float32\" now"),
         ({"change": {"complete": False}}, "has not finished; run its command again"),
         ({"change": {"format": "emp-llm results 99"}}, "it has format version 99 of a results file"),
         ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),

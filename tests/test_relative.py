@@ -71,7 +71,7 @@ def test_counts_by_magnitude_and_choice_by_score(models: Models, norms: Models, 
         rows = entry.rows if group == "row" else 1
         assert entry.n_eff_mean == pytest.approx(np.mean(numbers[:rows]))
         assert entry.s_eff_bound is None
-    assert (report.recipe.score, report.recipe.count_by) == ("relative", "magnitude")
+    assert (report.recipe.method, report.recipe.count_by) == ("emp-relative", "magnitude")
     assert verify(tmp_path / "out", source=str(source), activations=file).differences == []
 
 
@@ -97,7 +97,7 @@ def test_names_of_one_rule(models: Models, norms: Models, tmp_path: Path, family
     for name in "abcdefg":
         assert verify(tmp_path / name, source=str(source), activations=file).differences == []
     manifest = json.loads((tmp_path / "b" / "emp_manifest.json").read_text())
-    manifest["scheme"].pop("count_by")
+    manifest["recipe"].pop("count_by")
     (tmp_path / "b" / "emp_manifest.json").write_text(json.dumps(manifest))
     assert len(verify(tmp_path / "b", source=str(source), activations=file).differences) > 1
 

@@ -1,5 +1,8 @@
 """Packed rows on CUDA against float64, on a GPU if present, else in Triton's interpreter; and the choice of 2:4 weights."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,3 +258,12 @@ def test_packed_rows_stay_as_they_are() -> None:
     assert made._matrix.values.data_ptr() == rows.values.data_ptr()
     assert made._matrix.mask.data_ptr() == rows.mask.data_ptr()
     assert made.nbytes == 7 * 16 * 2
+
+
+def test_it_compiles_for_gpus(tmp_path: Path) -> None:
+    """Triton's compiler needs no GPU. It is stricter than the interpreter, and its output shows the arithmetic."""
+    program = Path(__file__).parent / "compile_triton.py"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -21,7 +21,6 @@ from PIL import Image
 from emp_llm.cli import parse
 from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
-from emp_llm.selection.criteria import CRITERIA
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -156,10 +155,7 @@ def test_the_zoo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The notebook-like script of docs/, as its reader runs it."""
     monkeypatch.chdir(SCRIPTS.parent)
-    try:
-        runpy.run_path("docs/first_day.py")
-    finally:
-        CRITERIA.pop("column_share", None)
+    runpy.run_path("docs/first_day.py")
     told = capsys.readouterr().out
     assert "beta 1: 36.9% of the targets" in told
     assert "differences: []" in told

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from emp_llm.models.layers import Layer
-from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
+from emp_llm.calibration.data import token_ids
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report
 from emp_llm.selection.budgets import EffectiveBudget, RatioBudget
-from emp_llm.structure.choice import Widths, choose_units
-from emp_llm.structure.plan import UnitPlan
-from emp_llm.structure.units import Units
+from emp_llm.structure import writing
+from emp_llm.structure.choice import choose_units
+from emp_llm.structure.units import Units, config_changes, unit_model
 from emp_llm.verify import verify
 
 # What cannot be removed: config.json has no number of heads apart from the width, or the heads share a norm.
@@ -148,6 +148,21 @@ def test_query_heads_within_groups(models: Any, tmp_path: Path) -> None:
     assert differences(out, models("llama")) == []
 
 
+@pytest.mark.parametrize("structure", ["heads", "both"])
+def test_a_config_without_head_dim(structure: str, models: Any, tmp_path: Path) -> None:
+    """The configs of LLaMA-2 have no head_dim: it is written where heads are removed, or their width would change with them."""
+    source = Path(shutil.copytree(models("llama"), tmp_path / "llama-2"))
+    config = json.loads((source / "config.json").read_text())
+    del config["head_dim"]
+    (source / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    prune(str(source), output=out, structure=structure, method="magnitude", sparsity=0.5, **QUIET)
+    written = json.loads((out / "config.json").read_text())
+    assert (written["num_attention_heads"], written["num_key_value_heads"], written["head_dim"]) == (2, 1, 8)
+    logits(out)
+    assert differences(out, source) == []
+
+
 def test_a_width_for_each_layer(models: Any, tmp_path: Path) -> None:
     """Gemma 3n has a list of widths: each layer's count is rounded up by itself. Its low-rank connections are no MLPs."""
     source, out = models("gemma3n"), tmp_path / "out"
@@ -268,15 +283,6 @@ def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> Non
             assert (zero == ~mask).all()
 
 
-def test_a_model_that_does_not_run_is_refused(models: Any, tmp_path: Path) -> None:
-    """Ten experts for each token of four: the model's own code fails, and the message says how."""
-    source = Path(shutil.copytree(models("qwen3_moe"), tmp_path / "broken"))
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 10}))
-    with pytest.raises(UserError, match=r"Qwen3MoeForCausalLM cannot be measured without its weights \(.*out of range"):
-        prune(str(source), output=tmp_path / "out", structure="neurons", method="magnitude", **QUIET)
-
-
 def test_options_without_effect_are_named(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prune(str(models("llama")), output=tmp_path / "out", structure="heads", method="magnitude", samples=4, dry_run=True)
     assert "warning: --samples has no effect: method magnitude needs no activations." in caplog.text
@@ -343,9 +349,7 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error between two shards, the same command goes on and gives the same bytes."""
-    from emp_llm.structure.writing import UnitWriter
-
+    """After an error between two shards, the same command resumes and gives the same bytes."""
     source, whole, broken = models("llama"), tmp_path / "whole", tmp_path / "broken"
     options: dict[str, Any] = {
         "structure": "both",
@@ -356,19 +360,19 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
         "seqlen": 32,
     } | QUIET
     prune(str(source), output=whole, **options)
-    real, calls = UnitWriter._write_shard, []
+    real, calls = writing.write_shard, []
 
-    def fails(self: Any, shard: Path, path: Path, files: Any) -> str:
+    def fails(shard: Path, *arguments: Any) -> str:
         calls.append(shard.name)
         if len(calls) == 2:
             raise OSError("the machine stops")
-        return real(self, shard, path, files)
+        return real(shard, *arguments)
 
-    monkeypatch.setattr(UnitWriter, "_write_shard", fails)
+    monkeypatch.setattr(writing, "write_shard", fails)
     with pytest.raises(OSError, match="the machine stops"):
         prune(str(source), output=broken, **options)
     assert not broken.exists()
-    monkeypatch.setattr("emp_llm.structure.gradients.input_gradients", None)  # the sums are not collected again
+    monkeypatch.setattr("emp_llm.structure.scores.input_gradients", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]
@@ -436,33 +440,29 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
         number = min(size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12)))))
         best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
         assert choice.kept.tolist() == sorted(best)
-    even, _ = choose_units(every, values, lambda kind, role: EffectiveBudget(beta), False, Widths(4))
+    even, _ = choose_units(every, values, lambda kind, role: EffectiveBudget(beta), False, 4)
     mean = -(-sum(choice.count for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
     ratio, _ = choose_units(every, values, lambda kind, role: RatioBudget(0.5), False, None)
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 
-def test_few_configurations_are_tried(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only fields of config.json that hold the number are tried: for a large model each trial takes a second."""
-    plan, tried = UnitPlan(models("qwen2_moe"), ("neurons",)), []
-    real = plan._shapes_of
-    monkeypatch.setattr(plan, "_shapes_of", lambda values: tried.append(values) or real(values))
-    scores = [np.arange(1.0, len(each) + 1) for each in plan.units]
-    choices, _ = choose_units(plan.units, scores, lambda kind, role: RatioBudget(0.5), False, plan.widths(8))
-    assert plan.changes(choices) == {("moe_intermediate_size",): 16, ("shared_expert_intermediate_size",): 24}
-    assert len(tried) <= 4
+def test_fields_of_two_widths(models: Any) -> None:
+    """A mixture with a shared expert: each kind of MLP has its own field."""
+    model = unit_model(models("qwen2_moe"), ("neurons",))
+    kept = [np.arange(16 if "experts" in units.role else 24) for units in model.units]
+    assert config_changes(model, kept) == {("moe_intermediate_size",): 16, ("shared_expert_intermediate_size",): 24}
 
 
-def test_wiring_needs_no_weights(models: Any) -> None:
-    """The layout of joined matrices is measured: q, k and v of Phi-3 and GPT-NeoX, and gate and up in halves."""
-    phi = UnitPlan(models("phi3"), ("heads", "neurons"), "group").units
+def test_units_of_joined_matrices(models: Any) -> None:
+    """q, k and v of Phi-3 and GPT-NeoX in one matrix each; gate and up in halves."""
+    phi = unit_model(models("phi3"), ("heads", "neurons"), "group").units
     heads, neurons = phi[0], phi[1]
     (rows,) = heads.rows.values()
     assert rows[0].tolist() == [*range(16), *range(32, 40), *range(48, 56)]  # two query heads, their keys, their values
     (rows,) = neurons.rows.values()
     assert rows[3].tolist() == [3, 83]
-    neox = UnitPlan(models("gpt_neox"), ("heads",)).units[0]
+    neox = unit_model(models("gpt_neox"), ("heads",)).units[0]
     (rows,) = neox.rows.values()
     assert rows[1].tolist() == list(range(24, 48))  # q, k and v of one head beside each other
 

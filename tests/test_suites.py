@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from conftest import SHARED
 
-from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import data_folder
 from emp_llm.evaluation.suites import Task, find_suite, suite_of
-from emp_llm.options.commands import EvaluateOptions
+from emp_llm.options.evaluation import SuiteOptions
 
 SEVEN = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 
@@ -85,13 +85,13 @@ def test_wrong_suite_names() -> None:
 
 
 def test_tasks_without_a_suite() -> None:
-    assert suite_of(EvaluateOptions()) == find_suite("perplexity")
-    assert suite_of(EvaluateOptions(suite="demo", limit=3)) == find_suite("demo,limit=3")
-    suite = suite_of(EvaluateOptions(tasks=" hellaswag,arc_easy ", num_fewshot=5, limit=9))
+    assert suite_of(SuiteOptions()) == find_suite("perplexity")
+    assert suite_of(SuiteOptions(suite="demo", limit=3)) == find_suite("demo,limit=3")
+    suite = suite_of(SuiteOptions(tasks=" hellaswag,arc_easy ", num_fewshot=5, limit=9))
     assert suite.tasks == (Task("hellaswag", 5, 9), Task("arc_easy", 5, 9))
     assert (suite.name, suite.corpus) == ("hellaswag,arc_easy,num_fewshot=5", None)
-    assert suite_of(EvaluateOptions(tasks=["rte"])).tasks == (Task("rte"),)
-    (chat,) = suite_of(EvaluateOptions(tasks=["rte"], apply_chat_template=True)).tasks
+    assert suite_of(SuiteOptions(tasks=["rte"])).tasks == (Task("rte"),)
+    (chat,) = suite_of(SuiteOptions(tasks=["rte"], apply_chat_template=True)).tasks
     assert chat == Task("rte", chat_template=True)
     assert chat.record() != Task("rte").record(), "results with and without the template are not compared"
 

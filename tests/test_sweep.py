@@ -34,7 +34,7 @@ from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.sweep_tables import sweep_table
 from emp_llm.runs.sweeping import sweep_point_stage
 from emp_llm.sweep import SweepFolder
-from emp_llm.sweep import plan_points
+from emp_llm.options.sweep import plan_points
 from emp_llm.runs.sweeping.sweep_run import dry_run_words
 from emp_llm.sweep import sweep
 from emp_llm.verify import verify

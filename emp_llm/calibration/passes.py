@@ -56,12 +56,12 @@ class Masker(Protocol):
     def relative(self) -> bool:
         """Whether it takes the norms relative to the outputs."""
 
-    def mask(self, target: Target, norm: Tensor | None, tokens: int | None = None) -> Tensor:
+    def mask(self, target: Target, norm: Tensor, tokens: int | None = None) -> Tensor:
         """The mask of a target: bool, shape (outputs, inputs), true where kept.
 
         Args:
             target: of the current block.
-            norm: float32, shape (inputs,); None if the layer was not called.
+            norm: float32, shape (inputs,).
             tokens: number of tokens in the norm.
         """
 
@@ -481,8 +481,7 @@ def propagated(
             collected.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
             if masker is not None and targets:
                 collected.paused = True
-                norms = {t: collected.norm(t.name, masker.relative) for t in targets}
-                masks = {t: masker.mask(t, norm, collected.tokens_of(t.name)) for t, norm in norms.items()}
+                masks = {t: _mask_of(t, masker, collected) for t in targets}
                 with _masked(model, masks):
                     step.run()
                 collected.paused = False
@@ -491,6 +490,13 @@ def propagated(
         collected.paused = True
         _run_tail(runner, walk, layers, collected)
         yield collected, walk
+
+
+def _mask_of(target: Target, masker: Masker, collected: InputSums) -> Tensor:
+    norm = collected.norm(target.name, masker.relative)
+    if norm is None:
+        raise UserError(f"{target.name}: the forward pass does not call this layer. Leave it out with --ignore.")
+    return masker.mask(target, norm, collected.tokens_of(target.name))
 
 
 @contextmanager

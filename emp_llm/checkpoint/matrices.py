@@ -1,8 +1,8 @@
 """Stored numbers as words, their bits as unsigned integers; and stored matrices, read in chunks of rows, one output per row.
 
 An FP8 matrix has a scale for each block of its numbers (DeepSeek-V3, Qwen3-FP8, and FineGrainedFP8 of transformers). A weight
-is its 8-bit float times the scale of its block. Scales and bits are kept when weights are removed, and zero has exact bits,
-so a pruned matrix stays FP8.
+is its 8-bit float times the scale of its block. Scales and bits are kept when weights are removed, and zero has exact bits, so
+a pruned matrix stays FP8.
 """
 
 from collections.abc import Iterator
@@ -190,7 +190,7 @@ class Matrix:
             yield first, min(first + step, self.rows)
 
     def read(self, file: FileReader, first: int, last: int) -> Words:
-        """The bits of rows first to last - 1, from the open shard: contiguous words, shape (last - first, columns)."""
+        """The bits of rows first to last - 1, from the open shard: unsigned, shape (last - first, columns), contiguous."""
         shape = (self.columns, last - first) if self.transposed else (last - first, self.columns)
         words = np.empty(shape, WORD[self.itemsize])
         raw = bytes_of(words)

@@ -17,9 +17,10 @@ import msgspec
 
 from emp_llm.cluster.plan_file import Job
 from emp_llm.common.errors import UserError
-from emp_llm.options.calibration import CalibrationOptions
+from emp_llm.options.calibration import TEXT, CalibrationOptions
 from emp_llm.options.commands import METHODS
 from emp_llm.options.evaluation import SuiteOptions
+from emp_llm.options.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 _LOCAL_READERS = ("json", "csv", "parquet", "text", "arrow")
@@ -45,7 +46,9 @@ def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str
         outputs: of the plan, which are no models of the Hub.
         parsed: the options of a command, given its name and its words.
     """
-    models, texts, suites = {}, {}, {}  # as sets in the order of the plan
+    models: dict[Any, None] = {}  # as sets in the order of the plan
+    texts: dict[Any, None] = {}
+    suites: dict[Any, None] = {}
     for job in jobs:
         options = parsed(job.kind, job.arguments[1:])
         if options.model not in outputs:
@@ -54,7 +57,7 @@ def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str
         if baseline is not None and baseline not in outputs and not baseline.endswith(".json"):
             models[baseline, None, options.trust_remote_code] = None
         if _reads_text(job.kind, options):
-            texts[options.text_name] = None
+            texts[options.calibration or TEXT] = None
         if job.kind in ("evaluate", "sweep"):
             suites[options.suite, options.tasks] = None
         elif job.kind == "prune" and options.evaluate is not None:
@@ -72,7 +75,8 @@ def _reads_text(kind: str, options: Any) -> bool:
         return False
     if kind == "sweep":
         return not all(method.strip().endswith("magnitude") for method in (options.methods or METHODS).split(","))
-    return bool(options.needs_activations or options.fits)
+    recipe = next(group for group in options.groups if isinstance(group, Recipe))
+    return recipe.needs_activations or recipe.updates
 
 
 def download(wanted: Wanted, study: Path, cache: str | None) -> None:

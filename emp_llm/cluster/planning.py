@@ -16,8 +16,10 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.commands import METHODS
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.lists import parse_words
+from emp_llm.options.recipe import Recipe
+from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
+from emp_llm.prune import check_options
 from emp_llm.records.base import converted
-from emp_llm.sweep import SweepPoint, plan_points
 
 _LISTS = ("models", "methods", "patterns", "targets")
 _NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")
@@ -110,9 +112,15 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     methods = options.methods or METHODS
     adaptive = any(method.strip().startswith("emp-") for method in methods.split(","))
     betas = options.betas or ("1" if adaptive and options.emp_sparsities is None else None)
-    points = plan_points(
-        methods, betas, options.orders, options.sparsities, options.patterns, emp_sparsities=options.emp_sparsities
+    asked = SweepOptions(
+        methods=methods,
+        betas=betas,
+        orders=options.orders,
+        sparsities=options.sparsities,
+        patterns=options.patterns,
+        emp_sparsities=options.emp_sparsities,
     )
+    points = plan_points(asked, Recipe())
     further = shlex.split(options.prune_options or "")
     sweeps = options.per == "model"
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
@@ -120,14 +128,16 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     recipes: dict[SweepPoint, Norms] = {}
     known: dict[tuple[Any, ...], Norms] = {}  # recipes that differ in their numbers only are checked once
     for point in points:
-        form = point.method, point.beta is None, point.order is None, point.sparsity is None, point.pattern is None
+        given = point.recipe
+        form = given.method, given.beta is None, given.order is None, given.sparsity is None, given.pattern is None
         if form not in known:
             words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
             command = parsed("prune", ["--model", "model", *words, *([] if sweeps else further)])
-            command.check()
-            updates, reads = command.fits, command.activations is None and (command.needs_activations or command.fits)
-            shared = reads and not updates and command.propagate == "dense"
-            known[form] = Norms(shared, reads and not shared, updates, command.propagate == "pruned")
+            _, recipe, *rest = command.groups
+            check_options(recipe, *rest[:-1])
+            reads = command.activations is None and (recipe.needs_activations or recipe.updates)
+            shared = reads and not recipe.updates and command.propagate == "dense"
+            known[form] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")
         recipes[point] = known[form]
     if sweeps:
         parsed("sweep", ["--model", "model", "--methods", methods, *further])
@@ -171,7 +181,7 @@ def model_jobs(
         add(f"{name}.evaluate", "evaluate", words, after, output, work)
 
     if options.per == "model":
-        betas = options.betas or ("1" if any(point.beta is not None for point in recipes) else None)
+        betas = options.betas or ("1" if any(point.recipe.beta is not None for point in recipes) else None)
         words = ["--model", model, *trust, *_given(methods=options.methods or METHODS, betas=betas, orders=options.orders)]
         words += _given(sparsities=options.sparsities, emp_sparsities=options.emp_sparsities, patterns=options.patterns)
         words += _given(suite=options.suite, limit=options.limit, targets=options.targets)
@@ -198,8 +208,9 @@ def model_jobs(
 
 def _recipe_words(point: SweepPoint) -> list[str]:
     """The options of a recipe."""
-    order = None if point.order == 2 else point.order
-    return _given(method=point.method, beta=point.beta, order=order, sparsity=point.sparsity, pattern=point.pattern)
+    recipe = point.recipe
+    order = None if recipe.order == 2 else recipe.order
+    return _given(method=recipe.method, beta=recipe.beta, order=order, sparsity=recipe.sparsity, pattern=recipe.pattern)
 
 
 def _given(**options: Any) -> list[str]:

@@ -168,11 +168,12 @@ def _joined() -> Any:
     """
     import torch
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        store, rank, count = next(distributed.rendezvous("env://", timeout=_MEETING))
+        store, rank, count = next(rendezvous("env://", timeout=_MEETING))
         patience = timedelta(seconds=_patience())
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=patience)
     except distributed.DistError as error:

@@ -182,6 +182,16 @@ def pending_matches(output: Path, signature: dict[str, Any]) -> bool:
     return path.is_file() and read_json(path) == json.loads(json.dumps(signature))
 
 
+def measures_of_baseline(
+    baseline: Path | None, source: LocalModel, prepared: PreparedSuite, loading: LoadingOptions
+) -> Measures | None:
+    """Earlier results of the dense model; None without a baseline. UserError if they are of another model, suite or dtype."""
+    if baseline is None:
+        return None
+    wanted = new_results(source, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+    return dense_measures(baseline, wanted.made_by)
+
+
 def evaluate_checkpoint(
     output: Path,
     source: LocalModel,
@@ -190,7 +200,7 @@ def evaluate_checkpoint(
     models: OneModel,
     loading: LoadingOptions,
     stopwatch: Stopwatch,
-    baseline: Path | None = None,
+    dense: Measures | None = None,
 ) -> RunReport:
     """Evaluate the dense and the pruned model of a finished checkpoint, and add the results to its report.
 
@@ -198,22 +208,21 @@ def evaluate_checkpoint(
         output: folder of the checkpoint.
         source: the dense model.
         report: of the checkpoint; it is saved again.
-        baseline: earlier results of the dense model, used instead of measuring it.
+        dense: earlier results of the dense model, from `measures_of_baseline`, used instead of measuring it.
 
     Raises:
-        UserError: another run evaluates the checkpoint; or the baseline is of another model, suite or dtype.
+        UserError: another run evaluates the checkpoint.
     """
     folder = output / EVALUATION_FOLDER
     lock = FileLock(folder / ".lock", f"--output {output}")
     try:
         if ranks().main:
             lock.acquire()
-        measured: list[Measures] = []
-        for name, model in (("dense", source), ("pruned", LocalModel(str(output), output, None))):
+        measured = [] if dense is None else [dense]
+        models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
+        for name in ("dense", "pruned")[len(measured) :]:
+            model = models_of[name]
             results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
-            if name == "dense" and baseline is not None:
-                measured.append(dense_measures(baseline, results.made_by))
-                continue
             path = folder / f"{name}.json"
             try:
                 results = open_results(path, results)

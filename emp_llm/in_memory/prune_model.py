@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
+from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
 from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
@@ -29,7 +30,7 @@ from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, report_of
-from emp_llm.pruning.scores import Scores, input_norms
+from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
 from emp_llm.runtime.masks import Masks, rows_in
@@ -239,14 +240,13 @@ def _calibrated(
         check_calibrated(layers, chosen.with_images)
     name = name_of(model)
     name = Path(name).name if Path(name).is_dir() else name  # the norms may be published
-    about = CalibrationRecord(model=name, pruned_by=None if masker is None else recipe.recorded())
+    about = CalibrationRecord(model=name, pruned_by=None if masker is None else recorded(recipe))
     if sequences is None or not ours:
         if masker is not None:
             raise UserError("propagate='pruned' runs a model of transformers block by block; give texts or token ids.")
-        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))
+        batches = data if not isinstance(sequences, CalibrationText) else list(sequences.tokens.split(text.batch_size))  # type: ignore[no-untyped-call]
         norms, tokens = norms_of_batches(model, layers, batches)
-        norms.about = msgspec.structs.replace(about, text=TextRecord(file="in memory"), tokens=tokens)
-        return norms
+        return replace(norms, about=msgspec.structs.replace(about, text=TextRecord(file=IN_MEMORY), tokens=tokens))
     assert isinstance(sequences, CalibrationText | CalibrationRows)
     with in_evaluation_mode(model):
         return calibrated(model, sequences, layers, text, about, masker=masker, blocks=recipe.blocks)

@@ -1,7 +1,7 @@
 """Declaration of options: fields of frozen dataclasses, each annotated with an `Opt`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -108,10 +108,13 @@ def takes(*groups: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
         all_groups = groups if loud else (*groups, LoudnessOptions)
         declared = {name: each for group in all_groups for name, each in declared_options(group).items()}
 
+        def grouped(given: Mapping[str, Any]) -> list[Any]:
+            return [_kind(group)(**{n: given[n] for n in declared_options(group) if n in given}) for group in all_groups]
+
         @wraps(function)
         def command(*arguments: Any, **keywords: Any) -> R:
             given = command.__signature__.bind(*arguments, **keywords).arguments  # type: ignore[attr-defined]
-            values = [_kind(group)(**{n: given[n] for n in declared_options(group) if n in given}) for group in all_groups]
+            values = grouped(given)
             name, loudly = function.__name__, next(value for value in values if isinstance(value, LoudnessOptions))
             with loudness(name, loudly.verbose, loudly.quiet), progress_of(name):
                 return function(*values[: len(groups)])
@@ -122,7 +125,7 @@ def takes(*groups: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
         ]
         result = inspect.signature(function).return_annotation
         command.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
-        command.options = declared  # type: ignore[attr-defined]
+        command.options, command.grouped = declared, grouped  # type: ignore[attr-defined]
         return command
 
     return flat

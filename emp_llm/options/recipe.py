@@ -6,18 +6,16 @@ of a sweep and in the jobs of a study.
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt
 from emp_llm.options.criterion import find_criterion, own_name
+from emp_llm.options.update import Update
 from emp_llm.selection.criteria import MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
-
-if TYPE_CHECKING:
-    from emp_llm.update.update import Update
 
 ScoreMap = Literal["abs", "shift", "exp"]
 CountBy = Literal["own", "magnitude"]
@@ -223,12 +221,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return KeepRule(beta=self.beta, order=self.order or 2.0, dtype=self.neff_dtype or "float64")
 
     @property
-    def update(self) -> "Update | None":
+    def update(self) -> Update | None:
         """How kept weights move; None if they stay."""
         if not self.updates:
             return None
-        from emp_llm.update.update import Update
-
         return Update(
             search=self.name if self.name in SEARCHES else None,  # type: ignore[arg-type]
             refit=self.refit,
@@ -272,20 +268,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if not known.needs_norms or name == "relative":
                 unused["score"] = None
         return self.but(**unused | {"method": method} | changes)
-
-    def recorded(self) -> "Recipe":
-        """The recipe as records hold it: a criterion and scores of the user's own by name and hash."""
-        if self.scores is not None and self.scores_digest is None:
-            from emp_llm.pruning.scores import GivenScores
-
-            name = Path(self.scores).name if isinstance(self.scores, str | Path) else "in memory"
-            return self.but(scores=name, scores_digest=GivenScores(self.scores, []).digest)
-        if self.criterion is not None and self.criterion_source is None:
-            from emp_llm.options.criterion import criterion_origin
-
-            label, digest = criterion_origin(self.scored_by)
-            return self.but(criterion=label, criterion_source=digest or "")
-        return self
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""

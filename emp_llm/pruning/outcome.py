@@ -17,6 +17,7 @@ from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.models.architecture import Coverage, Target
 from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, SizesRecord, TargetsRecord
 from emp_llm.records.source import CalibrationRecord, ModelSource
 from emp_llm.selection.rule import RowFigures, mass_bound
@@ -146,7 +147,7 @@ def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> Recipe:
     """The recipe as records hold it, with the beta of a requested sparsity."""
     rule = pruner.counts.rule
     beta = pruner.counts.beta if rule is None else rule.beta
-    return recipe.recorded().but(beta=beta) if recipe.adaptive else recipe.recorded()
+    return recorded(recipe).but(beta=beta) if recipe.adaptive else recorded(recipe)
 
 
 def targets_record(outcomes: Outcomes, coverage: Coverage, pruner: "Pruner") -> TargetsRecord:

@@ -16,6 +16,7 @@ from emp_llm.checkpoint.headers import StoredTensor, read_header
 from emp_llm.checkpoint.matrices import PRUNABLE_DTYPES, Matrix, Words, as_tensor, dequantised_rows, torch_dtype
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
+from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.recipe import Recipe
 from emp_llm.selection.criteria import GIVEN, MAGNITUDE, Criterion, InputStatistics
 from emp_llm.selection.rule import NonFiniteError
@@ -274,6 +275,17 @@ class GivenScores:
             )
         if isinstance(tensor, StoredTensor) and tensor.dtype not in PRUNABLE_DTYPES:
             raise UserError(f"{self.name}: {name} is stored as {tensor.dtype}; give {', '.join(PRUNABLE_DTYPES)}.")
+
+
+def recorded(recipe: Recipe) -> Recipe:
+    """A recipe as records hold it: a criterion and scores of the user's own by name and hash."""
+    if recipe.scores is not None and recipe.scores_digest is None:
+        name = Path(recipe.scores).name if isinstance(recipe.scores, str | Path) else "in memory"
+        return recipe.but(scores=name, scores_digest=GivenScores(recipe.scores, []).digest)
+    if recipe.criterion is not None and recipe.criterion_source is None:
+        label, digest = criterion_origin(recipe.scored_by)
+        return recipe.but(criterion=label, criterion_source=digest or "")
+    return recipe
 
 
 def input_norms(

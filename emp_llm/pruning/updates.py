@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
+from emp_llm.options.update import Update
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
-from emp_llm.update.update import Update, check_update
+from emp_llm.update.update import check_update
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -184,7 +184,8 @@ def check_masks(pruned: Checkpoint, scores: Scores, findings: Findings) -> None:
 def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     """The number of weights that are not zero, in each row or in every M weights of it."""
     width = words.shape[1] if recipe.pattern is None else parse_pattern(recipe.pattern)[1]
-    return np.count_nonzero(words.reshape(-1, width), axis=1)
+    kept: np.ndarray[tuple[int], np.dtype[np.int64]] = np.count_nonzero(words.reshape(-1, width), axis=1)
+    return kept
 
 
 def _differences(

@@ -38,6 +38,7 @@ from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
+from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
 
@@ -278,7 +279,7 @@ def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str,
     return {
         "emp-llm": versions().get("emp-llm", "unknown"),
         "source": {"files": {name: list(state) for name, state in checkpoint.states.items()}},
-        "recipe": recipe.recorded().as_dict(),
+        "recipe": recorded(recipe).as_dict(),
         "activations": activations,
     }
 

@@ -225,7 +225,7 @@ def keys32(row: Array, norms: Array, shift: Any, scale: Any, keys: Array) -> Non
 
 @compiled
 def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, power: Array) -> None:
-    """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite where a score is NaN or infinite.
+    """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite where a score is not.
 
     Args:
         weights: the bits, uint16 or uint32, shape (rows, columns).

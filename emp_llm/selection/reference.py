@@ -1,9 +1,9 @@
 """The reference in plain torch, on any device: sums, effective numbers, cuts and masks. All other code gives the same bits.
 
-Floating-point addition is not associative. If the order of a sum followed the thread count, the device or the size of a chunk of
-rows, the last bit of the sum could change, and with it the number of weights that are kept. Here the order is part of the
-definition: element i of a row is added to lane i mod 64, in order of i; then the 64 lanes are folded in halves. Each step is an
-elementwise IEEE addition.
+Floating-point addition is not associative. If the order of a sum followed the thread count, the device or the size of a chunk
+of rows, the last bit of the sum could change, and with it the number of weights that are kept. Here the order is part of the
+definition: element i of a row is added to lane i mod 64, in order of i; then the 64 lanes are folded in halves. Each step is
+an elementwise IEEE addition.
 
 The bits of non-negative IEEE floats, read as integers, are in the same order as the floats. These integers are the keys of the
 scores. The k-th largest key is found without rounding, so the mask is the same on every device.

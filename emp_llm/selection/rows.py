@@ -1,4 +1,4 @@
-"""Rows pruned in place, each a group of its own: by the compiled kernel, by numpy, or by the reference. All give the same bits."""
+"""Rows pruned in place, each a group of its own: by the compiled kernel, numpy or the reference. All give the same bits."""
 
 import logging
 from functools import cache

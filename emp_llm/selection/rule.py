@@ -125,7 +125,8 @@ def spread_counts(sizes: NDArray[np.int64], removed: int, total: int, before: in
     if not 0 <= removed < total:
         raise ValueError(f"cannot remove {removed} of {total} weights")
     ends = [before, *(before + int(end) for end in sizes.cumsum())]  # Python's integers: the products may exceed 64 bits
-    return sizes - np.diff(np.array([end * removed // total for end in ends], dtype=np.int64))
+    gone = np.array([end * removed // total for end in ends], dtype=np.int64)
+    return sizes - (gone[1:] - gone[:-1])
 
 
 def beta_keeping(kept: int, groups: Sequence[GroupNumbers]) -> float:

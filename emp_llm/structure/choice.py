@@ -48,25 +48,20 @@ class Choice:
     def removes(self) -> bool:
         return len(self.kept) < len(self.units)
 
-
-@dataclass(frozen=True)
-class Widths:
-    """How removed units must leave the layers.
-
-    Attributes:
-        multiple: the number of neurons is rounded up to a multiple of this.
-        by_layer: each layer has a width of its own.
-    """
-
-    multiple: int
-    by_layer: bool = False
+    @property
+    def columns(self) -> torch.Tensor:
+        """Whether each input of the output layer stays: bool, shape (inputs,)."""
+        stays = torch.ones(self.units.columns.max() + 1, dtype=torch.bool)
+        stays[torch.from_numpy(np.delete(self.units.columns, self.kept, 0).ravel())] = False
+        return stays
 
 
 def choose_units(
     every: Sequence[Units],
     scores: Sequence[Scores],
     recipe: Recipe,
-    widths: Widths | None,
+    multiple: int | None,
+    width_by_block: bool = False,
     removed: Mapping[tuple[str, str], tuple[int, int]] | None = None,
 ) -> tuple[list[Choice], float | None]:
     """Decide which units stay.
@@ -74,7 +69,9 @@ def choose_units(
     Args:
         every, scores: the units and their scores.
         recipe: beta, or sparsity; and whether the units of a layer, or those of a role (`Units.role`) in all layers, compete.
-        widths: None: any number of units may stay in each layer.
+        multiple: removed units leave one width, and the number of neurons is rounded up to a multiple of this. None: any number
+            of units may stay in each layer.
+        width_by_block: each layer has a width of its own.
         removed: of a matched run: (kind, role) -> (removed, total) of its units.
 
     Returns:
@@ -84,41 +81,47 @@ def choose_units(
         UserError: a requested sparsity would leave a layer without units.
     """
     assert recipe.structure is not None
+    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.group == "all"
     choices: dict[int, Choice] = {}
     betas: set[float | None] = set()
-    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.group == "all"
-    for (kind, role), members in _roles(every).items():
-        rows = [torch.from_numpy(scores[number])[None] for number in members]
-        groups = [torch.cat(rows, 1)] if together else rows
-        moments = [Moments.of_rows(group, order) for group in groups]
-        beta = _beta_of(recipe, moments)
-        betas.add(beta)
-        sizes = np.array([group.shape[1] for group in groups])
-        if beta is not None:
-            kept = [int(each.counts(beta)[0]) for each in moments]
-        elif removed is not None:
-            if (kind, role) not in removed:
-                raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
-            kept = spread_counts(sizes, *removed[kind, role]).tolist()
-        else:
-            kept = uniform_counts(sizes, recipe.sparsity or 0.0).tolist()
-        masks = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
-        masks = list(torch.split(masks[0], [row.shape[1] for row in rows])) if together else masks
-        counts = [int(mask.sum()) for mask in masks]
-        all_n_eff = float(moments[0].number()[0]) if together else None
-        if widths is not None:
-            masks = _even([every[number] for number in members], rows, counts, widths)
-        for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
-            choices[number] = _choice(every[number], row, mask, count, order, all_n_eff)
-    return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
-
-
-def _roles(every: Sequence[Units]) -> dict[tuple[UnitKind, str], list[int]]:
-    """The numbers of the units of each kind and role."""
     by_role: dict[tuple[UnitKind, str], list[int]] = {}
     for number, units in enumerate(every):
         by_role.setdefault((units.kind, units.role), []).append(number)
-    return by_role
+    for (kind, role), members in by_role.items():
+        rows = [torch.from_numpy(scores[number])[None] for number in members]
+        groups = [torch.cat(rows, 1)] if together else rows
+        moments = [Moments.of_rows(group, order) for group in groups]
+        sizes = np.array([group.shape[1] for group in groups])
+        beta = _beta_of(recipe, moments)
+        betas.add(beta)
+        if beta is not None:
+            kept = [int(each.counts(beta)[0]) for each in moments]
+        elif recipe.match is None:
+            kept = uniform_counts(sizes, recipe.sparsity or 0.0).tolist()
+        elif removed is not None and (kind, role) in removed:
+            kept = spread_counts(sizes, *removed[kind, role]).tolist()
+        else:
+            raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
+        masks = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
+        if together:
+            masks = list(torch.split(masks[0], [row.shape[1] for row in rows]))
+        counts = [int(mask.sum()) for mask in masks]
+        mean = -(-sum(counts) // len(counts))
+        for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
+            if multiple is not None:
+                mask = _widened(every[number], row, count if width_by_block else mean, multiple)
+            n_eff = float(Moments.of_rows(row, order).number()[0])
+            choices[number] = Choice(
+                units=every[number],
+                scores=row[0].numpy(),
+                count=count,
+                kept=np.flatnonzero(mask.numpy()),
+                n_eff=n_eff,
+                s_eff=float(effective_mass(row, order=order)[0]),
+                bound=float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None,
+                n_eff_together=float(moments[0].number()[0]) if together else None,
+            )
+    return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
 
 
 def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
@@ -135,36 +138,12 @@ def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
     return beta
 
 
-def _even(every: list[Units], rows: list[torch.Tensor], counts: list[int], widths: Widths) -> list[torch.Tensor]:
-    """The masks with one width for all layers, or with a width for each that is a multiple."""
-    mean = -(-sum(counts) // len(counts))
-    masks = []
-    for units, row, count in zip(every, rows, counts, strict=True):
-        places = len(np.unique(units.places))
-        size = count if widths.by_layer else mean
-        if units.kind == "neurons":
-            size = min(len(units), _up(size, widths.multiple))
-            masks.append(largest_mask(row, torch.tensor([size]))[0])
-        else:
-            masks.append(_within(units.places, row[0], min(len(units), _up(size, places)) // places))
-    return masks
-
-
-def _within(places: Indices, row: torch.Tensor, each: int) -> torch.Tensor:
-    """The `each` best units of every place; of all units if there is one place."""
-    mask = torch.zeros(len(row), dtype=torch.bool)
-    for place in np.unique(places):
-        members = torch.from_numpy(np.flatnonzero(places == place))
-        mask[members] = largest_mask(row[None, members], torch.tensor([each]))[0]
+def _widened(units: Units, row: torch.Tensor, size: int, multiple: int) -> torch.Tensor:
+    """The mask of the best units: a multiple of them, and of heads as many in every place."""
+    places = np.unique(units.places)
+    each = min(len(units), -(-size // multiple) * multiple) if units.kind == "neurons" else -(-size // len(places))
+    mask = torch.zeros(len(units), dtype=torch.bool)
+    for place in places:
+        members = torch.from_numpy(np.flatnonzero(units.places == place))
+        mask[members] = largest_mask(row[:, members], torch.tensor([min(each, len(members))]))[0]
     return mask
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _choice(units: Units, row: torch.Tensor, mask: torch.Tensor, count: int, order: float, together: float | None) -> Choice:
-    n_eff = float(Moments.of_rows(row, order).number()[0])
-    bound = float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None
-    mass = float(effective_mass(row, order=order)[0])
-    return Choice(units, row[0].numpy(), count, np.flatnonzero(mask.numpy()), n_eff, mass, bound, together)

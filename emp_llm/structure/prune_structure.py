@@ -3,6 +3,7 @@
 import logging
 import os
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from emp_llm.calibration.passes import (
     delete_progress,
     fit_origin,
     model_origin,
-    own_batches,
 )
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes
@@ -30,7 +30,13 @@ from emp_llm.common.machine import Stopwatch, command_line, versions
 from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, pending_matches, prepare_suite
+from emp_llm.evaluation.evaluate import (
+    evaluate_checkpoint,
+    mark_pending,
+    measures_of_baseline,
+    pending_matches,
+    prepare_suite,
+)
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.destination import Destination, check_login
 from emp_llm.hub.local_model import find_model
@@ -39,7 +45,7 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
-from emp_llm.options.calibration import CalibrationOptions, NormOptions
+from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import Recipe, StructureRecipe
@@ -50,14 +56,9 @@ from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
 from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, choose_units
-from emp_llm.structure.gradients import input_gradients
-from emp_llm.structure.plan import UnitPlan
-from emp_llm.structure.scores import unit_scores
-from emp_llm.structure.side_by_side import SideBySide, side_by_side
-from emp_llm.structure.smaller_config import Changes
-from emp_llm.structure.tensor_edits import words_of_tensor
-from emp_llm.structure.units import Units
-from emp_llm.structure.writing import UnitWriter
+from emp_llm.structure.scores import taylor_sums, unit_scores
+from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
+from emp_llm.structure.writing import Edits, Fitted, SideBySide, edits_of, side_by_side, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.walk import update_model
 
@@ -107,17 +108,18 @@ def prune_structure(
     suite = None if evaluation.evaluate is None else find_suite(evaluation.evaluate)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     kinds: Any = ("heads", "neurons") if structure.structure == "both" else (structure.structure,)
-    head_unit: Any = structure.head_unit or "group"
-    plan = UnitPlan(source.folder, kinds, head_unit, recipe.blocks, model.trust_remote_code)
+    plan = unit_model(source.folder, kinds, structure.head_unit or "group", recipe.blocks, model.trust_remote_code)
     checkpoint, path = plan.checkpoint, output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
     removed = None if recipe.match is None else _matched(Path(recipe.match))
-    widths = None if structure.keep_shapes else plan.widths(structure.width_multiple or 1)
+    multiple = None if structure.keep_shapes else structure.width_multiple or 1
     if dry_run:
         notes = [units_line(plan.units)]
         if recipe.name == "magnitude" and ranks().main:
-            chosen = choose_units(plan.units, unit_scores(plan.units, "magnitude", plan.matrices), recipe, widths, removed)[0]
-            _check_removes(chosen, recipe)
-            notes += choice_lines(chosen, None if structure.keep_shapes else plan.changes(chosen))
+            scores = unit_scores(plan.units, "magnitude", plan.matrices)
+            choices, _ = choose_units(plan.units, scores, recipe, multiple, plan.width_by_block, removed)
+            _check_removes(choices, recipe)
+            changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
+            notes += choice_lines(choices, changes)
         return _planned(plan, recipe, path, overwrite, None if destination is None else destination.name, notes), path
 
     # What is needed later is checked now: the login, the text, the suite, the output.
@@ -137,8 +139,11 @@ def prune_structure(
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if data is not None:
         made_of |= calibration_signature(data, text)
-    signature = run_signature(checkpoint, recipe, made_of | {"matched": removed and {str(k): v for k, v in removed.items()}})
+    if removed is not None:
+        made_of |= {"matched": [[*role, *counts] for role, counts in removed.items()]}
+    signature = run_signature(checkpoint, recipe, made_of)
     prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
+    measured = None if prepared is None else measures_of_baseline(evaluation.baseline, source, prepared, loading)
     models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
@@ -153,13 +158,15 @@ def prune_structure(
             # Numbers of the inputs of each last layer: norms, or sums of gradients times inputs.
             features: dict[str, Tensor] | None = None
             if recipe.name == "taylor":
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("taylor"):
                     features = _kept_taylor(out, stopwatch)
                     if features is None:
                         dense = models.get(source.folder)
                         with stopwatch("taylor"):
-                            features = taylor_sums(dense, plan, data.tokens, recipe.blocks, text)
+                            runner = BlockwiseModel(dense, recipe.blocks, text.hidden_states)
+                            features = taylor_sums(runner, plan.units, data.tokens, text.batch_size)
+                            del runner
                         del dense
                         if ranks().main:
                             (out.files / TAYLOR_NAME).parent.mkdir(parents=True, exist_ok=True)
@@ -186,12 +193,12 @@ def prune_structure(
             # Which units stay, and the values of the last layers.
             with stage("choose"):
                 scores = unit_scores(plan.units, recipe.name, plan.matrices, features)
-                choices, beta = choose_units(plan.units, scores, recipe, widths, removed)
+                choices, beta = choose_units(plan.units, scores, recipe, multiple, plan.width_by_block, removed)
                 _check_removes(choices, recipe)
-                changes = None if structure.keep_shapes else plan.changes(choices)
+                changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
             moved = None
             if recipe.refit:
-                assert data is not None
+                assert isinstance(data, CalibrationText)
                 with stage("refit"):
                     moved = _moved(models, source.folder, plan, choices, recipe, data.tokens, text, out, stopwatch)
 
@@ -230,37 +237,8 @@ def prune_structure(
                 out.complete()
             report = ranks().share(report if ranks().main else None)
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, evaluation.baseline)
+        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return report, path
-
-
-def taylor_sums(model: Any, plan: UnitPlan, tokens: Tensor, blocks: str | None, how: CalibrationOptions) -> dict[str, Tensor]:
-    """sum over tokens of |dL/dY * Y| for the inputs Y of each unit's last layer: float64, shape (inputs,), by its name.
-
-    Args:
-        model: dense, on any devices.
-        tokens: int64, shape (samples, length).
-        blocks: name of the list of decoder blocks; None: detected.
-        how: batch size, and the place of the hidden states.
-
-    Raises:
-        UserError: a sum is not finite, memory runs out, or the model cannot run block by block.
-    """
-    sums: dict[str, Tensor] = {}
-
-    def take(name: str, inputs: Tensor, gradient: Tensor) -> None:
-        products = (inputs.float() * gradient.float()).abs().reshape(-1, inputs.shape[-1]).sum(0, dtype=torch.float64).cpu()
-        sums[name] = sums[name] + products if name in sums else products
-
-    runner = BlockwiseModel(model, blocks, how.hidden_states)
-    names = [units.name for units in plan.units]
-    input_gradients(runner, own_batches(tokens, how.batch_size), names, take)
-    shares = ranks().gather(sums)
-    total = {name: sum(share[name] for share in shares) for name in names if name in shares[0]}
-    for name, each in total.items():
-        if not bool(torch.isfinite(each).all()):
-            raise UserError(f"{name}: its gradients are not finite. Load the model with --dtype float32 or bfloat16.")
-    return total
 
 
 def _kept_taylor(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | None:
@@ -276,7 +254,7 @@ def _kept_taylor(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] |
 def _moved(
     models: OneModel,
     folder: Path,
-    plan: UnitPlan,
+    plan: UnitModel,
     choices: list[Choice],
     recipe: Recipe,
     tokens: Tensor,
@@ -293,10 +271,9 @@ def _moved(
     of_layer = {choice.units.name: choice for choice in choices}
 
     def mask(target: Target) -> Tensor:
-        choice = of_layer[target.name]
+        stays = of_layer[target.name].columns
         kept = torch.ones(target.matrix.columns, dtype=torch.bool)
-        kept[choice.units.columns.ravel()] = False
-        kept[choice.units.columns_of(choice.kept)] = True
+        kept[: len(stays)] = stays
         return kept.expand(target.matrix.rows, -1)
 
     targets = [Target(c.units.output, plan.matrices[c.units.output]) for c in choices if c.removes]
@@ -324,7 +301,7 @@ def _written(
     folder: Path,
     loading: LoadingOptions,
     model: ModelOptions,
-    plan: UnitPlan,
+    plan: UnitModel,
     choices: list[Choice],
     changes: Changes | None,
     moved: MovedWeights | None,
@@ -332,22 +309,11 @@ def _written(
     stopwatch: Stopwatch,
 ) -> tuple[TargetsRecord, StructureRecord, dict[str, str]]:
     """Write the shards and the kept units, and compare the written model with the dense one, if both fit in memory."""
-    blocks = {choice.units.name: choice.units.block for choice in choices}
-
-    def weight_of(layer: str) -> Tensor | None:
-        if moved is None or layer not in blocks or not moved.has(blocks[layer]):
-            return None
-        found = moved.block(blocks[layer]).get(layer)
-        return None if found is None else found.weight
-
-    def words_of(layer: str) -> Any:
-        weight = weight_of(layer)
-        return None if weight is None else words_of_tensor(weight)
-
-    edits = plan.edits(choices)
-    writer = UnitWriter(plan.checkpoint, edits, changes, words_of)
+    edits, fitted = edits_of(plan, choices), _fitted(moved, choices)
     with stopwatch("prune"):
-        hashes = writer.write(out.files, out.get("shards") or {}, lambda done: out.note(shards=done))
+        hashes = write_checkpoint(
+            plan, edits, changes, fitted, out.files, out.get("shards") or {}, lambda done: out.note(shards=done)
+        )
         save_structure(out.files / STRUCTURE_NAME, choices)
     dense = models.get(folder)
     with stopwatch("compare"):
@@ -355,18 +321,33 @@ def _written(
         if not is_offloaded(dense):
             smaller = load_model(out.files, loading.device_map, loading.dtype, model.trust_remote_code)
             if not is_offloaded(smaller):
-                compared = side_by_side(dense, smaller, choices, weight_of)
+                compared = side_by_side(dense, smaller, choices, fitted)
         if compared is None:
             logger.warning("warning: both models do not fit in memory together; speed and logits are not compared.")
-    return _targets_record(plan, edits, changes), _structure_record(plan, choices, changes, writer, compared), hashes
+    return _targets_record(plan, edits, changes), _structure_record(plan, choices, changes, edits, compared), hashes
 
 
-def _targets_record(plan: UnitPlan, edits: dict[str, Any], changes: Changes | None) -> TargetsRecord:
+def _fitted(moved: MovedWeights | None, choices: list[Choice]) -> Fitted:
+    """Returns the fitted weight of a layer, read one block at a time; None without a refit."""
+    blocks = {choice.units.name: choice.units.block for choice in choices}
+
+    @lru_cache(maxsize=1)
+    def of_block(block: int) -> Any:
+        return moved.block(block) if moved is not None and moved.has(block) else {}
+
+    def weight(layer: str) -> Tensor | None:
+        found = of_block(blocks[layer]).get(layer)
+        return None if found is None else found.weight
+
+    return weight
+
+
+def _targets_record(plan: UnitModel, edits: Edits, changes: Changes | None) -> TargetsRecord:
     """Counts over the matrices of all units."""
-    weights, kept = plan.parameters, 0
+    weights, kept = plan.weights, 0
     for matrix in plan.matrices.values():
         shape = list(matrix.stored.shape[-2:])
-        for axis, indices in edits[matrix.stored.name].slices[matrix.expert].kept.items():
+        for axis, indices in edits[matrix.stored.name][matrix.expert].kept.items():
             shape[axis] = len(indices)
         kept += shape[0] * shape[1]
     coverage = plan.architecture.coverage([Target(layer, matrix) for layer, matrix in plan.matrices.items()])
@@ -386,12 +367,11 @@ def _targets_record(plan: UnitPlan, edits: dict[str, Any], changes: Changes | No
 
 
 def _structure_record(
-    plan: UnitPlan, choices: list[Choice], changes: Changes | None, writer: UnitWriter, compared: SideBySide | None
+    plan: UnitModel, choices: list[Choice], changes: Changes | None, edits: Edits, compared: SideBySide | None
 ) -> StructureRecord:
-    checkpoint = plan.checkpoint
-    size = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
-    dense = CostRecord(parameters=checkpoint.parameters, bytes=size)
-    pruned = CostRecord(parameters=writer.parameters, bytes=writer.total_bytes)
+    tensors = plan.checkpoint.tensors
+    costs = [size_of(tensors, {}), size_of(tensors, {} if changes is None else edits)]
+    dense, pruned = (CostRecord(parameters=parameters, bytes=size) for parameters, size in costs)
     if compared is not None:
         for cost, flops, speed in zip((dense, pruned), compared.flops, compared.speed, strict=True):
             cost.flops_per_token, cost.tokens_per_second = flops, speed
@@ -442,7 +422,7 @@ def _matched(run: Path) -> "dict[tuple[str, str], tuple[int, int]]":
     return found
 
 
-def _planned(plan: UnitPlan, recipe: Recipe, path: Path, overwrite: bool, push_to_hub: str | None, notes: list[str]) -> DryRun:
+def _planned(plan: UnitModel, recipe: Recipe, path: Path, overwrite: bool, push_to_hub: str | None, notes: list[str]) -> DryRun:
     """The plan of a run; for scores that need no calibration, with the numbers of heads and neurons that stay."""
     targets = [Target(layer, matrix) for layer, matrix in plan.matrices.items()]
     return DryRun(

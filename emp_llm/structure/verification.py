@@ -17,9 +17,7 @@ from emp_llm.common.errors import UserError, reason
 from emp_llm.common.paths import INDEX_NAME, STRUCTURE_NAME
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
-from emp_llm.structure.plan import UnitPlan
-from emp_llm.structure.smaller_config import Changes, changed_config
-from emp_llm.structure.units import Units
+from emp_llm.structure.units import UnitModel, Units, changed_config
 
 Say = Callable[[str], None]
 
@@ -28,7 +26,7 @@ class UnitVerification:
     """The verification of one checkpoint.
 
     Args:
-        plan: of the dense model.
+        model: the dense one.
         pruned: the checkpoint.
         recipe: of its run.
         say: takes a difference, a sentence.
@@ -37,30 +35,30 @@ class UnitVerification:
         UserError: the file of kept units is missing or unreadable.
     """
 
-    def __init__(self, plan: UnitPlan, pruned: Checkpoint, recipe: Recipe, say: Say) -> None:
-        self._plan = plan
+    def __init__(self, model: UnitModel, pruned: Checkpoint, recipe: Recipe, say: Say) -> None:
+        self._model = model
         self._pruned = pruned
         self._recipe = recipe
         self._say = say
         self._stored = read_tensors(pruned.folder / STRUCTURE_NAME)
-        for units in plan.units:
+        for units in model.units:
             if not {f"{units.name}.kept", f"{units.name}.scores"} <= self._stored.keys():
                 raise UserError(f"{pruned.folder / STRUCTURE_NAME}: it does not name {units.name}. Download it again.")
-        self._kept = {units.name: self._stored[f"{units.name}.kept"].numpy() for units in plan.units}
+        self._kept = {units.name: self._stored[f"{units.name}.kept"].numpy() for units in model.units}
         assert recipe.structure is not None
         self._structure = recipe.structure
 
     def check_scores(self, features: Callable[[str], Tensor | None]) -> int:
         """Compute all scores again; returns their number. `features` as for `unit_scores`, by layer; None if it has none."""
-        for units in self._plan.units:
+        for units in self._model.units:
             wanted, stored = self._score(units, features(units.name)), self._stored[f"{units.name}.scores"]
             if not torch.allclose(wanted, stored, rtol=1e-9, atol=0):
                 self._say(f"{units.name}: its scores are not those of {self._recipe.method}.")
-        return sum(len(units) for units in self._plan.units)
+        return sum(len(units) for units in self._model.units)
 
     def check_choice(self) -> int:
         """Choose again by the scores, where the number of each layer follows from them; returns the number of layers."""
-        for units in self._plan.units:
+        for units in self._model.units:
             scores, kept = self._stored[f"{units.name}.scores"].numpy(), self._kept[units.name]
             for place in np.unique(units.places) if not self._structure.keep_shapes else [None]:
                 members = np.arange(len(units)) if place is None else np.flatnonzero(units.places == place)
@@ -71,7 +69,7 @@ class UnitVerification:
             count = self._count(scores)
             if self._structure.keep_shapes and count is not None and count != len(kept):
                 self._say(f"{units.name}: it keeps {len(kept)} units; the rule keeps {count}.")
-        return len(self._plan.units)
+        return len(self._model.units)
 
     def check_tensors(self, fitted: bool) -> int:
         """Compare every tensor with the dense model's rows and columns; returns their number.
@@ -79,8 +77,8 @@ class UnitVerification:
         Args:
             fitted: the last layer of each unit was refitted, so its kept weights may differ.
         """
-        dense, masks = self._plan.checkpoint, self._masks()
-        outputs = {self._plan.matrices[units.output].stored.name for units in self._plan.units} if fitted else set()
+        dense, masks = self._model.checkpoint, self._masks()
+        outputs = {self._model.matrices[units.output].stored.name for units in self._model.units} if fitted else set()
         for name, tensor in dense.tensors.items():
             theirs = self._pruned.tensors.get(name)
             if theirs is None or theirs.dtype != tensor.dtype:
@@ -99,15 +97,17 @@ class UnitVerification:
             self._say(f"{name}: the source has no such tensor.")
         return len(dense.tensors)
 
-    def check_side_files(self, changes: Changes) -> int:
-        """Compare the other files; `changes` are those of config.json. Returns their number."""
-        dense = self._plan.checkpoint
+    def check_side_files(self, changes: dict[str, Any]) -> int:
+        """Compare the other files; `changes` are those of config.json, by the names of the report. Returns their number."""
+        dense = self._model.checkpoint
         for relative in dense.side_files():
             ours, theirs = self._pruned.folder / relative, dense.folder / relative
             if not ours.is_file():
                 self._say(f"{relative}: it is missing.")
             elif str(relative) == "config.json" and changes:
-                if read_json(ours) != changed_config(read_json(theirs), changes):
+                if read_json(ours) != changed_config(
+                    read_json(theirs), {tuple(name.split(".")): value for name, value in changes.items()}
+                ):
                     self._say(f"{relative}: it has other changes than the numbers of heads and neurons.")
             elif str(relative) != INDEX_NAME and ours.read_bytes() != theirs.read_bytes():
                 self._say(f"{relative}: differs from the source.")
@@ -128,7 +128,7 @@ class UnitVerification:
 
     def _score(self, units: Units, feature: Tensor | None) -> Tensor:
         """The scores of units, from whole matrices in float64."""
-        numbers = torch.ones(self._plan.matrices[units.output].columns) if feature is None else feature
+        numbers = torch.ones(self._model.matrices[units.output].columns) if feature is None else feature
         numbers = numbers.double()
         columns = torch.from_numpy(units.columns)
         if self._recipe.method.removeprefix("emp-") == "taylor":
@@ -143,7 +143,7 @@ class UnitVerification:
 
     def _matrix(self, layer: Layer) -> Tensor:
         """A layer's weight, float64, shape (outputs, inputs)."""
-        matrix = self._plan.matrices[layer]
+        matrix = self._model.matrices[layer]
         weight = _tensor(matrix.stored.shard, matrix.stored.name)
         weight = weight if matrix.expert is None else weight[matrix.expert]
         return (weight.T if matrix.transposed else weight).double()
@@ -151,7 +151,7 @@ class UnitVerification:
     def _masks(self) -> dict[tuple[str, int | None], list[Tensor]]:
         """Stored tensor and expert -> the kept rows and columns, as stored; for a bias the kept elements alone."""
         masks: dict[tuple[str, int | None], list[Tensor]] = {}
-        for units in self._plan.units:
+        for units in self._model.units:
             kept = self._kept[units.name]
             gone = np.setdiff1d(np.arange(len(units)), kept)
             self._clear(masks, units.output, 1, units.columns, kept, gone)
@@ -160,13 +160,13 @@ class UnitVerification:
         return masks
 
     def _clear(self, masks: Any, layer: Layer, axis: int, table: Any, kept: Any, gone: Any) -> None:
-        matrix = self._plan.matrices[layer]
+        matrix = self._model.matrices[layer]
         sizes = (matrix.columns, matrix.rows) if matrix.transposed else (matrix.rows, matrix.columns)
         own = masks.setdefault((matrix.stored.name, matrix.expert), [torch.ones(size, dtype=torch.bool) for size in sizes])
         removed = np.setdiff1d(table[gone], table[kept])
         own[1 - axis if matrix.transposed else axis][removed] = False
-        bias = self._plan.architecture.stored_names.get(f"{layer.name}.bias")
-        if axis == 0 and bias in self._plan.checkpoint.tensors and layer.expert is None:
+        bias = self._model.architecture.stored_names.get(f"{layer.name}.bias")
+        if axis == 0 and bias in self._model.checkpoint.tensors and layer.expert is None:
             place = masks.setdefault((bias, None), [torch.ones(matrix.rows, dtype=torch.bool)])
             place[0][removed] = False
 
@@ -203,8 +203,3 @@ def _tensor(shard: Path, name: str) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def config_changes(fields: dict[str, Any]) -> Changes:
-    """The changes of config.json as a report names them, "text_config.intermediate_size": their places."""
-    return {tuple(name.split(".")): value for name, value in fields.items()}

@@ -24,13 +24,14 @@ from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer
 from emp_llm.models.modules import bias_of, set_to_zero, weight_of
 from emp_llm.options.calibration import Place
+from emp_llm.options.update import Update
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import Solution, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.sparsegpt import sparsegpt
-from emp_llm.update.update import MOMENT_BYTES, Update, updatable
+from emp_llm.update.update import MOMENT_BYTES, updatable
 
 _HELD_OUT = 16  # one sequence of this many
 _SAME = 0.01  # rounding of bfloat16, relative

@@ -22,7 +22,6 @@ from training import Measured, Schedule, evaluate_on, trained
 from vision_data import ImageData, image_data
 from weight_pruning import CRITERIA, Budget, effective, fixed_share, masked, nonzero_flops, select_weights
 
-
 BETAS = (0.8, 1.0, 1.2)
 SHARES = (0.5, 0.7, 0.9)
 _GIVEN = ("resnet20", "resnet32", "resnet44", "resnet56")

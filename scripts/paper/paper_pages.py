@@ -1,7 +1,6 @@
 """Pages with our numbers beside the published ones, and the options that all scripts of this folder share."""
 
 import argparse
-import os
 import shlex
 import sys
 import time
@@ -14,9 +13,9 @@ import torch
 from training import seconds_of_training
 from vision_data import DATA
 
-from emp_llm.common.paths import cache_folder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import processor_name
+from emp_llm.common.paths import cache_folder
 from emp_llm.reporting.figures.style import Drawing
 
 PAGES = Path(__file__).parents[2] / "docs" / "paper"

@@ -27,14 +27,13 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
-from emp_llm.common.errors import UserError, reason
+from emp_llm.checkpoint.output import check_folder, write_folder
+from emp_llm.common.errors import UserError, count_of, reason
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.tables import percent_cell, table
-from emp_llm.common.errors import count_of
-from emp_llm.selection.rule import check_beta
-from emp_llm.selection.reference import sum_rows, sum_vector
 from emp_llm.selection.effective import effective_mask
-from emp_llm.checkpoint.output import check_folder, write_folder
+from emp_llm.selection.reference import sum_rows, sum_vector
+from emp_llm.selection.rule import check_beta
 
 _ROWS = 1 << 12  # patches at a time: their sums stay in a core's cache
 

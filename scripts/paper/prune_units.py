@@ -19,6 +19,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -51,11 +52,8 @@ from units import (
 from emp_llm.calibration.passes import in_evaluation_mode
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.tables import number_cell, percent_cell, table
-from emp_llm.selection.rule import NonFiniteError
-from emp_llm.selection.reference import sum_rows
-from emp_llm.selection.rule import mass_bound
-from emp_llm.selection.budgets import Budget, EffectiveBudget, RatioBudget
-from emp_llm.selection.reference import Selection, select_rows
+from emp_llm.selection.reference import Selection, select_rows, sum_rows
+from emp_llm.selection.rule import KeepRule, NonFiniteError, check_beta, check_order, mass_bound, uniform_counts
 
 UnitScores = dict[str, Tensor]
 Loss = Callable[[Any, Any], Tensor]
@@ -176,6 +174,7 @@ def _row_norms(weight: Tensor) -> Tensor:
 
 
 UnitScope = Literal["layer", "all"]
+Budget = Callable[[int], KeepRule]  # from the size of a group
 
 
 @dataclass(frozen=True)
@@ -196,19 +195,26 @@ class UnitNumbers:
 
 
 def unit_budget(beta: float | None, order: float | None, sparsity: float | None) -> Budget:
-    """The budget of the options: clip(floor(beta * N_eff), 1, N) units, or a fixed share of them.
+    """The rule for groups of each size: clip(floor(beta * N_eff), 1, N) units stay, or a fixed share of them is removed.
 
     Raises:
         UserError: a value is out of range, or `sparsity` is given with `beta` or `order`.
     """
     if sparsity is not None and (beta is not None or order is not None):
         raise UserError("sparsity fixes the share to remove, beta and order scale the effective number; give only one kind.")
+    if sparsity is not None:
+        if not 0 <= sparsity < 1:
+            raise UserError(f"sparsity must be at least 0 and below 1, got {sparsity:g}.")
+        share = sparsity
+        return lambda size: KeepRule(counts=uniform_counts(np.array([size]), share))
+    beta, order = 1.0 if beta is None else beta, 2.0 if order is None else order
     try:
-        if sparsity is not None:
-            return RatioBudget(sparsity)
-        return EffectiveBudget(1.0 if beta is None else beta, 2.0 if order is None else order)
+        check_beta(beta)
+        check_order(order)
     except ValueError as error:
         raise UserError(f"{error}.") from error
+    rule = KeepRule(beta=beta, order=order)
+    return lambda size: rule
 
 
 def select_units(
@@ -232,7 +238,7 @@ def select_units(
         raise UserError(f"group {scope!r} is not one of {', '.join(get_args(UnitScope))}.")
     parts = {"": torch.cat(list(scores.values()))} if scope == "all" else scores
     selections = {name: _select(name, part, budget) for name, part in parts.items()}
-    numbers = {name: _numbers(selection, budget) for name, selection in selections.items()}
+    numbers = {name: _numbers(selection, budget(len(parts[name])).order) for name, selection in selections.items()}
     if scope == "layer":
         return {name: selection.mask[0] for name, selection in selections.items()}, numbers, []
     pieces = torch.split(selections[""].mask[0], [len(part) for part in scores.values()])
@@ -245,18 +251,18 @@ def select_units(
 
 def _select(name: str, scores: Tensor, budget: Budget) -> Selection:
     try:
-        return select_rows(scores.reshape(1, -1), budget)
+        return select_rows(scores.reshape(1, -1), budget(len(scores)))
     except NonFiniteError as error:
         raise UserError(
             f"{name or 'the model'}: {error}. Its weights, or the gradients of the loss, are not finite."
         ) from error
 
 
-def _numbers(selection: Selection, budget: Budget) -> UnitNumbers:
+def _numbers(selection: Selection, order: float) -> UnitNumbers:
     assert selection.n_eff is not None
     assert selection.s_eff is not None
     size, n_eff = selection.mask.shape[1], float(selection.n_eff[0])
-    bound = float(mass_bound(n_eff, size)) if budget.order == 2.0 else None
+    bound = float(mass_bound(n_eff, size)) if order == 2.0 else None
     return UnitNumbers(size, n_eff, float(selection.s_eff[0]), bound)
 
 

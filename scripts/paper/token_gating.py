@@ -22,17 +22,16 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from emp_llm.models.modules import find_stacks
-from emp_llm.models.modules import inputs_of, model_layers
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import percent_cell, table
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.hub.local_model import find_model
-from emp_llm.selection.rule import NonFiniteError, check_beta
+from emp_llm.models.loading import load_model, load_tokenizer
+from emp_llm.models.modules import find_stacks, inputs_of, model_layers
 from emp_llm.selection.effective import effective_mask
+from emp_llm.selection.rule import NonFiniteError, check_beta
 
 _AT_A_TIME = 1 << 24  # features
 

@@ -16,8 +16,8 @@ from prune_units import gradient_scores
 from torch import Tensor, nn
 from torch.nn import functional
 
-from emp_llm.selection.rule import KeepRule, uniform_counts
 from emp_llm.selection.reference import select_rows
+from emp_llm.selection.rule import KeepRule, uniform_counts
 
 Scores = dict[str, Tensor]
 Budget = Callable[[int], KeepRule]  # from the size of a group
