@@ -18,7 +18,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.options.structure import StructureOptions
 
 if TYPE_CHECKING:
-    from emp_llm.hub.destination import Destination
+    from emp_llm.hub.push import Destination
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.records.run_report import RunReport
 
@@ -76,7 +76,7 @@ def prune(
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
     destination, suite = None, None
     if push.push_to_hub is not None:
-        from emp_llm.hub.destination import Destination, check_login
+        from emp_llm.hub.push import Destination, check_login
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
@@ -99,7 +99,7 @@ def prune(
         from emp_llm.evaluation.suites import find_suite
 
         suite = find_suite(evaluation.evaluate)
-    source = find_model(model.model, model.revision, model.trust_remote_code)
+    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=output.dry_run)
     if (source.folder / REPORT_NAME).is_file():
         logger.warning(
             "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.", source.name
@@ -115,7 +115,7 @@ def prune(
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(text.activations)))
     path = output.output or Path(f"{source.short_name}-{recipe.method}")
     if output.dry_run:
-        return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub)
+        return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub, source.hollow)
 
     # What is needed later is checked now: the login, the text, the suite, the output.
     if destination is not None and ranks().main:
@@ -260,10 +260,10 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
     """The report of a finished checkpoint, which is pushed if that is asked for."""
     if destination is not None and ranks().main:
         from emp_llm.common.progress import stage
-        from emp_llm.publishing.publish import publish_finished
+        from emp_llm.hub.push import push_finished
 
         with stage("push"):
-            report.push = publish_finished(path, destination)
+            report.push = push_finished(path, destination)
     logger.info("written to %s (%s)", path, ", ".join(f"{name} {s.seconds:.1f} s" for name, s in report.stages.items()))
     return report
 
@@ -271,8 +271,7 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
     from emp_llm.records.run_report import RunReport
-    from emp_llm.reporting.fit_tables import fit_lines
-    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, pruning_table
+    from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
 
     if not isinstance(result, RunReport):
         print(dry_run_table(result))
@@ -283,7 +282,7 @@ def show(result: "RunReport | DryRun") -> None:
     if result.evaluation is not None:
         print(evaluation_table(result))
     if result.push is not None:
-        from emp_llm.hub.pushed import pushed_words
+        from emp_llm.hub.push import pushed_words
 
         print(pushed_words(result.push))
 

@@ -29,10 +29,7 @@ ROOMS = (
     "in_memory",
     "evaluation",
     "structure",
-    "reporting/studies",
-    "reporting/figures",
     "reporting",
-    "publishing",
     "cluster",
 )
 COMMANDS = "commands"  # the files beside the rooms

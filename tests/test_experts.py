@@ -12,12 +12,15 @@ import pytest
 import tiny
 import torch
 import transformers
+from emp_llm.storage.direct_io import FileWriter
+from emp_llm.storage.output import journal
 from torch import Tensor, nn
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.passes import calibrate_blocks, calibrate_model
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.matrices import Matrix, as_tensor
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture
@@ -26,9 +29,6 @@ from emp_llm.models.loading import load_model
 from emp_llm.models.modules import weight_of
 from emp_llm.prune import prune
 from emp_llm.pruning import pruner as pruning
-from emp_llm.checkpoint.files import FileReader
-from emp_llm.storage.direct_io import FileWriter
-from emp_llm.storage.output import journal
 from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}

@@ -20,7 +20,7 @@ from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, re
 from emp_llm.common.errors import UserError
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.fit_tables import fit_lines
+from emp_llm.reporting.run_tables import fit_lines
 from emp_llm.update import walk
 
 Models = Callable[[str], Path]

@@ -16,6 +16,9 @@ import oracle
 import pytest
 import torch
 from conftest import Run
+from emp_llm.pruning.plan import Plan
+from emp_llm.runs.sweeping import sweep_point_stage
+from emp_llm.runs.sweeping.sweep_run import dry_run_words
 from launch import launch
 from safetensors.torch import load_file, save_file
 
@@ -26,17 +29,13 @@ from emp_llm.evaluation.suites import find_suite
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.recipe import Recipe
+from emp_llm.options.sweep import plan_points
 from emp_llm.prune import prune
 from emp_llm.pruning.loaded_model import MaskedModel
-from emp_llm.pruning.plan import Plan
 from emp_llm.records.base import record_of
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.sweep_tables import sweep_table
-from emp_llm.runs.sweeping import sweep_point_stage
-from emp_llm.sweep import SweepFolder
-from emp_llm.options.sweep import plan_points
-from emp_llm.runs.sweeping.sweep_run import dry_run_words
-from emp_llm.sweep import sweep
+from emp_llm.reporting.run_tables import sweep_table
+from emp_llm.sweep import SweepFolder, sweep
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]

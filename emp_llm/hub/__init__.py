@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: download of models, and upload of files in one commit, both with retries of transient errors.
+"""The Hugging Face Hub: download of models, and push of a pruned checkpoint with its model card in one commit.
 
-This room works on folders and files, and leaves pruning and model cards to others. May use `common` and `checkpoint`.
+`local_model` may be used from everywhere; `push` and `card` use the records, the evaluation and the tables of `reporting`.
 """
