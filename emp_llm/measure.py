@@ -170,7 +170,7 @@ def _betas(text: str) -> list[float]:
 
 def show(record: "Measure") -> None:
     """Print the tables."""
-    from emp_llm.reporting.sweep_tables import measure_table
+    from emp_llm.reporting.run_tables import measure_table
 
     print(measure_table(record))
 

@@ -7,7 +7,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.commands import PushCommandOptions
 
 if TYPE_CHECKING:
-    from emp_llm.hub.pushed import Pushed
+    from emp_llm.hub.push import Pushed
 
 
 @takes(PushCommandOptions)
@@ -24,17 +24,16 @@ def push(options: PushCommandOptions) -> "Pushed":
         UserError: the folder is no finished checkpoint or differs from its manifest, the Hub refuses, or the branch holds other
             weights.
     """
-    from emp_llm.hub.destination import Destination
-    from emp_llm.publishing.publish import Evidence, publish
+    from emp_llm.hub.push import Destination, Evidence, push_checkpoint
 
     destination = Destination(options.repository, options.revision, options.private, options.overwrite)
     evidence = Evidence(tuple(options.results or ()), tuple(options.plot or ()), options.base_model)
-    return publish(options.folder, destination, evidence, options.dry_run)
+    return push_checkpoint(options.folder, destination, evidence, options.dry_run)
 
 
 def show(pushed: "Pushed") -> None:
     """Print the result of a push, or of a dry run."""
-    from emp_llm.hub.pushed import pushed_words
+    from emp_llm.hub.push import pushed_words
 
     print(pushed_words(pushed))
 

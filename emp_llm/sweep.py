@@ -113,7 +113,8 @@ def sweep(
     scored = [point.recipe for point in points if point.recipe.needs_activations]
     leading = scored[0] if scored else points[0].recipe
     norms = given_norms(text, leading)
-    source, stopwatch = find_model(model.model, model.revision, model.trust_remote_code), Stopwatch()
+    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=how.dry_run)
+    stopwatch = Stopwatch()
     images = leading.needs_activations and may_reach_images(text)
     chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
     checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, bool(scored) and norms is None
@@ -462,7 +463,7 @@ def show(result: "Sweep | SweepDryRun") -> None:
         lines += [f"disk: {format_bytes(result.disk_bytes)} for the checkpoints"] if result.disk_bytes else []
         print("\n".join(lines))
         return
-    from emp_llm.reporting.sweep_tables import sweep_table
+    from emp_llm.reporting.run_tables import sweep_table
 
     print(sweep_table(result))
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from emp_llm.prune import prune
-from emp_llm.reporting.studies.reading import read_points
-from emp_llm.reporting.studies.study import Study, studies
+from emp_llm.reporting.points import read_points
+from emp_llm.reporting.studies import Study, studies
 
 
 def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
@@ -48,10 +48,10 @@ def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
     measured = report["evaluation"]["pruned"]["perplexity"] | {"perplexity": perplexity, "block_losses": []}
     sparsity = report["targets"]["sparsity_of_targets"]
     return {
-        "format": "emp-llm results 2",
+        "format": "emp-llm results 3",
         "model": "pruned",
         "revision": None,
-        "pruned": {"of": report["source"]["model"], **report["recipe"], "sparsity_of_targets": sparsity},
+        "pruned": {"of": report["source"]["model"], "recipe": report["recipe"], "sparsity_of_targets": sparsity},
         "suite": "mine",
         "made_by": {"model": {}, "text": {"file": "x"}, "dtype": "auto"},
         "perplexity": measured,

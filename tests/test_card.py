@@ -9,14 +9,13 @@ import pytest
 from hub_client import Client, card_of, contents, held
 from hub_server import Hub
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.checkpoint.samples import sha256_of_samples
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
+from emp_llm.hub.public import cached_repository, public
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.publishing.public import cached_repository, public
 from emp_llm.push import push
-from emp_llm.records.source import CalibrationRecord, ModelSource, RecipeRecord, TextRecord
+from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
 from emp_llm.verify import verify
 
@@ -109,7 +108,12 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     file.write_text("[]")
     assert f"--results {file}" in error(results=[file])
     assert "no such PNG file" in error(plot=[file])
-    record: dict[str, Any] = {"made_by": {"model": {"sha256_of_samples": "other"}}, "model": "m", "complete": True}
+    record: dict[str, Any] = {
+        "format": "emp-llm results 3",
+        "made_by": {"model": {"identity": "other"}},
+        "model": "m",
+        "complete": True,
+    }
     file.write_text(json.dumps(record))
     assert "it is of other weights than those in" in error(results=[file])
     file.write_text(json.dumps(record | {"complete": False}))
@@ -119,11 +123,10 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     assert "must end in .json" in error(results=[tmp_path / "r.txt"])
     file.write_text(json.dumps(record))
     pruned = Checkpoint(checkpoint)
-    for ours in ({"identity": identity_of(pruned)}, {"sha256_of_samples": sha256_of_samples(pruned)}):
-        mine = {"made_by": {"model": ours, "text": {"file": "of another suite"}}}
-        (tmp_path / "ours.json").write_text(json.dumps(record | mine))
-        push(checkpoint, "user/right", dry_run=True, results=[tmp_path / "ours.json"])
-        assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", file])
+    mine = {"made_by": {"model": {"identity": identity_of(pruned)}, "text": {"file": "of another suite"}}}
+    (tmp_path / "ours.json").write_text(json.dumps(record | mine))
+    push(checkpoint, "user/right", dry_run=True, results=[tmp_path / "ours.json"])
+    assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", file])
     theirs = {"made_by": {"model": {"identity": identity_of(Checkpoint(hub_dense))}}}
     file.write_text(json.dumps(record | theirs))
     assert "it is of other weights" in error(results=[file])
@@ -202,10 +205,8 @@ def test_a_folder_that_looks_like_a_hub_id() -> None:
 def test_other_fields_are_kept() -> None:
     text = TextRecord(file="/home/somebody/texts/mine.txt", join="/", seqlen=512, sha256="abc")
     assert public(text) == TextRecord(file="mine.txt", join="/", seqlen=512, sha256="abc")
-    recipe = RecipeRecord(
-        method="wanda", targets=r"\w+\.mlp\..*", match="/home/somebody/run", device_map="/x/map.json", sparsity=0.5
-    )
-    expected = RecipeRecord(method="wanda", targets=r"\w+\.mlp\..*", match="run", device_map="map.json", sparsity=0.5)
+    recipe = Recipe(method="wanda", targets=r"\w+\.mlp\..*", match="/home/somebody/run")
+    expected = Recipe(method="wanda", targets=r"\w+\.mlp\..*", match="run")
     assert public(recipe) == expected
     assert public(CalibrationRecord(tokens=32768, pruned_by=recipe)) == CalibrationRecord(tokens=32768, pruned_by=expected)
 

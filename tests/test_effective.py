@@ -20,7 +20,7 @@ from emp_llm import (
     loss_change_bound,
     shift,
 )
-from emp_llm.selection.reference import Moments, MomentsOfGroup
+from emp_llm.selection.reference import MomentsOfGroup
 from emp_llm.selection.rule import NonFiniteError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import read_json
 from emp_llm.checkpoint.headers import read_header
 from emp_llm.common.errors import UserError
-from emp_llm.checkpoint.files import read_json
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"

@@ -21,9 +21,8 @@ from studies import command_job, stand_in, study_of
 
 from emp_llm.cluster.needs import model_size
 from emp_llm.common.errors import UserError
-from emp_llm.hub import retries
-from emp_llm.hub.explained_errors import hub_errors_explained
-from emp_llm.hub.retries import HUB_ERRORS, with_retries
+from emp_llm.hub import client as hub_calls
+from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, with_retries
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +48,31 @@ def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offlin
     assert code == 0, err
     for shard in output.glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
+
+
+def test_a_dry_run_downloads_no_weights(hub: Hub, client: Client, tmp_path: Path) -> None:
+    known_by_weights = ("--method", "emp-magnitude", "--dry-run")
+    fresh = Client(hub.endpoint, tmp_path / "home", TOKEN)
+    try:
+        code, wanda, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", "--dry-run")
+        assert code == 0, err
+        code, magnitude, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", *known_by_weights)
+        assert code == 0, err
+        units = ("--structure", "neurons", "--method", "magnitude", "--dry-run")
+        code, neurons, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", *units)
+        assert code == 0, err
+    finally:
+        fresh.close()
+    assert not [*(tmp_path / "home").rglob("*.safetensors")]
+    assert "a dry run downloads none" in magnitude
+    code, _, err = client.command(tmp_path, "prune", "--model", "someone/tiny", "--method", "magnitude", "--output", "whole")
+    assert code == 0, err
+    code, known, err = client.command(tmp_path, "prune", "--model", "someone/tiny", "--dry-run")
+    assert (code, known.partition("disk")[0]) == (0, wanda.partition("disk")[0]), err
+    assert "found: " in neurons
+    code, curve, err = client.command(tmp_path, "prune", "--model", "someone/tiny", *known_by_weights)
+    assert "beta" in curve
+    assert "a dry run downloads none" not in curve
 
 
 def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_path: Path) -> None:
@@ -159,10 +183,9 @@ def answer(status: int, **headers: str) -> Exception:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that retries would have waited; and the Hub has not answered yet."""
+    """Seconds that retries would have waited."""
     found: list[float] = []
-    monkeypatch.setattr(retries.time, "sleep", found.append)
-    monkeypatch.setattr(retries._Contact, "made", False)
+    monkeypatch.setattr(hub_calls.time, "sleep", found.append)
     return found
 
 
@@ -179,9 +202,8 @@ def test_without_a_network_there_is_one_retry(waits: list[float], cause: OSError
 
 
 def test_a_network_that_was_there_is_waited_for(waits: list[float]) -> None:
-    assert with_retries(Calls()) == "done"
     call = Calls(*(no_answer(NO_NETWORK[0]) for _ in range(5)))
-    assert with_retries(call) == "done"
+    assert with_retries(call, answered=True) == "done"
     assert waits == [1, 2, 4, 8, 16]
 
 

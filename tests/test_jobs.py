@@ -19,6 +19,7 @@ import pytest
 from conftest import Run
 
 from emp_llm import cli
+from emp_llm.checkpoint.locks import FileLock
 from emp_llm.cluster import jobs as cluster_jobs
 from emp_llm.cluster.jobs import Attempt, JobFiles, JobState
 from emp_llm.cluster.plan_file import Job, Needs, read_plan, write_plan
@@ -31,7 +32,6 @@ from emp_llm.run import run as run_study
 from emp_llm.run import show as show_run
 from emp_llm.status import show as show_status
 from emp_llm.status import status
-from emp_llm.checkpoint.locks import FileLock
 
 Models = Callable[[str], Path]
 SMALL = Needs(memory_gb=0.1, disk_gb=0.1, hours=0.1)

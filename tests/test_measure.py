@@ -18,7 +18,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
 from emp_llm.prune import prune
 from emp_llm.records.measure import Measure
-from emp_llm.reporting.sweep_tables import measure_table
+from emp_llm.reporting.run_tables import measure_table
 
 Models = Callable[[str], Path]
 Record = dict[str, Any]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -282,7 +281,7 @@ def test_private_means_private(hub: Hub, client: Client, checkpoint: Path) -> No
     assert "the repository exists and is public" in public["error"]
 
 
-def test_nothing_but_the_checkpoint_is_published(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_but_the_checkpoint_is_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
     def error(folder: Path = checkpoint, repository: str = "user/wrong", **more: Any) -> str:
         return str(client.call("push", folder=folder, repository=repository, **more)["error"])
 

@@ -20,8 +20,8 @@ from emp_llm.cluster.plan_file import read_plan
 from emp_llm.cluster.site import Site
 from emp_llm.cluster.slurm import grouped_jobs, note_array
 from emp_llm.collect import collect
-from emp_llm.common.paths import data_folder
 from emp_llm.common.errors import UserError
+from emp_llm.common.paths import data_folder
 from emp_llm.evaluate import evaluate
 from emp_llm.measure import measure
 from emp_llm.plan import plan

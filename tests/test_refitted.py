@@ -21,7 +21,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.fit_tables import fit_lines
+from emp_llm.reporting.run_tables import fit_lines
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}

@@ -12,14 +12,13 @@ from runs import make_sweep, report_of, results_of, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.values import Change, Value
+from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import Quartiles
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
-from emp_llm.reporting.run_tables import pruning_table
-from emp_llm.reporting.studies.curves import Difference, boxes, curves, differences, grids, masses
-from emp_llm.reporting.studies.measured_points import MeasuredPoint, SuiteResult, by_role_and_block, pooled
-from emp_llm.reporting.studies.reading import read_points
-from emp_llm.reporting.studies.study import studies
+from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block, pooled, read_points
+from emp_llm.reporting.run_tables import effective_share, pruning_table
+from emp_llm.reporting.studies import Difference, boxes, curves, differences, grids, masses, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 
@@ -29,20 +28,21 @@ def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: 
     dense, pruned = weights_of(models("llama")), weights_of(runs / "emp")
     ((grid,), (kept,), (held,)) = grids(study), boxes(study), masses(study)
     assert grid.label == "Magnitude"
-    assert grid.roles == ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    assert grid.blocks == (0, 1)
-    for row, role in enumerate(grid.roles):
-        for column, block in enumerate(grid.blocks):
+    assert grid.roles == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert grid.blocks == [0, 1]
+    for role in grid.roles:
+        for block in grid.blocks:
             name = f"model.layers.{block}.{role}.weight"
             expected = float(effective_number(dense[name]).mean()) / dense[name].shape[1]
-            assert grid.values[row][column] == pytest.approx(expected, rel=1e-12)
+            assert effective_share(grid.cells[role, block]) == pytest.approx(expected, rel=1e-12)
             fractions = (pruned[name] != 0).double().mean(1)
             quarters = torch.quantile(fractions, torch.tensor([0, 0.25, 0.5, 0.75, 1]).double())
-            assert kept.spreads[role, block].values == pytest.approx(quarters.tolist())
-            (cell,) = (m for m in held.matrices if (m.role, m.block) == (role, block))
+            assert kept.cells[role, block].kept_fraction.values == pytest.approx(quarters.tolist())
+            cell = held.cells[role, block]
+            assert (cell.role, cell.block) == (role, block)
             assert cell.s_eff_mean == pytest.approx(float(effective_mass(dense[name]).mean()), rel=1e-12)
-            assert cell.bound is not None
-            assert cell.bound < cell.s_eff_mean
+            assert cell.s_eff_bound_mean is not None
+            assert cell.s_eff_bound_mean < cell.s_eff_mean
 
 
 def test_a_baseline_has_the_beta_of_the_point_that_it_matches(runs: Path) -> None:
@@ -116,15 +116,17 @@ def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tm
     ((grid,), (kept,)) = grids(study), boxes(study)
     assert len(entries) == 24
     assert len(grid.roles) * len(grid.blocks) == 6
-    for row, role in enumerate(grid.roles):
-        for column, block in enumerate(grid.blocks):
+    for role in grid.roles:
+        for block in grid.blocks:
             own = [e for e in entries if (e["role"], e["block"]) == (role, block)]
             assert len(own) == 4
-            assert grid.values[row][column] == pytest.approx(sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4)
-            assert kept.spreads[role, block].min == min(e["kept_fraction"]["min"] for e in own)
-            assert kept.spreads[role, block].max == max(e["kept_fraction"]["max"] for e in own)
+            assert effective_share(grid.cells[role, block]) == pytest.approx(
+                sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4
+            )
+            assert kept.cells[role, block].kept_fraction.min == min(e["kept_fraction"]["min"] for e in own)
+            assert kept.cells[role, block].kept_fraction.max == max(e["kept_fraction"]["max"] for e in own)
     cells = by_role_and_block(study.points[0].matrices)
-    assert sum(cell.weights for cell in cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
+    assert sum(cell.rows * cell.columns for cell in cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
 
 
 def test_models_and_targets_are_never_in_one_curve(runs: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Pa
 
 
 def test_a_clear_difference_exceeds_two_standard_errors() -> None:
-    point = MeasuredPoint("a", "a", "m", "m", "emp-wanda")
+    point = MeasuredPoint("a", "a", "m", "m", Recipe(method="emp-wanda"))
     for change, stderr, verdict in (
         (5.9, 3.0, "no clear difference"),
         (6.1, 3.0, "EMP"),
@@ -221,8 +223,11 @@ def test_a_clear_difference_exceeds_two_standard_errors() -> None:
 
 def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
     """Also if several runs remove as many weights."""
-    emp = [MeasuredPoint(str(tmp_path / name), name, "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5) for name in ("a", "b", "c")]
-    baseline = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, matches=str(tmp_path / "b"))
+    emp = [
+        MeasuredPoint(str(tmp_path / name), name, "m", "m", Recipe(method="emp-wanda"), sparsity=0.5)
+        for name in ("a", "b", "c")
+    ]
+    baseline = MeasuredPoint("u", "u", "m", "m", Recipe(method="wanda", match=str(tmp_path / "b")), sparsity=0.5)
     (study,) = studies([*emp, baseline])
     assert study.points[-1].baseline_of == emp[1].id
 
@@ -249,8 +254,10 @@ def with_perplexities(point: MeasuredPoint, *values: float) -> MeasuredPoint:
 def test_equal_masks_and_rounding_are_no_difference(
     masks: tuple[str, str], value: float, base: float, change: float, better: bool
 ) -> None:
-    emp = MeasuredPoint("e", "e", "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5, masks=masks[0])
-    uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5, masks=masks[1], baseline_of="e", match="total")
+    emp = MeasuredPoint("e", "e", "m", "m", Recipe(method="emp-wanda"), sparsity=0.5, masks=masks[0])
+    uniform = MeasuredPoint(
+        "u", "u", "m", "m", Recipe(method="wanda"), sparsity=0.5, masks=masks[1], baseline_of="e", match="total"
+    )
     (study,) = studies([with_perplexities(emp, value), with_perplexities(uniform, base)])
     (found,) = differences(study, study.suites[0])
     assert found.change.value == pytest.approx(change)
@@ -264,8 +271,8 @@ def test_equal_masks_and_rounding_are_no_difference(
 
 
 def test_two_infinite_perplexities_are_not_compared() -> None:
-    emp = MeasuredPoint("e", "e", "m", "m", "emp-wanda", 1.0, 2.0, sparsity=0.5)
-    uniform = MeasuredPoint("u", "u", "m", "m", "wanda", sparsity=0.5)
+    emp = MeasuredPoint("e", "e", "m", "m", Recipe(method="emp-wanda"), sparsity=0.5)
+    uniform = MeasuredPoint("u", "u", "m", "m", Recipe(method="wanda"), sparsity=0.5)
     (study,) = studies([with_perplexities(emp, math.inf), with_perplexities(uniform, math.inf)])
     assert study.points[1].baseline_of == "e"
     assert differences(study, study.suites[0]) == []

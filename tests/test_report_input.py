@@ -55,7 +55,6 @@ def measured(values: Values) -> Values:
         (r"gate_proj\.group_size: expected int >= 1", broken(lambda r: first(r).update(group_size=0))),
         (r"gate_proj\.role: expected str, got null", broken(lambda r: first(r).update(role=None))),
         ("matrices: expected object, got array", broken(lambda r: r.update(matrices=[1]))),
-        ("recipe: missing field method", broken(lambda r: r["recipe"].pop("method"))),
         ("targets: missing field sparsity_of_targets", broken(lambda r: r["targets"].pop("sparsity_of_targets"))),
         ("perplexity: missing field block_length", broken(lambda r: measured(r).pop("block_length"))),
         (r"pruned\.perplexity\.perplexity: expected float", broken(lambda r: measured(r).update(perplexity="low"))),

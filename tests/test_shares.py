@@ -11,6 +11,8 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
+from emp_llm.storage.direct_io import FileWriter
+from emp_llm.storage.output import journal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,10 +20,8 @@ from emp_llm import Recipe, prune_model
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
-from emp_llm.records.run_report import RunReport
 from emp_llm.pruning.counts import block_sparsities
-from emp_llm.storage.direct_io import FileWriter
-from emp_llm.storage.output import journal
+from emp_llm.records.run_report import RunReport
 from emp_llm.sweep import sweep
 
 Models = Callable[[str], Path]

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from emp_llm.selection.budgets import EffectiveBudget, RatioBudget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from emp_llm.models.layers import Layer
-from emp_llm.calibration.texts import find_corpus
 from emp_llm.calibration.data import token_ids
+from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
+from emp_llm.models.layers import Layer
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report
-from emp_llm.selection.budgets import EffectiveBudget, RatioBudget
 from emp_llm.structure import writing
 from emp_llm.structure.choice import choose_units
 from emp_llm.structure.units import Units, config_changes, unit_model

@@ -36,7 +36,7 @@ from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.base import record_of
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.sweep_tables import sweep_table
+from emp_llm.reporting.run_tables import sweep_table
 from emp_llm.sweep import SweepFolder, show, sweep
 from emp_llm.verify import verify
 

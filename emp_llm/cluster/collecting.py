@@ -30,7 +30,7 @@ from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.studies.study import short_model_name
+from emp_llm.reporting.studies import short_model_name
 
 logger = logging.getLogger(__name__)
 _DENSE = "dense.evaluate"  # the end of the id of a model's first job

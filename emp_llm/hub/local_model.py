@@ -15,11 +15,13 @@ class LocalModel:
         name: as the user gave it.
         folder: with its files.
         revision: its commit on the Hub; None for a folder that the user named.
+        hollow: the folder has the headers of the shards, and holes in place of the weights.
     """
 
     name: str
     folder: Path
     revision: str | None
+    hollow: bool = False
 
     @property
     def short_name(self) -> str:
@@ -27,8 +29,13 @@ class LocalModel:
         return self.folder.name if self.revision is None else self.name.rpartition("/")[2]
 
 
-def find_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> LocalModel:
+def find_model(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, headers_suffice: bool = False
+) -> LocalModel:
     """A local folder, or the snapshot of a Hub repository; the missing part of it is downloaded.
+
+    Args:
+        headers_suffice: do not download weights. The result is `hollow` if they are not in the cache.
 
     Raises:
         UserError: no such folder or repository, no access to it, no network, or no safetensors in it.
@@ -36,8 +43,11 @@ def find_model(name: str, revision: str | None = None, trust_remote_code: bool =
     local = _local_folder(name, revision)
     if local is not None:
         return LocalModel(name, local, None)
-    from emp_llm.hub.download import snapshot_of
+    from emp_llm.hub.download import headers_of, snapshot_of
 
+    found = headers_of(name, revision, trust_remote_code) if headers_suffice else None
+    if found is not None:
+        return LocalModel(name, *found, hollow=True)
     folder = snapshot_of(name, revision, trust_remote_code)
     return LocalModel(name, folder, folder.name)
 

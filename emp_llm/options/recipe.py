@@ -176,6 +176,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if getattr(self, name) is None:
                 fill(self, name, value)
 
+    def __getitem__(self, name: str) -> Any:
+        """A field, as of a record."""
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
     @property
     def adaptive(self) -> bool:
         """Whether the scores determine the number of kept weights."""

@@ -77,7 +77,14 @@ def planned_layers(targets: list[Target]) -> dict[str, PlannedLayers]:
 
 
 def dry_run(
-    chosen: Chosen, scores: Scores, text: NormOptions, propagate: str, path: Path, overwrite: bool, push_to_hub: str | None
+    chosen: Chosen,
+    scores: Scores,
+    text: NormOptions,
+    propagate: str,
+    path: Path,
+    overwrite: bool,
+    push_to_hub: str | None,
+    hollow: bool = False,
 ) -> DryRun:
     """The plan of a prune. Of an emp method whose counts need no calibration, the targets are read for the curve.
 
@@ -85,6 +92,7 @@ def dry_run(
         scores: of the targets, with norms from a file if the user gave one.
         text, propagate: of the calibration.
         path, overwrite: of the output.
+        hollow: the weights are not here.
     """
     recipe, checkpoint, update = scores.recipe, chosen.checkpoint, scores.recipe.update
     calibrates = recipe.needs_activations and not scores.norms
@@ -93,7 +101,7 @@ def dry_run(
     if recipe.adaptive:
         name = f"{name}, order {recipe.order:g}, group {recipe.group}"
         name += ", counts by |W|" if recipe.counts_by_magnitude else ""
-    if recipe.adaptive and not unknown and ranks().main:
+    if recipe.adaptive and not unknown and not hollow and ranks().main:
         betas = sorted({*CURVE_BETAS, recipe.beta or 1.0})
         weights = sum(target.matrix.numel for target in chosen.targets)
         size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
@@ -113,12 +121,14 @@ def dry_run(
         push_to_hub=push_to_hub,
         recipe=name,
         curve=curve,
-        no_curve=_why_no_curve(propagate) if recipe.adaptive and unknown else "",
+        no_curve=_why_no_curve(propagate, unknown) if recipe.adaptive and (unknown or hollow) else "",
     )
 
 
-def _why_no_curve(propagate: str) -> str:
-    """Why the curve of a method that needs activations is unknown before they are collected, and how to see it."""
+def _why_no_curve(propagate: str, needs_activations: bool) -> str:
+    """Why the curve is unknown, and how to see it."""
+    if not needs_activations:
+        return "needs the weights, and a dry run downloads none; download the model first (hf download)"
     if propagate == "pruned":
         return "known only at the end, because --propagate pruned collects the activations while it prunes"
     return "needs activations, and a dry run runs no model; add --activations FILE (emp-llm calibrate writes one)"

@@ -1,5 +1,4 @@
-"""Reporting: tables of runs, sweeps and measures for the terminal, and the report page with its figures and CSV files.
+"""Reports: runs as points, points as studies, their tables, figures and page; and the tables that commands print.
 
-`studies` reads the runs and computes the numbers; `figures` draws them. May use these two, `evaluation`, `records`, `storage`
-and `common`.
+May use `evaluation`, `selection` (for the bound on s_eff), `options`, `records` and the rooms below these.
 """

@@ -13,15 +13,12 @@ from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
-from emp_llm.reporting.figures.drawings import draw
-from emp_llm.reporting.figures.style import Drawing, check_matplotlib, slug
-from emp_llm.reporting.fit_tables import layer_fit_rows
-from emp_llm.reporting.page import page_parts
-from emp_llm.reporting.page_markup import FIGURES, html_page, markdown_page
-from emp_llm.reporting.page_tables import change_rows, difference_rows, matrix_rows, value_rows, verdicts
-from emp_llm.reporting.speed_tables import speed_figures, split_benches
-from emp_llm.reporting.studies.reading import read_points
-from emp_llm.reporting.studies.study import Study, studies
+from emp_llm.reporting.figures import Drawing, check_matplotlib, draw, slug
+from emp_llm.reporting.page import FIGURES, html_page, markdown_page, page_parts
+from emp_llm.reporting.page_tables import change_rows, difference_rows, layer_fit_rows, matrix_rows, value_rows, verdicts
+from emp_llm.reporting.points import read_points
+from emp_llm.reporting.run_tables import speed_figures, split_benches
+from emp_llm.reporting.studies import Study, studies
 
 _SUMMARY = "report.json"
 

@@ -1,17 +1,32 @@
-"""Tables of a pruning run, one screen long: kept weights and effective numbers by layer, and the evaluation."""
+"""Tables of a run, a sweep, a measure and a bench, as the commands print them."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.common.errors import count_of, format_bytes
+from emp_llm.checkpoint.files import read_json
+from emp_llm.common.errors import UserError, count_of, format_bytes, printable
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.results import models_of_report
-from emp_llm.evaluation.values import formatted, shown_change, values_of
-from emp_llm.records.measure import CurvePoint
-from emp_llm.records.run_report import MatrixRecord, RunReport, TargetsRecord
-from emp_llm.reporting.structure_tables import structure_lines, structure_rows
+from emp_llm.evaluation.values import Value, formatted, in_percent, shown_change, values_of
+from emp_llm.pruning.counts import REPORT_LIMIT
+from emp_llm.records.base import record_of, version_of
+from emp_llm.records.bench import Bench, Speed
+from emp_llm.records.evaluation import Measures
+from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
+from emp_llm.records.run_report import (
+    CostRecord,
+    FitRecord,
+    MatrixRecord,
+    RunReport,
+    StructureRecord,
+    TargetsRecord,
+    UnitsRecord,
+)
+from emp_llm.records.sweep import Sweep
 
 if TYPE_CHECKING:
     from emp_llm.pruning.dry_run import DryRun
@@ -163,3 +178,261 @@ def dry_run_table(plan: "DryRun") -> str:
     if plan.no_curve:
         lines.append(f"sparsity against beta: {plan.no_curve}")
     return "\n".join(lines)
+
+
+# The error is sum_t ||What xhat_t - W x_t||^2 / sum_t ||W x_t||^2, with the inputs xhat in the pruned and x in the dense model.
+# The sequences held out guard against fitting the calibration text: weights are not fitted to them.
+FIT_ERRORS = ("error_before", "error_after", "held_out_before", "held_out_after")
+
+
+def fit_lines(report: RunReport) -> list[str]:
+    """One line: the mean output error over the fitted layers, before and after; none without a fit."""
+    before, after, held_before, held_after = (mean_error(report.fits.values(), name) for name in FIT_ERRORS)
+    if before is None or after is None:
+        return []
+    held = ""
+    if held_before is not None and held_after is not None:
+        held = f", held out {percent_cell(held_before)} % to {percent_cell(held_after)} %"
+    fitted = sum(each.error_after is not None for each in report.fits.values())
+    return [
+        f"output error, mean of {count_of(fitted, 'layer')}: calibration text {percent_cell(before)} % to "
+        f"{percent_cell(after)} %{held}"
+    ]
+
+
+def mean_error(fits: Iterable[FitRecord] | Sequence[FitRecord], name: str) -> float | None:
+    """The mean of an error over the layers for which it is known."""
+    known = [value for fit in fits if (value := getattr(fit, name)) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def structure_rows(structure: StructureRecord) -> Rows:
+    """One row for each role (such as down_proj of all blocks)."""
+    by_role: dict[tuple[str, str], list[UnitsRecord]] = defaultdict(list)
+    for entry in structure.layers.values():
+        by_role[entry.kind, entry.role].append(entry)
+    rows = [["layers", "units", "of", "stay", "by the rule", "least", "most", "N_eff/N %", "s_eff", "bound"]]
+    for (kind, role), entries in by_role.items():
+        total, kept = sum(entry.units for entry in entries), sum(entry.kept for entry in entries)
+        bounds = [entry.s_eff_bound for entry in entries if entry.s_eff_bound is not None]
+        rows.append(
+            [
+                f"{role} x {len(entries)}",
+                kind,
+                f"{total:,}",
+                f"{kept:,}",
+                f"{sum(entry.rule for entry in entries):,}",
+                f"{min(entry.kept for entry in entries):,}",
+                f"{max(entry.kept for entry in entries):,}",
+                percent_cell(sum(entry.n_eff for entry in entries) / total),
+                number_cell(sum(entry.s_eff for entry in entries) / len(entries)),
+                number_cell(sum(bounds) / len(bounds) if len(bounds) == len(entries) else None),
+            ]
+        )
+    return rows
+
+
+def cost_rows(structure: StructureRecord) -> Rows:
+    """Size and speed of the dense and of the pruned model, and their ratio."""
+    dense, pruned = structure.dense, structure.pruned
+    rows = [["", "dense", "pruned", "ratio"]]
+
+    def add(name: str, value: Callable[[CostRecord], float | None], cell: Callable[[float], str]) -> None:
+        before, after = value(dense), value(pruned)
+        if before is not None and after is not None:
+            rows.append([name, cell(before), cell(after), f"{after / before:.3f}"])
+
+    add("parameters", lambda cost: cost.parameters, lambda number: f"{number:,.0f}")
+    add("weights", lambda cost: cost.bytes, format_bytes)
+    add("FLOPs per token", lambda cost: cost.flops_per_token, lambda number: f"{number / 1e6:,.2f} M")
+    add("tokens/s", lambda cost: cost.tokens_per_second, lambda number: f"{number:,.0f}")
+    return rows
+
+
+def speed_notes(structure: StructureRecord) -> list[str]:
+    """How the speed was measured, if it was."""
+    if structure.prompt_tokens is None:
+        return []
+    return [f"speed: a prompt of {structure.prompt_tokens} tokens, batch 1, both models in turn"]
+
+
+def structure_lines(report: RunReport) -> list[str]:
+    """Lines on the removed share of the model, its size and speed, and the changes of config.json."""
+    structure, targets = report.structure, report.targets
+    assert structure is not None
+    done = "removed" if structure.config else "set to zero"
+    lines = [
+        f"{done}: {percent_cell(targets.sparsity_of_targets)} % of the weights of these layers, "
+        f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters"
+    ]
+    for name, before, after, ratio in cost_rows(structure)[1:]:
+        if structure.config:
+            lines.append(f"{name}: {before} -> {after} ({ratio} x)")
+    lines += speed_notes(structure)
+    if structure.difference is not None:
+        lines.append(
+            f"checked: the logits are those of the dense model without these parts (difference {structure.difference:.1e})"
+        )
+    if structure.config:
+        lines.append(f"config.json: {', '.join(f'{name} {value}' for name, value in structure.config.items())}")
+    return lines
+
+
+_DEPTHS = 8  # largest number of block columns in the table of measures
+
+
+def sweep_table(record: Sweep) -> str:
+    """The dense model, then all points by sparsity."""
+    dense = values_of(record.dense or Measures())
+    names = _shown(list(dense))
+    heads = [head for name in names for head in (name, "change")]
+    rows: Rows = [["point", "removed %", "of all %", *heads], ["dense", "0.00", "0.00", *_cells(names, dense, None)]]
+    points = sorted(record.points, key=lambda point: point.sparsity_of_targets)
+    for point in points:
+        removed = [percent_cell(share) for share in (point.sparsity_of_targets, point.sparsity_of_all_parameters)]
+        rows.append([point.name, *removed, *_cells(names, values_of(point.evaluation), dense)])
+    notes = [f"suite {record.suite}; removed: percent of the targets, and of all parameters"]
+    same = [(point.name, point.evaluation.same_masks_as) for point in points]
+    notes += [f"{name}: the same masks as {other}, so the same values" for name, other in same if other is not None]
+    if any(in_percent(name) for name in names):
+        notes.append("accuracies in percent; their changes in points")
+    notes += change_notes(names, dense, [values_of(point.evaluation) for point in points])
+    if any(value.partial for value in dense.values()):
+        notes.append("partial: only some of the examples or of the text")
+    return "\n".join([table(rows), *notes])
+
+
+def measure_table(record: Measure) -> str:
+    """N_eff / N by role and depth, and the sparsity at many betas: two tables for every criterion and order."""
+    return "\n\n".join(_measure(entry) for entry in record.measures)
+
+
+def _measure(measure: MeasureEntry) -> str:
+    by_role: dict[str, list[MatrixRecord]] = defaultdict(list)
+    for entry in measure.matrices.values():
+        by_role[entry.role].append(entry)
+    blocks = sorted({entry.block for entry in measure.matrices.values() if entry.block is not None})
+    depths = _depths(blocks)
+    heads = [str(depth[0]) if len(depth) == 1 else f"{depth[0]}-{depth[-1]}" for depth in depths]
+    ends = ["all", "min row", "median", "max row", "s_eff", "bound"]
+    rows: Rows = [[f"{measure.criterion}, order {measure.order:g}: N_eff/N % in blocks", *heads, *ends]]
+    for role, entries in by_role.items():
+        shares = [row_mean([entry for entry in entries if entry.block in depth], effective_share) for depth in depths]
+        spreads = [(entry.n_eff, entry.group_size) for entry in entries]
+        known = [(n_eff, size) for n_eff, size in spreads if n_eff is not None and size is not None]
+        medians = sorted(n_eff.median / size for n_eff, size in known)
+        spread = [
+            min((n_eff.min / size for n_eff, size in known), default=None),
+            medians[len(medians) // 2] if medians else None,
+            max((n_eff.max / size for n_eff, size in known), default=None),
+        ]
+        cells = [percent_cell(share) for share in (*shares, row_mean(entries, effective_share), *spread)]
+        masses = (row_mean(entries, lambda entry: entry.s_eff_mean), row_mean(entries, lambda entry: entry.s_eff_bound_mean))
+        rows.append([f"{role} x {len(entries)}", *cells, *map(number_cell, masses)])
+    targets = measure.targets
+    removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
+    text = f"{table(rows)}\nEMP at beta 1 would remove {removed}"
+    name = f"{measure.criterion}, order {measure.order:g}"
+    return f"{text}\n{curve_table(name, measure.curve)}" if measure.curve else text
+
+
+def _shown(names: list[str]) -> list[str]:
+    """The measures for a table of many points: the perplexity, and the mean accuracy or, without one, every task."""
+    means = [name for name in names if name.startswith("mean acc of ")]
+    return [name for name in names if name.startswith("perplexity")] + (
+        means or [name for name in names if not name.startswith("perplexity")]
+    )
+
+
+def _cells(names: list[str], values: dict[str, Value], dense: dict[str, Value] | None) -> list[str]:
+    cells = []
+    for name in names:
+        value, before = values.get(name), dense.get(name) if dense is not None else None
+        cells.append("-" if value is None else formatted(value.value, 2 if in_percent(name) else 3))
+        cells.append("" if value is None or before is None else shown_change(name, before, value))
+    return cells
+
+
+def _depths(blocks: list[int]) -> list[list[int]]:
+    """Consecutive blocks in at most _DEPTHS ranges of about equal length."""
+    count = min(len(blocks), _DEPTHS)
+    cuts = [round(number * len(blocks) / count) for number in range(count + 1)] if count else []
+    return [blocks[first:last] for first, last in itertools.pairwise(cuts)]
+
+
+def row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
+    """A mean over all rows of some matrices; None if it is unknown for one of them."""
+    values = [(value(entry), entry.rows) for entry in entries]
+    known = [(found, rows) for found, rows in values if found is not None]
+    if not known or len(known) < len(values):
+        return None
+    return sum(found * rows for found, rows in known) / sum(rows for _, rows in known)
+
+
+SPEED_NOTE = (
+    "The pruned model from packed weights (a bit for each weight, and the weights that are not zero), and the same model or a "
+    "baseline dense. Both are measured in turn in one process; medians. Memory is what the process grew by."
+)
+
+
+def split_benches(paths: Sequence[Path]) -> tuple[list[Path], list[Bench]]:
+    """The paths that are no output of `bench`, and the records of the others.
+
+    Raises:
+        UserError: an output of `bench` is wrong or of a newer version.
+    """
+    others, benches = [], []
+    for path in paths:
+        try:
+            values = read_json(path, limit=REPORT_LIMIT) if path.is_file() else {}
+        except UserError:  # the reader of the others says it with the name of its option
+            values = {}
+        if values.get("format") is not None and version_of(values, Bench) is not None:
+            benches.append(record_of(values, Bench, str(path)))
+        else:
+            others.append(path)
+    return others, benches
+
+
+def speed_rows(benches: Sequence[Bench]) -> Rows:
+    """A row for each bench."""
+    rows = [
+        ["model", "zeros in packed layers", "machine", "tokens", "prefill, tokens/s", "decode, tokens/s", "memory", "weights"]
+    ]
+    for bench in benches:
+        dense, sparse = bench.dense, bench.sparse
+        threads = f", {bench.threads} threads" if bench.device == "cpu" else ""
+        rows.append(
+            [
+                printable(bench.model if dense.model == bench.model else f"{bench.model}, dense: {dense.model}"),
+                f"{bench.sparsity:.1%}",
+                printable(bench.processor if bench.device == "cpu" else bench.device) + threads,
+                f"{bench.batch_size} x {bench.prompt_tokens} + {bench.new_tokens}",
+                _change(dense.prefill_tokens_per_second, sparse.prefill_tokens_per_second, bench.prefill_ratio),
+                _change(dense.decode_tokens_per_second, sparse.decode_tokens_per_second, bench.decode_ratio),
+                _smaller(dense.memory_bytes, sparse.memory_bytes),
+                _smaller(dense.weight_bytes, sparse.weight_bytes),
+            ]
+        )
+    return rows
+
+
+def speed_figures(benches: Sequence[Bench]) -> Rows:
+    """All figures, for CSV: a row for each bench and runtime."""
+    fields = [name for name in Speed.__struct_fields__ if not name.endswith("_seconds") or name == "load_seconds"]
+    common = ["model", "sparsity", "processor", "threads", "device", "prompt_tokens", "new_tokens", "batch_size", "repeats"]
+    ratios = ["prefill_ratio", "decode_ratio", "memory_ratio"]
+    rows = [[*common, *(field for field in fields if field != "model"), *ratios]]
+    for bench in benches:
+        for speed in (bench.dense, bench.sparse):
+            own = [str(speed[field]) for field in fields if field != "model"]
+            rows.append([*(str(bench[name]) for name in common), *own, *(str(bench[name]) for name in ratios)])
+    return rows
+
+
+def _change(dense: float, sparse: float, ratio: float) -> str:
+    return f"{dense:.1f} → {sparse:.1f} ({ratio:.2f} x)"
+
+
+def _smaller(dense: int, sparse: int) -> str:
+    return f"{format_bytes(dense)} → {format_bytes(sparse)} ({sparse / max(1, dense):.2f} x)"

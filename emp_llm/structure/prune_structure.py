@@ -38,8 +38,8 @@ from emp_llm.evaluation.evaluate import (
     prepare_suite,
 )
 from emp_llm.evaluation.suites import find_suite
-from emp_llm.hub.destination import Destination, check_login
 from emp_llm.hub.local_model import find_model
+from emp_llm.hub.push import Destination, check_login
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
@@ -106,7 +106,7 @@ def prune_structure(
     assert structure is not None
     norms, stopwatch = given_norms(text, recipe) if recipe.name != "taylor" else None, Stopwatch()
     suite = None if evaluation.evaluate is None else find_suite(evaluation.evaluate)
-    source = find_model(model.model, model.revision, model.trust_remote_code)
+    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=dry_run)
     kinds: Any = ("heads", "neurons") if structure.structure == "both" else (structure.structure,)
     plan = unit_model(source.folder, kinds, structure.head_unit or "group", recipe.blocks, model.trust_remote_code)
     checkpoint, path = plan.checkpoint, output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
@@ -114,7 +114,7 @@ def prune_structure(
     multiple = None if structure.keep_shapes else structure.width_multiple or 1
     if dry_run:
         notes = [units_line(plan.units)]
-        if recipe.name == "magnitude" and ranks().main:
+        if recipe.name == "magnitude" and ranks().main and not source.hollow:
             scores = unit_scores(plan.units, "magnitude", plan.matrices)
             choices, _ = choose_units(plan.units, scores, recipe, multiple, plan.width_by_block, removed)
             _check_removes(choices, recipe)

@@ -14,9 +14,9 @@ from training import seconds_of_training
 from vision_data import DATA
 
 from emp_llm.common.errors import UserError
-from emp_llm.common.machine import processor_name
+from emp_llm.common.machine import available_cores, processor_name
 from emp_llm.common.paths import cache_folder
-from emp_llm.reporting.figures.style import Drawing
+from emp_llm.reporting.figures import Drawing
 
 PAGES = Path(__file__).parents[2] / "docs" / "paper"
 

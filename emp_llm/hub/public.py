@@ -1,4 +1,4 @@
-"""Removes local paths from records: published files name only models and files."""
+"""Removes local paths from records: pushed files name only models and files."""
 
 import re
 import shlex
