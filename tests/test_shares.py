@@ -11,15 +11,14 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
-from emp_llm.storage.direct_io import FileWriter
-from emp_llm.storage.output import journal
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from emp_llm import Recipe, prune_model
-from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.pruning import writing
 from emp_llm.pruning.counts import block_sparsities
 from emp_llm.records.run_report import RunReport
 from emp_llm.sweep import sweep
@@ -124,36 +123,33 @@ def test_an_interrupted_run_settles_the_same_again(
     models: Models, norms: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """And another rule does not continue its work."""
-    monkeypatch.setattr(pruner, "BLOCK_WEIGHTS", 500)
-    monkeypatch.setattr(journal, "_SECONDS", 0.0)
-    monkeypatch.setattr(journal, "_RATIO", 0)
-    common: dict[str, Any] = {"model": str(models("llama")), "activations": norms("llama")}
-    prune(output=tmp_path / "whole", **common, **options)
-    write, written = Matrix.write, []
+    rows, shards = writing.pruned_rows, list[str]()
+    common: dict[str, Any] = {"model": str(tmp_path / "model"), "activations": norms("llama")}
+    model = AutoModelForCausalLM.from_pretrained(models("llama"), dtype="auto")
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
 
-    def stopping(self: Matrix, file: FileWriter, first: int, rows: Any) -> None:
-        write(self, file, first, rows)
-        written.append(first)
-        if len(written) == 20:
+    def stopping(pruner: Any, target: Any, *arguments: Any) -> Any:
+        shards.append(target.matrix.stored.shard.name)
+        if shards[-1] == stop_at:
             raise KeyboardInterrupt
+        return rows(pruner, target, *arguments)
 
-    monkeypatch.setattr(Matrix, "write", stopping)
+    monkeypatch.setattr(writing, "pruned_rows", stopping)
+    stop_at = None
+    prune(output=tmp_path / "whole", **common, **options)
+    assert len(set(shards)) > 1
+    stop_at = shards[-1]
     with pytest.raises(KeyboardInterrupt):
         prune(output=tmp_path / "out", **common, **options)
     other = {"count_by": "own"} if "sparsity" in options else {"owl_m": 1.2}
     with pytest.raises(UserError, match=rf"unfinished run with recipe\.{next(iter(other))}"):
         prune(output=tmp_path / "out", **common, **options | other)
-    written[:] = [0] * 100
+    last, stop_at = stop_at, None
+    shards.clear()
     prune(output=tmp_path / "out", **common, **options)
-    assert len(written) - 100 < total_blocks(tmp_path / "out"), "finished rows are not written again"
+    assert set(shards) == {last}, "finished shards are not written again"
     for file in (tmp_path / "whole").glob("model*"):
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
-
-
-def total_blocks(run: Path) -> int:
-    """The number of blocks of rows in which a run of at most 500 weights at a time writes its targets."""
-    entries = json.loads((run / "emp_report.json").read_text())["matrices"].values()
-    return sum(math.ceil(entry["rows"] / (500 // entry["columns"])) for entry in entries)
 
 
 @given(
