@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,10 +220,13 @@ def sweep(
                         measures = Measures(perplexity=same.perplexity, tasks=same.tasks, same_masks_as=name)
                     else:
                         measures = folder.measured_so_far(point, masks)
-                        loaded = models.get(source.folder if in_memory else files)
+                        with nullcontext() if in_memory else watch("load"):
+                            loaded = models.get(source.folder if in_memory else files)
                         with watch("evaluate pruned"):
                             measures = measure(loaded, prepared, measures, partial(folder.note_measures, point, masks))
                         del loaded
+                        if not in_memory:
+                            models.free()  # the next point's checkpoint has the same path
                     of_norms = None if used is None else used.about
                     report = report_of(named, recipe, pruner, outcomes, chosen.coverage, of_norms)
                     report.dtype, report.device_map = loading.dtype, loading.device_map
@@ -445,8 +448,9 @@ class SweepFolder:
             return False
         if self._file.is_file():
             return True
+        begun = {"points", ".lock", f".{SWEEP_NAME}.partial"}  # of a run that was killed while it wrote its first file
         names = {entry.name for entry in self.path.iterdir()}
-        return names <= {"points", ".lock"} and not (self.points.is_dir() and any(self.points.iterdir()))
+        return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 
 
 def show(result: "Sweep | SweepDryRun") -> None:

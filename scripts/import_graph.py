@@ -28,8 +28,8 @@ ROOMS = (
     "runtime",
     "in_memory",
     "evaluation",
-    "structure",
     "reporting",
+    "structure",
     "cluster",
 )
 COMMANDS = "commands"  # the files beside the rooms
@@ -79,13 +79,25 @@ def order_of(room: str) -> int:
 
 
 @cache
-def imported_files(path: Path) -> tuple[Path, ...]:
-    """The modules of the package that a module imports anywhere, also within functions."""
-    return tuple(_imported_files(path))
+def imported_files(path: Path, for_types: bool = True) -> tuple[Path, ...]:
+    """The modules of the package that a module imports anywhere, also within functions.
+
+    Args:
+        path: of the module.
+        for_types: with those that only a type checker imports.
+    """
+    return tuple(_imported_files(path, for_types))
 
 
-def _imported_files(path: Path) -> Iterator[Path]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def _imported_files(path: Path, for_types: bool) -> Iterator[Path]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    left_out: set[ast.AST] = set()
+    for node in ast.walk(tree) if not for_types else ():
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            left_out.update(node.body)
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -12,8 +12,6 @@ import pytest
 import tiny
 import torch
 import transformers
-from emp_llm.storage.direct_io import FileWriter
-from emp_llm.storage.output import journal
 from torch import Tensor, nn
 
 from emp_llm.calibrate import calibrate
@@ -28,7 +26,7 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import weight_of
 from emp_llm.prune import prune
-from emp_llm.pruning import pruner as pruning
+from emp_llm.pruning import writing
 from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
@@ -189,30 +187,40 @@ def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path,
 
 
 def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruning, "BLOCK_WEIGHTS", 500)
-    monkeypatch.setattr(journal, "_SECONDS", 0.0)
-    monkeypatch.setattr(journal, "_RATIO", 0)
-    options: dict[str, Any] = {"model": str(make("gpt_oss")), "method": "emp-magnitude", "targets": "all-linear"}
+    """The shard is written again, with all experts of the tensor; finished shards are not."""
+    source = tmp_path / "source"
+    transformers.AutoModelForCausalLM.from_pretrained(make("gpt_oss"), dtype="auto").save_pretrained(
+        source, max_shard_size="20KB"
+    )
+    tiny.make_tokenizer().save_pretrained(source)
+    row_chunks = Matrix.row_chunks
+    monkeypatch.setattr(Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 500)))
+    options: dict[str, Any] = {"model": str(source), "method": "emp-magnitude", "targets": "all-linear"}
     prune(output=tmp_path / "whole", **options)
-    write, written, stop = Matrix.write, [], True
+    rows, written = writing.pruned_rows, list[tuple[str, int | None]]()
+    last = max(Checkpoint(source).shards)
 
-    def watched(self: Matrix, file: FileWriter, first: int, rows: Any) -> None:
-        write(self, file, first, rows)
-        written.append((self.stored.name, self.expert))
-        if stop and self.expert == 2 and first:
-            raise KeyboardInterrupt
+    def watched(pruner: Any, target: Any, *arguments: Any) -> Any:
+        for first, words in rows(pruner, target, *arguments):
+            written.append((target.matrix.stored.shard.name, target.matrix.expert))
+            yield first, words
+            if stop and written[-1] == (last.name, 2) and first:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(Matrix, "write", watched)
+    monkeypatch.setattr(writing, "pruned_rows", watched)
+    stop = True
     with pytest.raises(KeyboardInterrupt):
         prune(output=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-    done, stop = set(written[:-8]), False
+    done, stop = {shard for shard, _ in written} - {last.name}, False
     written.clear()
     prune(output=tmp_path / "out", **options)
     assert done
-    assert not done & set(written)
-    for name in ("model.safetensors", "emp_manifest.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not done & {shard for shard, _ in written}
+    assert {(last.name, expert) for expert in range(4)} <= set(written)
+    for path in (tmp_path / "whole").glob("*"):
+        if path.suffix == ".safetensors" or path.name == "emp_manifest.json":
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     assert verify(tmp_path / "out", source=options["model"]).differences == []
 
 

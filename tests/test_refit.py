@@ -203,9 +203,8 @@ def test_masks_of_every_method_stay(pruned: Pruning, name: str) -> None:
     for entry in run.report.matrices.values():
         assert not np.array_equal(oracle.bits(before[entry.tensor]), oracle.bits(after[entry.tensor]))
     assert run.report.matrices == plain.report.matrices
-    refit = run.report.recipe.refit
-    assert refit is not None
-    assert refit.weighting == options.get("refit_weighting", "equal")
+    assert run.report.recipe.refit
+    assert run.report.recipe.refit_weighting == options.get("refit_weighting", "equal")
     check_verified(run)
 
 

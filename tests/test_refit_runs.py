@@ -13,12 +13,12 @@ import tiny
 import torch
 import torture
 from conftest import Run
-from emp_llm.pruning.output.shard_writer import ShardWriter
 from launch import launch
 
 from emp_llm.calibration import passes
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
+from emp_llm.pruning import writing
 from emp_llm.pruning.counts import read_report
 from emp_llm.update import walk
 from emp_llm.update.moved import MovedWeights
@@ -103,7 +103,7 @@ def test_a_kill_while_the_checkpoint_is_written(
     options: dict[str, Any], whole: torture.Bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "end", lambda *_: kill())
+        patch.setattr(writing, "_save_statistics", lambda *_: kill())
         with pytest.raises(_Killed):
             prune(**options)
     updated = count_updates(monkeypatch)
@@ -116,7 +116,7 @@ def test_a_kill_while_the_checkpoint_is_written(
 def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at_block(options, 1)
     change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
-    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit\.damping|sparsity) \S+, .*--overwrite"):
+    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit_damping|sparsity) \S+, .*--overwrite"):
         prune(**options | change)
     updated = count_updates(monkeypatch)
     prune(**options | change, overwrite=True)

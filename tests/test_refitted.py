@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from emp_llm import Recipe, masks_of, pack, prune, prune_model, reapply_mask, report, unpack, verify
 from emp_llm.common.errors import UserError
+from emp_llm.in_memory import prune_model as in_memory
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
 from emp_llm.reporting.run_tables import fit_lines
-from emp_llm.update import walk
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
 def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, case: str) -> None:
     family, recipe = CASES[case]
     source, out = models(family), tmp_path / "out"
-    options = {name: value for name, value in vars(recipe).items() if value != getattr(Recipe(), name) or name == "method"}
+    options = recipe.as_dict()
     written = prune(model=source, output=out, calibration=str(text), device_map="cpu", **options, **GIVEN)
     assert isinstance(written, RunReport)
     model = load(source)
@@ -75,7 +75,7 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     assert found.record.fits == written.fits
     assert found.matrices == written.matrices
     assert found.targets == written.targets
-    assert found.record.recipe.refit == written.recipe.refit
+    assert found.record.recipe == written.recipe
     assert found.warnings == written.warnings
     folder = tmp_path / "saved"
     model.save_pretrained(folder)
@@ -101,13 +101,13 @@ def test_wrong_input_in_memory(models: Models, text: Path, method: str, monkeypa
         prune_model(model, recipe, DataLoader(torch.arange(256).reshape(4, 64), batch_size=2))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=rf"^{flag} runs a model of transformers block by block; Sequential is none"):
         prune_model(nn.Sequential(nn.Linear(8, 8)), Recipe(method=method, refit=recipe.refit, targets=".*"), torch.randn(4, 8))
-    update_model = walk.update_model
+    update_model = in_memory.update_model
 
     def fail(*arguments: Any, **options: Any) -> None:
         update_model(*arguments, **options)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(walk, "update_model", fail)
+    monkeypatch.setattr(in_memory, "update_model", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         prune_model(model, recipe, str(text), tokenizer, **GIVEN)
     assert same(state(model), before)

@@ -11,12 +11,12 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Run
-from emp_llm.storage.direct_io import FileWriter
 from emp_llm.storage.output import journal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emp_llm import Recipe, prune_model
+from emp_llm.checkpoint.files import FileWriter
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune

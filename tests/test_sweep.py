@@ -16,26 +16,28 @@ import oracle
 import pytest
 import torch
 from conftest import Run
-from emp_llm.pruning.plan import Plan
-from emp_llm.runs.sweeping import sweep_point_stage
-from emp_llm.runs.sweeping.sweep_run import dry_run_words
 from launch import launch
 from safetensors.torch import load_file, save_file
 
-from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation import evaluator
+from emp_llm.evaluation import evaluate
+from emp_llm.evaluation.evaluate import measure, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.models import loading
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.sweep import plan_points
+from emp_llm.options.sweep import SweepOptions, plan_points
 from emp_llm.prune import prune
-from emp_llm.pruning.loaded_model import MaskedModel
+from emp_llm.pruning import loaded_model, outcome
+from emp_llm.pruning.chosen import targets_of_folder
+from emp_llm.pruning.counts import counts_of
+from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
+from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.scores import Scores
 from emp_llm.records.base import record_of
 from emp_llm.records.sweep import Sweep
 from emp_llm.reporting.run_tables import sweep_table
-from emp_llm.sweep import SweepFolder, sweep
+from emp_llm.sweep import SweepFolder, show, sweep
 from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
@@ -71,13 +73,14 @@ def report_of(folder: Path, name: str) -> Record:
 
 def perplexity_of(folder: Path, suite: str, dtype: str = "auto") -> float:
     """The perplexity of a checkpoint that is loaded alone."""
-    found = evaluator.Evaluator(find_suite(suite), load_tokenizer(folder), 8).measure(load_model(folder, "cpu", dtype))
+    found = measure(load_model(folder, "cpu", dtype), prepare_suite(find_suite(suite), load_tokenizer(folder)))
     assert found.perplexity is not None
     return found.perplexity.value
 
 
 def test_points_and_their_baselines() -> None:
-    points = plan_points("emp-magnitude,wanda", "1,0.75,1", "2,1", "0.3", "2:4", True)
+    asked = {"methods": "emp-magnitude,wanda", "betas": "1,0.75,1", "orders": "2,1", "sparsities": "0.3", "patterns": "2:4"}
+    points = plan_points(SweepOptions(**asked, matched_baselines=True), Recipe())
     assert [point.name for point in points][:4] == [
         "emp-magnitude-beta-1",
         "magnitude-total-as-emp-magnitude-beta-1",
@@ -87,7 +90,8 @@ def test_points_and_their_baselines() -> None:
     assert [point.name for point in points][-2:] == ["wanda-0.3", "wanda-2of4"]
     assert len(points) == len({point.name for point in points}) == 2 * 2 * 3 + 2
     assert "emp-magnitude-order-1-beta-0.75" in {point.name for point in points}
-    assert len({point.name for point in plan_points("emp-wanda", "1.00000001,1.00000002")}) == 2
+    close = SweepOptions(methods="emp-wanda", betas="1.00000001,1.00000002")
+    assert len({point.name for point in plan_points(close, Recipe())}) == 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "phi3"])
@@ -113,7 +117,8 @@ def test_a_point_measures_what_its_checkpoint_does(
         written = report_of(out, name)
         for key in ("targets", "matrices", "warnings", "source"):
             assert written[key] == report[key], (name, key)
-        assert written["recipe"] == report["recipe"] | {"device_map": "cpu"}
+        assert written["recipe"] == report["recipe"]
+        assert written["device_map"] == "cpu"
         assert written["point"] == {key: value for key, value in entry.items() if key in written["point"]}
         assert written["evaluation"]["pruned"] == entry["evaluation"]
         assert written["evaluation"]["dense"] == record.as_dict()["dense"]
@@ -136,26 +141,26 @@ def test_other_dtypes_and_groups(models: Models, options: Record, suite: str, tm
 def test_weights_come_back_bit_for_bit(models: Models, family: str) -> None:
     model = load_model(models(family), "cpu")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    plan = Plan.of_folder(models(family), family, Recipe(targets="all-linear"), False, "cpu")
-    masked = MaskedModel(model, plan.pruner_of(Recipe(method="emp-magnitude")))
-    with pytest.raises(KeyError), masked:  # noqa: PT012
-        for recipe in (Recipe(method="magnitude", sparsity=0.9), Recipe(method="emp-magnitude", beta=1.5)):
-            masked.prune(plan.pruner_of(recipe))
+    chosen = targets_of_folder(models(family), family, Recipe(targets="all-linear"))
+    for recipe in (Recipe(method="magnitude", sparsity=0.9), Recipe(method="emp-magnitude", beta=1.5)):
+        scores = Scores(chosen.checkpoint, chosen.targets, recipe)
+        with pytest.raises(KeyError), pruned(model, Pruner(scores, counts_of(scores))):  # noqa: PT012
             assert any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-            assert not masked.fits()
-        raise KeyError("any error ends the sweep")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight.view(torch.int16), before[name].view(torch.int16)), name
-    assert masked.fits()
+            assert not holds_stored_weights(model, chosen.checkpoint, chosen.targets)
+            raise KeyError("any error ends the sweep")
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight.view(torch.int16), before[name].view(torch.int16)), name
+        assert holds_stored_weights(model, chosen.checkpoint, chosen.targets)
 
 
 def test_a_model_that_is_not_its_checkpoint_does_not_fit(models: Models) -> None:
     model = load_model(models("llama"), "cpu")
-    pruner = Plan.of_folder(models("llama"), "llama", Recipe(), False, "cpu").pruner_of(Recipe(method="emp-magnitude"))
-    assert MaskedModel(model, pruner).fits()
-    assert not MaskedModel(load_model(models("llama"), "disk"), pruner).fits()
+    chosen = targets_of_folder(models("llama"), "llama", Recipe(method="emp-magnitude"))
+    stored = chosen.checkpoint, chosen.targets
+    assert holds_stored_weights(model, *stored)
+    assert not holds_stored_weights(load_model(models("llama"), "disk"), *stored)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1  # type: ignore[index, union-attr, operator]
-    assert not MaskedModel(model, pruner).fits()
+    assert not holds_stored_weights(model, *stored)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -182,7 +187,7 @@ def test_one_model_at_a_time(models: Models, options: Record, tmp_path: Path, mo
         return model
 
     monkeypatch.setattr(loading, "load_model", load)
-    monkeypatch.setattr(MaskedModel, "fits", lambda _: False)
+    monkeypatch.setattr(loaded_model, "holds_stored_weights", lambda *_: False)
     gc.disable()  # only the sweep frees models
     try:
         sweep(models("llama"), output=tmp_path / "sweep", **(options | {"device_map": "disk"}))
@@ -195,7 +200,7 @@ def test_kept_checkpoints(models: Models, options: Record, suite: str, tmp_path:
     """They are complete and pass verify, also for points that were measured before, which are not measured again."""
     source, out = models("mixtral"), tmp_path / "sweep"
     first = sweep(source, output=out, **options)
-    monkeypatch.setattr(evaluator, "perplexity", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: pytest.fail("measured again"))
     assert entries(sweep(source, output=out, keep=True, **options)) == entries(first)
     monkeypatch.undo()
     for name, entry in entries(first).items():
@@ -215,8 +220,8 @@ def test_finished_parts_are_not_done_again(
     assert entries(sweep(source, output=out, **options)) == entries(first)
     monkeypatch.undo()
     measured: list[int] = []
-    whole = evaluator.perplexity
-    monkeypatch.setattr(evaluator, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
+    whole = evaluate.perplexity
+    monkeypatch.setattr(evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
     second = sweep(source, output=out, **(options | {"methods": "emp-wanda", "betas": "2,1", "sparsities": None}))
     assert len(measured) == 1
     assert list(entries(second)) == ["emp-wanda-beta-2", "emp-wanda-beta-1", "emp-wanda-beta-0.5", "magnitude-0.4"]
@@ -225,7 +230,7 @@ def test_finished_parts_are_not_done_again(
 
 
 def kill_at_the_third_measurement() -> None:
-    left, whole = [3], evaluator.perplexity
+    left, whole = [3], evaluate.perplexity
 
     def counted(*given: Any, **named: Any) -> Any:
         left[0] -= 1
@@ -233,7 +238,7 @@ def kill_at_the_third_measurement() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(*given, **named)
 
-    evaluator.perplexity = counted
+    evaluate.perplexity = counted
 
 
 def test_a_killed_sweep_resumes(models: Models, options: Record, tmp_path: Path) -> None:
@@ -260,7 +265,7 @@ def test_measurements_of_an_unfinished_point_are_kept(
 ) -> None:
     source, out = models("llama"), tmp_path / "sweep"
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_point_stage, "assemble_report", lambda *_: 1 / 0)
+        patch.setattr(outcome, "report_of", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sweep(source, output=out, **options)
     noted = json.loads((out / "points" / ".emp-wanda-beta-0.5.measures.json").read_text())
@@ -312,13 +317,14 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
     killed.mkdir()
     (killed / ".sweep.json.partial").write_text("{")
     (killed / ".lock").touch()
-    with SweepFolder(killed, Checkpoint(models("llama")), []):
+    with SweepFolder(killed, models("llama"), []).locked():
         assert (killed / "points").is_dir()
 
 
-def test_a_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path) -> None:
+def test_a_dry_run_touches_nothing(models: Models, options: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = sweep(models("llama"), output=tmp_path / "out", dry_run=True, keep=True, matched_baselines=True, **options)
-    lines = dry_run_words(plan).splitlines()  # type: ignore[arg-type]
+    show(plan)
+    lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["emp-wanda-beta-0.5", "wanda-total-as-emp-wanda-beta-0.5", "wanda-matrix-as-emp-wanda-beta-0.5"]
     assert lines[7] == "7 points to measure, and the dense model"
     assert lines[8] == "targets: 6 of 14 matrices in blocks"
@@ -331,8 +337,8 @@ def test_equal_masks_are_measured_once(
 ) -> None:
     """At order 0 all weights that are not zero are kept. With one matrix, both kinds of baseline are the same."""
     measured: list[int] = []
-    whole = evaluator.perplexity
-    monkeypatch.setattr(evaluator, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
+    whole = evaluate.perplexity
+    monkeypatch.setattr(evaluate, "perplexity", lambda *given, **named: measured.append(1) or whole(*given, **named))
     only = {"methods": "emp-wanda", "betas": "1", "sparsities": None, "orders": "0,2", "matched_baselines": True}
     targets = {"targets": r"model\.layers\.1\.mlp\.down_proj"}
     record = sweep(models("llama"), output=tmp_path / "sweep", **(options | only | targets))

@@ -1,4 +1,4 @@
-"""Checkpoints in the format of transformers: safetensors headers, the bytes of each matrix, and the identity of the weights.
+"""Checkpoints and files: safetensors headers, the bytes of each matrix, the identity of the weights, locks, output folders.
 
-Input files are neither trusted nor changed. May use `common` and `storage`; torch is imported only for tensors.
+Input files are neither trusted nor changed. May use `common`; torch is imported only for tensors.
 """

@@ -16,9 +16,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.commands import METHODS
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.lists import parse_words
+from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
-from emp_llm.prune import check_options
 from emp_llm.records.base import converted
 
 _LISTS = ("models", "methods", "patterns", "targets")

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: download of models, and push of a pruned checkpoint with its model card in one commit.
+"""The Hugging Face Hub: its client with retries, its errors as sentences, and the download of models into the cache.
 
-`local_model` may be used from everywhere; `push` and `card` use the records, the evaluation and the tables of `reporting`.
+May use `common` and `checkpoint`.
 """

@@ -145,7 +145,7 @@ def _decide(
     targets, recipe = chosen.targets, matched(recipe, chosen.targets)
     update, scores = recipe.update, Scores(weights, targets, recipe)
     if update is not None:
-        _check_updatable(model, recipe, targets, data, images)
+        _check_updatable(model, recipe, targets, data, images or holds_images(data, tokenizer))
 
     # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
     norms, propagated = None, None

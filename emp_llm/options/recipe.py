@@ -218,7 +218,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return KeepRule(pattern=parse_pattern(self.pattern))
         if self.beta is None or self.counts_by_magnitude:
             return None
-        return KeepRule(beta=self.beta, order=self.order or 2.0, dtype=self.neff_dtype or "float64")
+        order = 2.0 if self.order is None else self.order
+        return KeepRule(beta=self.beta, order=order, dtype=self.neff_dtype or "float64")
 
     @property
     def update(self) -> Update | None:

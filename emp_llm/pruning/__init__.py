@@ -1,4 +1,4 @@
-"""From a recipe and norms to masks: the plan of a run, the mask of each block of rows (on CPU or GPU), and its statistics.
+"""From a recipe and norms to a pruned checkpoint: scores, counts, the mask of each chunk of rows (on CPU or GPU), statistics.
 
-The folder `output` writes and verifies pruned checkpoints. May use all rooms up to `calibration`.
+`writing.py` writes the checkpoint, and `verification.py` checks it. May use all rooms up to `update`.
 """

@@ -168,9 +168,10 @@ def check_masks(pruned: Checkpoint, scores: Scores, findings: Findings) -> None:
                 for chunk in pruner.pruned(target, files, selector):
                     written = target.matrix.read(file, chunk.first, chunk.first + len(chunk.words))
                     values = as_tensor(written, target.matrix.stored.dtype)
-                    finite = finite and bool((values.float() if values.element_size() == 1 else values).isfinite().all())
+                    is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
+                    finite = finite and bool(is_finite.all())
                     if recipe.updates:
-                        wrong += int(np.count_nonzero((chunk.words == 0) & (written != 0)))
+                        wrong += int(np.count_nonzero(np.where(chunk.words == 0, written != 0, ~is_finite)))
                     else:
                         wrong += int(np.count_nonzero(chunk.words != written))
                     here, there = _kept(written, recipe), _kept(chunk.words, recipe)
@@ -192,9 +193,9 @@ def _differences(
     recipe: Recipe, target: Target, wrong: int, left: int, most: int, over: int, finite: bool, by_matrix: object
 ) -> list[str]:
     """What is wrong with a target, one sentence each."""
-    found = [f"{target.name}: it holds NaN or infinity."] if recipe.updates and not finite else []
     if recipe.name not in SEARCHES:
-        return [*found, f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else found
+        return [f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
+    found = [] if finite else [f"{target.name}: it holds NaN or infinity."]
     if by_matrix is not None:
         kept = int(by_matrix.kept[target.name][0])  # type: ignore[attr-defined]
         # A target that was not updated is pruned row by row, which may keep more weights.

@@ -1,4 +1,4 @@
-"""The rule for the number of scores that a group keeps, shared by all implementations; torch is not imported.
+"""The rule for the number of scores that a group keeps, shared by all implementations; it imports neither torch nor numpy.
 
 Algorithm 1 keeps clip(floor(beta * N_eff), 1, N) scores of a group of N. `counts_at` is this line, for numpy and for torch; the
 compiled kernel has its own copy.
@@ -6,10 +6,11 @@ compiled kernel has its own copy.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LANES = 64  # element i of a row is added to lane i mod 64 (`reference.sum_rows`)
 # A number within this relative distance of an integer counts as that integer. The tolerance is far above the rounding error of
@@ -18,7 +19,7 @@ LANES = 64  # element i of a row is added to lane i mod 64 (`reference.sum_rows`
 RELATIVE_TOLERANCE = 2.0**-44
 
 Group = Literal["row", "matrix", "all"]
-GroupNumbers = tuple[NDArray[Any], NDArray[Any], int]
+GroupNumbers: TypeAlias = "tuple[NDArray[Any], NDArray[Any], int]"
 
 
 class NonFiniteError(ValueError):
@@ -38,7 +39,7 @@ class KeepRule(NamedTuple):
     """
 
     beta: float | None = None
-    counts: int | Sequence[int] | NDArray[np.int64] | None = None
+    counts: "int | Sequence[int] | NDArray[np.int64] | None" = None
     pattern: tuple[int, int] | None = None
     order: float = 2.0
     dtype: str = "float64"
@@ -100,13 +101,15 @@ def counts_at(n_eff: Any, total: Any, beta: float, size: Any) -> Any:
     return counts + (size - counts) * (total == 0)
 
 
-def uniform_counts(sizes: NDArray[np.int64], sparsity: float) -> NDArray[np.int64]:
+def uniform_counts(sizes: "NDArray[np.int64]", sparsity: float) -> "NDArray[np.int64]":
     """How many scores stay if floor(sparsity * N) of each group of N are removed, as in Wanda: int64, the shape of `sizes`."""
+    import numpy as np
+
     removed = {int(size): floor_count(sparsity * int(size)) for size in np.unique(sizes)}
     return sizes - np.array([removed[int(size)] for size in sizes], dtype=np.int64)
 
 
-def spread_counts(sizes: NDArray[np.int64], removed: int, total: int, before: int = 0) -> NDArray[np.int64]:
+def spread_counts(sizes: "NDArray[np.int64]", removed: int, total: int, before: int = 0) -> "NDArray[np.int64]":
     """How many scores stay if `removed` of `total` scores are removed, spread evenly over consecutive groups.
 
     A group of the scores start to end - 1 loses floor(end * removed / total) - floor(start * removed / total) of them. This is
@@ -122,6 +125,8 @@ def spread_counts(sizes: NDArray[np.int64], removed: int, total: int, before: in
     Raises:
         ValueError: all scores would be removed.
     """
+    import numpy as np
+
     if not 0 <= removed < total:
         raise ValueError(f"cannot remove {removed} of {total} weights")
     ends = [before, *(before + int(end) for end in sizes.cumsum())]  # Python's integers: the products may exceed 64 bits
@@ -157,7 +162,7 @@ def kept_at(groups: Sequence[GroupNumbers], beta: float) -> int:
     return sum(int(counts_at(n_eff, total, beta, size).sum()) for n_eff, total, size in groups)
 
 
-def mass_bound(n_eff: NDArray[Any] | float, size: NDArray[Any] | float) -> NDArray[np.float64]:
+def mass_bound(n_eff: "NDArray[Any] | float", size: "NDArray[Any] | float") -> "NDArray[np.float64]":
     """The tight lower bound on s_eff, with nu = floor(N_eff) and N = size (theorem 4.2; order 2 only).
 
     nu/N + (N-nu)/N * sqrt((N-nu-1) / ((nu+1)(N-1))) for 2 <= nu < N; 1/2 for nu = 1; 1 for nu = N.
@@ -169,6 +174,8 @@ def mass_bound(n_eff: NDArray[Any] | float, size: NDArray[Any] | float) -> NDArr
     Returns:
         float64, the broadcast shape of the arguments.
     """
+    import numpy as np
+
     nu = np.floor(np.asarray(n_eff, dtype=np.float64) * (1 + RELATIVE_TOLERANCE))
     n = np.asarray(size, dtype=np.float64)
     inner = np.maximum(n - nu - 1, 0) / ((nu + 1) * np.maximum(n - 1, 1))
