@@ -164,7 +164,9 @@ def test_pushed_with_a_card_that_says_so(hub: Hub, client: Client, refitted: Pat
     _, body = card_of(hub, "user/refitted")
     assert "refit" in body.partition("## Benefits")[0]
     assert "The kept weights of 14 matrices were fitted to the calibration text; all other bytes are those" in body
-    assert '| refit | `{"weighting": "equal"' in body
+    assert "| refit | `true` |" in body
+    assert '| refit_weighting | `"equal"` |' in body
+    assert "| allow_partial |" not in body, "only what the recipe uses"
     assert client.call("weights", name="user/refitted")["result"] == client.call("weights", name=str(refitted))["result"]
 
 
@@ -186,9 +188,10 @@ def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
 
 
 def test_a_card_for_scores_of_ones_own(hub: Hub, client: Client, models: Models, tmp_path: Path) -> None:
-    """A recipe may hold records: here the criterion."""
     (tmp_path / "mine.py").write_text("def size(weight):\n    return weight.abs()\n")
     prune(models("llama"), output=tmp_path / "out", criterion=f"{tmp_path}/mine.py:size")
     done = client.call("push", folder=tmp_path / "out", repository="user/own-scores")
     assert "result" in done, done
-    assert '| criterion | `{"function": ' in card_of(hub, "user/own-scores")[1]
+    body = card_of(hub, "user/own-scores")[1]
+    assert '| criterion | `"mine:size"` |' in body
+    assert "| criterion_source | `" in body

@@ -176,6 +176,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if getattr(self, name) is None:
                 fill(self, name, value)
 
+    def __getitem__(self, name: str) -> Any:
+        """A field, as of a record."""
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
     @property
     def adaptive(self) -> bool:
         """Whether the scores determine the number of kept weights."""
@@ -481,8 +487,8 @@ def _check_numbers(recipe: Recipe) -> None:
             raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row, not {recipe.group}")
         if recipe.count_by == "magnitude":
             raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for the scores: it needs count-by own")
-    sparsity, spread = recipe.sparsity or 0.0, recipe.owl_lambda
-    if spread is not None and (not 0 <= spread <= sparsity or sparsity + spread >= 1):
+    sparsity, spread = recipe.sparsity, recipe.owl_lambda
+    if sparsity is not None and spread is not None and (not 0 <= spread <= sparsity or sparsity + spread >= 1):
         raise ValueError(
             f"owl-lambda must leave every block a sparsity between 0 and 1: {sparsity:g} - {spread:g} and "
             f"{sparsity:g} + {spread:g} do not"

@@ -224,19 +224,11 @@ def _reproduction_rows(report: RunReport, origin: Origin) -> Rows:
         rows.append(["commit of the base model", f"`{origin.revision}`"])
     if report.source.identity:
         rows.append(["identity of its weights (BLAKE3)", f"`{report.source.identity}`"])
-    recipe = {name: getattr(report.recipe, name) for name in report.recipe.__struct_fields__}
-    rows += [[name, f"`{_as_json(value)}`"] for name, value in recipe.items() if value is not None]
+    rows += [[name, f"`{json.dumps(value)}`"] for name, value in report.recipe.as_dict().items()]
     for name, value in {} if report.calibration is None else report.calibration.as_dict().items():
         if name in ("text", "texts", "tokens", "dtype", "propagate"):
             rows.append([f"calibration: {name}", f"`{json.dumps(value)}`"])
     return rows + [[package, version] for package, version in report.versions.items()]
-
-
-def _as_json(value: Any) -> str:
-    """A value of a recipe as JSON; a record with all of its fields."""
-    if isinstance(value, msgspec.Struct):
-        value = {name: each for name, each in msgspec.structs.asdict(value).items() if each is not None}
-    return json.dumps(value)
 
 
 def by_suite(evaluated: list[EvaluatedModel]) -> list[list[EvaluatedModel]]:
