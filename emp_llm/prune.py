@@ -18,9 +18,9 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.options.structure import StructureOptions
 
 if TYPE_CHECKING:
-    from emp_llm.hub.push import Destination
     from emp_llm.pruning.dry_run import DryRun
     from emp_llm.records.run_report import RunReport
+    from emp_llm.reporting.push import Destination
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def prune(
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
     destination, suite = None, None
     if push.push_to_hub is not None:
-        from emp_llm.hub.push import Destination, check_login
+        from emp_llm.reporting.push import Destination, check_login
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
@@ -260,7 +260,7 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
     """The report of a finished checkpoint, which is pushed if that is asked for."""
     if destination is not None and ranks().main:
         from emp_llm.common.progress import stage
-        from emp_llm.hub.push import push_finished
+        from emp_llm.reporting.push import push_finished
 
         with stage("push"):
             report.push = push_finished(path, destination)
@@ -282,7 +282,7 @@ def show(result: "RunReport | DryRun") -> None:
     if result.evaluation is not None:
         print(evaluation_table(result))
     if result.push is not None:
-        from emp_llm.hub.push import pushed_words
+        from emp_llm.reporting.push import pushed_words
 
         print(pushed_words(result.push))
 

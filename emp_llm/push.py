@@ -7,7 +7,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.commands import PushCommandOptions
 
 if TYPE_CHECKING:
-    from emp_llm.hub.push import Pushed
+    from emp_llm.reporting.push import Pushed
 
 
 @takes(PushCommandOptions)
@@ -24,7 +24,7 @@ def push(options: PushCommandOptions) -> "Pushed":
         UserError: the folder is no finished checkpoint or differs from its manifest, the Hub refuses, or the branch holds other
             weights.
     """
-    from emp_llm.hub.push import Destination, Evidence, push_checkpoint
+    from emp_llm.reporting.push import Destination, Evidence, push_checkpoint
 
     destination = Destination(options.repository, options.revision, options.private, options.overwrite)
     evidence = Evidence(tuple(options.results or ()), tuple(options.plot or ()), options.base_model)
@@ -33,7 +33,7 @@ def push(options: PushCommandOptions) -> "Pushed":
 
 def show(pushed: "Pushed") -> None:
     """Print the result of a push, or of a dry run."""
-    from emp_llm.hub.push import pushed_words
+    from emp_llm.reporting.push import pushed_words
 
     print(pushed_words(pushed))
 

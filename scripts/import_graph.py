@@ -28,8 +28,8 @@ ROOMS = (
     "runtime",
     "in_memory",
     "evaluation",
-    "structure",
     "reporting",
+    "structure",
     "cluster",
 )
 COMMANDS = "commands"  # the files beside the rooms

@@ -11,12 +11,12 @@ from hub_server import Hub
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.hub.public import cached_repository, public
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
+from emp_llm.reporting.public import cached_repository, public
 from emp_llm.verify import verify
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)

@@ -1,6 +1,7 @@
 """Files: reads and writes at any position, hashes taken on the way, atomic writes, and locks."""
 
 import errno
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import pytest
 from blake3 import blake3
 
 from emp_llm.checkpoint import files
-from emp_llm.checkpoint.files import FilePool, FileReader, RunningHash, file_hash, write_bytes, write_exactly
+from emp_llm.checkpoint.files import FilePool, FileReader, FileWriter, RunningHash, file_hash, write_bytes, write_exactly
 from emp_llm.checkpoint.locks import locked
 from emp_llm.common import machine
 from emp_llm.common.errors import UserError, format_bytes
@@ -22,6 +23,7 @@ from emp_llm.prune import prune
 from emp_llm.verify import verify
 
 CONTENT = bytes(range(256)) * 40
+PAGE = 4096
 
 
 @pytest.fixture
@@ -43,6 +45,45 @@ def test_short_reads_and_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with path.open("r+b") as output:
         write_exactly(output.fileno(), memoryview(raw), 0)
     assert path.read_bytes() == CONTENT[3:5003] + CONTENT[5000:]
+
+
+def short_write(file: int, raw: Any, offset: int, pwrite: Callable[..., int] = os.pwrite) -> int:
+    return pwrite(file, raw[: 2 * PAGE] if len(raw) > 2 * PAGE else raw[: len(raw) // 2 + 1], offset)
+
+
+def refused_direct_write(file: int, raw: Any, offset: int, pwrite: Callable[..., int] = os.pwrite) -> int:
+    if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+        raise OSError(errno.EINVAL, "no")
+    return pwrite(file, raw[: PAGE - 1], offset)
+
+
+@pytest.mark.parametrize("system", ["direct", "no direct", "short", "refused"])
+@pytest.mark.parametrize("cuts", [[], [PAGE, 2 * PAGE], [1, 5000, 5000, 60_000], [3 * PAGE - 1, 12 * PAGE]], ids=str)
+def test_write_in_order_and_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, cuts: list[int]) -> None:
+    monkeypatch.setattr(files, "PIECE", 4 * PAGE)
+    if system == "no direct":
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    content = CONTENT * 8 + b"end"
+    pieces = list(pairwise([0, *cuts, len(content)]))
+    for name, order in (("in order", pieces), ("backward", pieces[::-1]), ("again", [*pieces, *pieces])):
+        with monkeypatch.context() as patch, FileWriter(tmp_path / name) as output:
+            if system in ("short", "refused"):
+                patch.setattr(os, "pwrite", short_write if system == "short" else refused_direct_write)
+            for start, end in order:
+                piece = bytearray(content[start:end])
+                output.write(memoryview(piece), start)
+                piece[:] = bytes(len(piece))  # the caller may reuse its memory
+            output.flush()
+        assert (tmp_path / name).read_bytes() == content
+
+
+def test_write_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="no space left"), FileWriter(tmp_path / "file") as output:
+        output.write(memoryview(bytearray(files.PIECE)), 0)
 
 
 def test_errors_of_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from emp_llm.selection.budgets import EffectiveBudget, RatioBudget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -20,6 +19,7 @@ from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
 from emp_llm.common.errors import UserError
 from emp_llm.models.layers import Layer
+from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report
@@ -409,7 +409,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"head_unit": "query"}, "--head-unit is for heads"),
     ({"structure": "heads", "width_multiple": 8}, "--width-multiple is for neurons"),
     ({"keep_shapes": True, "width_multiple": 8}, "--keep-shapes keeps the width"),
-    ({"method": "magnitude", "beta": 0.5}, "--beta does not go with method magnitude. Use --method emp-magnitude."),
+    (
+        {"method": "magnitude", "beta": 0.5},
+        "--beta does not go with method magnitude: its sparsity is fixed, and --sparsity sets it. Use --sparsity, or --method "
+        "emp-magnitude.",
+    ),
     ({"method": "taylor", "activations": "x.safetensors"}, "--method taylor needs gradients"),
     ({"load_in_8bit": True}, "--structure needs the original weights"),
     ({"sparsity": 1.5, "method": "magnitude"}, "--sparsity must be at least 0 and below 1"),
@@ -435,15 +439,19 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     size = min(len(each) for each in scores)
     values = [np.array(each[:size]) for each in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
-    choices, _ = choose_units(every, values, lambda kind, role: EffectiveBudget(beta), False, None)
+    structure = StructureRecipe(structure="neurons")
+    rule = Recipe(method="emp-magnitude", beta=beta, structure=structure)
+    choices, in_force = choose_units(every, values, rule, None)
+    assert in_force == beta
     for choice, own in zip(choices, values, strict=True):
         number = min(size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12)))))
         best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
         assert choice.kept.tolist() == sorted(best)
-    even, _ = choose_units(every, values, lambda kind, role: EffectiveBudget(beta), False, 4)
+    even, _ = choose_units(every, values, rule, 4)
     mean = -(-sum(choice.count for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
-    ratio, _ = choose_units(every, values, lambda kind, role: RatioBudget(0.5), False, None)
+    half = Recipe(method="magnitude", sparsity=0.5, structure=structure)
+    ratio, _ = choose_units(every, values, half, None)
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 

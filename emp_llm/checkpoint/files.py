@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ T = TypeVar("T")
 PIECE = 1 << 22  # bytes copied or hashed at a time
 JSON_LIMIT = 1 << 24
 INDEX_LIMIT = 1 << 26  # the largest published index has 9 MB
+_PAGE = 4096  # direct writes of all systems accept multiples of it
 _AHEAD = 3  # results that wait for their use; bounds their memory
 _OPEN = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,6 +53,8 @@ class FileReader:
         self.path, self._digest = path, digest
         with reading(path):
             self.file = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read(self, raw: memoryview, offset: int) -> None:
         """Fill `raw` from a position.
@@ -164,6 +168,56 @@ def write_exactly(file: int, raw: memoryview, offset: int) -> None:
     while raw:
         written = os.pwrite(file, raw, offset)
         raw, offset = raw[written:], offset + written
+
+
+class FileWriter:
+    """Writes to a file, created if missing, in large pieces that bypass the page cache. Use it as a context.
+
+    Filling the cache with a checkpoint that is seldom reread takes longer than writing it. Bytes that come in order from a
+    whole page on are collected and written directly, if the file system can; others are written as usual.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._direct = -1
+        with suppress(OSError):  # a file system that cannot
+            self._direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+        self._pages = memoryview(mmap.mmap(-1, PIECE))  # direct writes need whole pages
+        self._start = self._filled = 0
+
+    def write(self, raw: memoryview, offset: int) -> None:
+        """Copy bytes that belong at a position; all are written after `flush`."""
+        if offset != self._start + self._filled:
+            self.flush()
+            self._start = offset
+        while raw:
+            taken = min(len(raw), PIECE - self._filled)
+            self._pages[self._filled : self._filled + taken] = raw[:taken]
+            self._filled += taken
+            raw = raw[taken:]
+            if self._filled == PIECE:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        done = 0
+        if self._direct >= 0 and self._start % _PAGE == 0:
+            whole = self._filled // _PAGE * _PAGE
+            try:
+                done = os.pwrite(self._direct, self._pages[:whole], self._start) if whole else 0
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # the file system cannot after all
+                    raise
+        write_exactly(self._file, self._pages[done : self._filled], self._start + done)
+        self._start, self._filled = self._start + self._filled, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._file, self._direct):
+            if file >= 0:
+                os.close(file)
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: download of models, and upload of files in one commit, both with retries of transient errors.
+"""The Hugging Face Hub: its client with retries, its errors as sentences, and the download of models into the cache.
 
-This room works on folders and files, and leaves pruning and model cards to others. May use `common` and `checkpoint`.
+May use `common` and `checkpoint`.
 """

@@ -4,10 +4,10 @@ A shard is written in order, under its final name in the work folder. When it is
 rows are noted there, and an interrupted run resumes after it; a shard that is not finished is written again.
 """
 
-import os
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from emp_llm.checkpoint.files import (
     PIECE,
     FilePool,
     FileReader,
+    FileWriter,
     RunningHash,
     bytes_of,
     file_hash,
     prefetch,
     sync_path,
-    write_exactly,
 )
 from emp_llm.checkpoint.matrices import Words
 from emp_llm.checkpoint.output import OutputFolder
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from emp_llm.update.moved import MovedWeights
 
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
+_BEHIND = 3  # chunks of rows that wait to be written; bounds their memory
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def pruned_rows(
 
 
 class _ShardFile:
-    """A shard that is being written, as a context; it is created if missing.
+    """A shard that is being written, by a thread behind the caller; it is created if missing. Use it as a context.
 
     Args:
         path: the file.
@@ -194,13 +195,22 @@ class _ShardFile:
 
     def __init__(self, path: Path, digest: RunningHash, bar: Bar) -> None:
         self._digest, self._bar = digest, bar
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._file = FileWriter(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-write")
+        self._waiting: deque[Future[None]] = deque()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            try:
+                while self._waiting and kind is None:
+                    self._waiting.popleft().result()
+            finally:
+                self._thread.shutdown(cancel_futures=True)
+            if kind is None:
+                self._file.flush()
 
     def copy(self, source: FileReader, start: int, end: int) -> None:
         """Copy bytes start to end - 1 of the source."""
@@ -210,7 +220,8 @@ class _ShardFile:
             source.read(raw, first)
             return first, raw
 
-        self._put(prefetch(partial(read, first) for first in range(start, end, PIECE)))
+        for piece in prefetch(partial(read, first) for first in range(start, end, PIECE)):
+            self._put([piece])
 
     def put_rows(self, target: Target, rows: Iterable[tuple[int, Words]]) -> None:
         """Write rows of a target, given as (first row, bits)."""
@@ -218,9 +229,15 @@ class _ShardFile:
             self._put(target.matrix.pieces(first, words))
 
     def _put(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Queue pieces for writing; wait while too many are queued."""
+        self._waiting.append(self._thread.submit(self._write, pieces))
+        while len(self._waiting) > _BEHIND:
+            self._waiting.popleft().result()
+
+    def _write(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         for offset, raw in pieces:
-            write_exactly(self._file, raw, offset)
             self._digest.add(offset, raw)
+            self._file.write(raw, offset)
             self._bar.update(len(raw))
 
 

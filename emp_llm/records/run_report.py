@@ -206,7 +206,7 @@ class RunReport(FileRecord, kw_only=True):
         structure: the removed heads and neurons; null if weights were pruned.
         evaluation: the measurements of --evaluate.
         point, masks: in a sweep, the point, and a hash of its masks.
-        push: the result of --push-to-hub (`hub.push.Pushed`); in memory only.
+        push: the result of --push-to-hub (`reporting.push.Pushed`); in memory only.
     """
 
     KIND: ClassVar[str] = "run"

@@ -39,7 +39,6 @@ from emp_llm.evaluation.evaluate import (
 )
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
-from emp_llm.hub.push import Destination, check_login
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
@@ -55,6 +54,7 @@ from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
 from emp_llm.records.source import ModelSource, stage_records
+from emp_llm.reporting.push import Destination, check_login
 from emp_llm.structure.choice import Choice, choose_units
 from emp_llm.structure.scores import taylor_sums, unit_scores
 from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
@@ -76,7 +76,7 @@ def structure_recipe(recipe: Recipe, structure: StructureOptions) -> Recipe:
         keep_shapes=structure.keep_shapes,
         width_multiple=None if structure.keep_shapes or structure.structure == "heads" else structure.multiple,
     )
-    return recipe.but(targets=_KINDS[structure.structure], structure=units, neff_dtype=None)
+    return recipe.but(targets=_KINDS[structure.structure], structure=units)
 
 
 def prune_structure(

@@ -27,9 +27,7 @@ from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.tables import table
 from emp_llm.evaluation.results import EvaluatedModel, model_of_results, read_results
-from emp_llm.hub.card import by_suite, card_text, find_origin, is_ours
 from emp_llm.hub.client import CONFLICTS, HUB_ERRORS, LOG_IN, TRANSIENT, hide_signatures, hub_errors_explained, with_retries
-from emp_llm.hub.public import local_folder, public
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.verification import Findings, check_files
 from emp_llm.pruning.writing import read_manifest
@@ -37,6 +35,8 @@ from emp_llm.records.bench import Bench
 from emp_llm.records.manifest import FileEntry, Manifest
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
+from emp_llm.reporting.card import by_suite, card_text, find_origin, is_ours
+from emp_llm.reporting.public import local_folder, public
 from emp_llm.reporting.run_tables import split_benches
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import compare
 from emp_llm.evaluation.results import EvaluatedModel, models_of_report
 from emp_llm.hub.client import HUB_ERRORS
-from emp_llm.hub.public import cached_repository
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.bench import Bench
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
+from emp_llm.reporting.public import cached_repository
 from emp_llm.reporting.run_tables import SPEED_NOTE, pruning_lines, pruning_rows, speed_rows, structure_lines, structure_rows
 
 _METHOD_WORDS = {
