@@ -73,7 +73,6 @@ def prune(
     from emp_llm.records.source import ModelSource, stage_records
 
     check_device(output.mask_device)
-    norms, stopwatch = given_norms(text, recipe), Stopwatch()
     destination, suite = None, None
     if push.push_to_hub is not None:
         from emp_llm.reporting.push import Destination, check_login
@@ -95,6 +94,7 @@ def prune(
             destination,
         )
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
+    norms, stopwatch = given_norms(text, recipe), Stopwatch()
     if evaluation.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
 

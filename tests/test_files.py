@@ -86,6 +86,30 @@ def test_write_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyP
         output.write(memoryview(bytearray(files.PIECE)), 0)
 
 
+@pytest.mark.parametrize("system", ["direct", "no direct", "refused", "short"])
+@pytest.mark.parametrize("place", [(0, 16 * PAGE), (3, 9 * PAGE), (PAGE, 5 * PAGE + 7), (7, None)], ids=str)
+def test_reads_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, place: tuple[int, int]) -> None:
+    path, preadv = tmp_path / "file", os.preadv
+    path.write_bytes(CONTENT * 8 + b"end")
+
+    def limited(file: int, raws: list[Any], offset: int) -> int:
+        if system == "refused" and fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "no")
+        return preadv(file, [raws[0][: 2 * PAGE]] if system == "short" else raws, offset)
+
+    monkeypatch.setattr(files, "PIECE", 4 * PAGE)
+    monkeypatch.setattr(os, "preadv", limited)
+    if system == "no direct":
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    wanted = path.read_bytes()[slice(*place)]
+    raw = bytearray(len(wanted))
+    with FileReader(path, once=True) as file:
+        file.read(memoryview(raw), place[0])
+        with pytest.raises(UserError, match="it ends before byte"):
+            file.read(memoryview(bytearray(4 * PAGE)), path.stat().st_size - 5)
+    assert raw == wanted
+
+
 def test_errors_of_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, "broken")

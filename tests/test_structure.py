@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -190,13 +190,13 @@ def test_structure_of_a_loaded_model(models: Models) -> None:
     assert Architecture.of_model(checkpoint, model).layers == by_class(models("mixtral")).layers
 
 
-def _named(shapes: dict[str, tuple[int, ...]]) -> Checkpoint:
+def _named(shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
     """A checkpoint that has only names and shapes."""
 
     class Named(Checkpoint):
         def __init__(self) -> None:
             from emp_llm.checkpoint.headers import StoredTensor
 
-            self.tensors = {name: StoredTensor(Path("x"), name, "F32", shape, 0, 0) for name, shape in shapes.items()}
+            self.tensors = {name: StoredTensor(name, Path("x"), "F32", shape, 0, 0) for name, shape in shapes.items()}
 
     return Named()

@@ -283,9 +283,12 @@ def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> Non
             assert (zero == ~mask).all()
 
 
-def test_options_without_effect_are_named(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prune(str(models("llama")), output=tmp_path / "out", structure="heads", method="magnitude", samples=4, dry_run=True)
-    assert "warning: --samples has no effect: method magnitude needs no activations." in caplog.text
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "emp-taylor"])
+def test_options_without_effect_are_named(method: str, models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once; a text has an effect on the scores by activations and by gradients."""
+    prune(str(models("llama")), output=tmp_path / "out", structure="heads", method=method, samples=4, dry_run=True)
+    named = caplog.text.count("warning: --samples has no effect: method magnitude needs no activations.")
+    assert caplog.text.count("has no effect") == named == int(method == "magnitude")
 
 
 def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ class Checkpoint:
         """Size and modification time (ns) of each shard, when the checkpoint was opened."""
         return {shard.name: state[:2] for shard, state in self._states.items() if state is not None}
 
-    def open_files(self, digests: dict[Path, RunningHash] | None = None) -> FilePool:
-        """The shards, open for reading, as a context; `digests` of `FilePool`."""
-        return FilePool(digests)
+    def open_files(self, digests: dict[Path, RunningHash] | None = None, once: bool = False) -> FilePool:
+        """The shards, open for reading, as a context; `digests` and `once` of `FilePool`."""
+        return FilePool(digests, once)
 
     def check_unchanged(self) -> None:
         """Raise UserError if a shard has changed since the checkpoint was opened."""

@@ -44,15 +44,18 @@ class FileReader:
     Args:
         path: the file.
         digest: hashes the bytes that are read.
+        once: it is read once, and is not in the page cache, which large pieces bypass: filling it may take longer than reading.
 
     Raises:
         ReadError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, digest: "RunningHash | None" = None) -> None:
+    def __init__(self, path: Path, digest: "RunningHash | None" = None, once: bool = False) -> None:
         self.path, self._digest = path, digest
         with reading(path):
             self.file = os.open(path, os.O_RDONLY)
+        self._direct = _open_direct(path, os.O_RDONLY) if once else -1
+        self._pages = memoryview(mmap.mmap(-1, PIECE if self._direct >= 0 else _PAGE))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -63,12 +66,29 @@ class FileReader:
             UserError: the file is too short.
             ReadError: the file cannot be read.
         """
-        read_exactly(self.file, raw, offset, self.path)
+        done = self._read_directly(raw, offset) if self._direct >= 0 and len(raw) >= PIECE // 4 else 0
+        read_exactly(self.file, raw[done:], offset + done, self.path)
         if self._digest is not None:
             self._digest.add(offset, raw)
 
+    def _read_directly(self, raw: memoryview, offset: int) -> int:
+        """Fill `raw` through whole pages; returns how much of it is there: not all after an error, or at the file's end."""
+        done = 0
+        with suppress(OSError):  # the ordinary read that follows succeeds, or raises the error
+            while done < len(raw):
+                before = (offset + done) % _PAGE
+                pages = self._pages[: -(-(before + len(raw) - done) // _PAGE) * _PAGE]
+                got = min(os.preadv(self._direct, [pages], offset + done - before) - before, len(raw) - done)
+                if got <= 0:
+                    break
+                raw[done : done + got] = pages[before : before + got]
+                done += got
+        return done
+
     def close(self) -> None:
-        os.close(self.file)
+        for file in (self.file, self._direct):
+            if file >= 0:
+                os.close(file)
 
     def __enter__(self) -> Self:
         return self
@@ -82,10 +102,11 @@ class FilePool:
 
     Args:
         digests: hashes of files by path, taken while they are read.
+        once: of `FileReader`.
     """
 
-    def __init__(self, digests: "dict[Path, RunningHash] | None" = None) -> None:
-        self._digests = digests or {}
+    def __init__(self, digests: "dict[Path, RunningHash] | None" = None, once: bool = False) -> None:
+        self._digests, self._once = digests or {}, once
         self._readers: dict[Path, FileReader] = {}  # most recently used last
 
     def reader(self, path: Path) -> FileReader:
@@ -93,7 +114,7 @@ class FilePool:
         if path in self._readers:
             reader = self._readers.pop(path)
         else:
-            reader = FileReader(path, self._digests.get(path))
+            reader = FileReader(path, self._digests.get(path), self._once)
         self._readers[path] = reader
         if len(self._readers) > _OPEN:
             self._readers.pop(next(iter(self._readers))).close()
@@ -179,9 +200,7 @@ class FileWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        self._direct = -1
-        with suppress(OSError):  # a file system that cannot
-            self._direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+        self._direct = _open_direct(path, os.O_WRONLY)
         self._pages = memoryview(mmap.mmap(-1, PIECE))  # direct writes need whole pages
         self._start = self._filled = 0
 
@@ -218,6 +237,13 @@ class FileWriter:
         for file in (self._file, self._direct):
             if file >= 0:
                 os.close(file)
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A descriptor for reads or writes of whole pages that bypass the page cache; -1 if the system has none."""
+    with suppress(OSError, AttributeError):
+        return os.open(path, flags | os.O_DIRECT)
+    return -1
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], threads: int = 1) -> Iterator[T]:

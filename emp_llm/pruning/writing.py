@@ -87,7 +87,8 @@ def write_checkpoint(
     sources = {} if known else {shard: RunningHash(shard) for shard in checkpoint.shards}
     total = sum(shard.stat().st_size for shard in checkpoint.shards)
     try:
-        with checkpoint.open_files(sources) as files, progress_bar(total, "prune", "B") as bar:
+        once = pruner.counts.group == "row" and not pruner.scores.recipe.needs_activations  # a calibration has just read it
+        with checkpoint.open_files(sources, once) as files, progress_bar(total, "prune", "B") as bar:
             write = _write_together if pruner.counts.group == "all" else _write_shards
             outcomes, whole, hashes = write(pruner, folder, files, bar, output, moved)
         read = known or {shard.name: digest.finish() for shard, digest in sources.items()}
