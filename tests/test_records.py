@@ -14,7 +14,7 @@ from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm.bench import bench
-from emp_llm.calibration.activations import METADATA_KEY, Activations
+from emp_llm.calibration.activations import METADATA_KEY
 from emp_llm.cluster.jobs import JobState
 from emp_llm.cluster.plan_file import read_plan
 from emp_llm.cluster.site import Site
@@ -26,16 +26,11 @@ from emp_llm.evaluate import evaluate
 from emp_llm.measure import measure
 from emp_llm.plan import plan
 from emp_llm.prune import prune
-from emp_llm.pruning.writing import read_manifest
 from emp_llm.records.base import FileRecord, read_record
-from emp_llm.records.measure import Measure
-from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
-from emp_llm.records.sweep import Sweep
 from emp_llm.report import report
 from emp_llm.sweep import sweep
 
-OLD = Path(__file__).parent / "data" / "old_records"
 Models = Callable[[str], Path]
 
 
@@ -167,68 +162,3 @@ def test_wrong_fields_are_named_with_their_keys(runs: Path, tmp_path: Path) -> N
     with pytest.raises(UserError) as caught:
         read_record(path, RunReport)
     assert str(caught.value) == f"{path}: evaluation.pruned.tasks.task.n-samples.u.v.effective: expected int, got str."
-
-
-@pytest.mark.parametrize("name", ["pruned", "baseline", "together"])
-def test_old_runs_are_read(name: str) -> None:
-    """Reports before version 2 have no format; their manifests have version 1."""
-    values = read(OLD / name / "emp_report.json")
-    assert "format" not in values
-    run = read_record(OLD / name / "emp_report.json", RunReport)
-    assert run.source.key == values["source"]["sha256_of_samples"]
-    assert run.targets.kept == values["targets"]["kept"]
-    assert {key: entry.kept for key, entry in run.matrices.items()} == {
-        key: entry["kept"] for key, entry in values["matrices"].items()
-    }
-    assert run.recipe.method == values["recipe"]["method"]
-    assert run.recipe.beta == values["recipe"].get("beta")
-    if name == "pruned":
-        assert run.evaluation is not None
-        assert run.evaluation.pruned is not None
-        assert run.evaluation.pruned.perplexity is not None
-        assert run.evaluation.pruned.perplexity.value == values["evaluation"]["pruned"]["perplexity"]["perplexity"]
-        assert run.evaluation.pruned.tasks["sums"].results == values["evaluation"]["pruned"]["tasks"]["sums"]["results"]
-    manifest = read_manifest(OLD / name)
-    assert manifest.format == "emp-llm manifest 1"
-    assert {key: file.sha256 for key, file in manifest.files.items()} == {
-        key: file["sha256"] for key, file in read(OLD / name / "emp_manifest.json")["files"].items()
-    }
-
-
-def test_other_old_files_are_read() -> None:
-    results = read_record(OLD / "results.json", Results)
-    values = read(OLD / "results.json")
-    assert results.made_by.model.sha256_of_samples == values["made_by"]["model"]["sha256_of_samples"]
-    assert results.pruned is not None
-    assert results.pruned.method == "emp-wanda"
-    assert results.complete
-    assert results.measures.parts == 2
-    swept = read_record(OLD / "sweep" / "sweep.json", Sweep)
-    assert [point.name for point in swept.points] == [point["name"] for point in read(OLD / "sweep" / "sweep.json")["points"]]
-    measured = read_record(OLD / "measure.json", Measure)
-    assert [(entry.criterion, entry.order) for entry in measured.measures] == [
-        (entry["criterion"], entry["order"]) for entry in read(OLD / "measure.json")["measures"]
-    ]
-    norms = Activations.load(OLD / "activations.safetensors")
-    assert norms.about.tokens == 96
-    assert norms.norm("model.layers.0.mlp.up_proj") is not None
-
-
-def test_old_files_make_a_report(tmp_path: Path) -> None:
-    """Runs, sweep, measure and results of the old version together: one model, all points, with their values."""
-    names = ("pruned", "baseline", "together", "sweep", "measure.json", "results.json", "results-baseline.json")
-    summary = report([OLD / name for name in names], output=tmp_path / "out", no_plots=True)
-    (study,) = summary.page.studies
-    assert study.points[:3] == ["pruned", "baseline", "together"]
-    assert len(study.points) == 3 + len(read(OLD / "sweep" / "sweep.json")["points"])
-    assert study.suites == ["suite"]
-    text = (tmp_path / "out" / "report.md").read_text()
-    perplexity = read(OLD / "results.json")["perplexity"]["perplexity"]
-    assert f"{perplexity:.3f}" in text
-    assert "all targets as one group" in text
-
-
-def test_an_old_run_can_be_matched(models: Models, tmp_path: Path) -> None:
-    """Its counts are read; the run is refused only because it is of another model."""
-    with pytest.raises(UserError, match="that run had 1152 target weights"):
-        prune(models("llama"), output=tmp_path / "out", method="magnitude", match=OLD / "pruned")
