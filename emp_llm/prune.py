@@ -115,6 +115,7 @@ def prune(
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(text.activations)))
     path = output.output or Path(f"{source.short_name}-{recipe.method}")
     if output.dry_run:
+        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub, source.hollow)
 
     # What is needed later is checked now: the login, the text, the suite, the output.

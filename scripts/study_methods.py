@@ -133,7 +133,7 @@ class Study:
         if point is not None:
             recipe = point.recipe(self.sparsity(point))
             norms = self.norms() if recipe.needs_activations else None
-            data = self.tokens if recipe.fits else None
+            data = self.tokens if recipe.updates else None
             start = time.perf_counter()
             report = prune_model(model, recipe, data, activations=norms)
             fits = report.record.fits.values()

@@ -153,7 +153,7 @@ def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> 
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
         "class Interrupt(MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
-        f"        if name == {'typer' if moment == 'options' else 'emp_llm.runs.prune_run'!r}:\n"
+        f"        if name == {'typer' if moment == 'options' else 'emp_llm.checkpoint.output'!r}:\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupt())\n"
         "from emp_llm.cli import main\nmain(['prune', '--model', 'x', '--method', 'magnitude'])\n"

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.checkpoint.output import first_difference
@@ -52,6 +50,8 @@ def new_results(
     runtime: str = "dense",
 ) -> Results:
     """Results of a suite and a model with nothing measured yet; UserError if the folder is not a checkpoint."""
+    import torch  # a data-free prune prints its table without it
+
     record = suite.record()
     identity = ModelIdentity(
         identity=ranks().share(_identity(source.folder, runtime) if ranks().main else None),

@@ -113,6 +113,7 @@ def prune_structure(
     removed = None if recipe.match is None else _matched(Path(recipe.match))
     multiple = None if structure.keep_shapes else structure.width_multiple or 1
     if dry_run:
+        OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         notes = [units_line(plan.units)]
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
             scores = unit_scores(plan.units, "magnitude", plan.matrices)
