@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from emp_llm.checkpoint.files import explain_disk_error, how_to_resume, read_json, sync_path, sync_tree, write_json
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.locks import FileLock, locked
 from emp_llm.common.errors import UserError, format_bytes, reason
 from emp_llm.common.paths import INDEX_NAME, PACK_NAME, REPORT_NAME, SINGLE_NAME
 from emp_llm.common.ranks import ranks
@@ -235,7 +235,7 @@ class OutputFolder:
             )
 
 
-class OutputFile:
+class OutputFile(contextlib.ExitStack):
     """`with OutputFile(path) as out: ...; write it; out.complete()`. Only the first rank locks the output.
 
     Args:
@@ -243,23 +243,18 @@ class OutputFile:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = Path(os.path.abspath(path))
         self.progress = self.path.with_name(f".{self.path.name}.progress")
-        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), f"--output {path}")
 
     def __enter__(self) -> Self:
         if ranks().main:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire()
-            except OSError as error:
-                raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
+            self.enter_context(locked(self.path))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):
-            self._lock.release()
-        _explain(error, self.path, (self.progress,), "--output")
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        _explain(exception[1], self.path, (self.progress,), "--output")
 
     def complete(self) -> None:
         """Flush the written file to disk, and delete the work kept beside it."""
