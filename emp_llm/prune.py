@@ -62,9 +62,9 @@ def prune(
     from emp_llm.common.progress import stage
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
-    from emp_llm.models.placement import quantization_of
+    from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.pruning.chosen import targets_of_folder
-    from emp_llm.pruning.counts import counts_of, matched, read_report
+    from emp_llm.pruning.counts import check_groups, counts_of, matched, read_report
     from emp_llm.pruning.dry_run import DryRun, dry_run
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import log_warnings, report_of
@@ -73,6 +73,8 @@ def prune(
     from emp_llm.records.source import ModelSource, stage_records
 
     check_device(output.mask_device)
+    if loading.device_map != "auto":
+        parse_device_map(loading.device_map)
     destination, suite = None, None
     if push.push_to_hub is not None:
         from emp_llm.reporting.push import Destination, check_login
@@ -110,6 +112,7 @@ def prune(
     chosen = targets_of_folder(source.folder, source.name, recipe, model.trust_remote_code, images)
     targets, checkpoint = chosen.targets, chosen.checkpoint
     recipe = matched(recipe, targets)
+    check_groups(recipe, targets)
     update, scores = recipe.update, Scores(checkpoint, targets, recipe)
     if norms is not None:
         scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(text.activations)))

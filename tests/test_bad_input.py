@@ -371,10 +371,11 @@ def test_file_that_is_not_an_activations_file(refused: Refused, model: Path) -> 
     [
         (None, r"run: that run had 4096 target weights, this one has \d+; .*--targets"),
         ("{", r"run/emp_report\.json: cannot be read as JSON"),
-        ("{}", r"run/emp_report\.json: source"),
-        ('{"targets": {"weights": 15360, "kept": "all"}}', r"run/emp_report\.json: targets\.kept"),
+        ("{}", r"run/emp_report\.json: this is not a run file of emp-llm"),
+        ('{"format": "emp-llm run 2"}', r"run/emp_report\.json: missing field source"),
+        ('{"format": "emp-llm run 2", "targets": {"weights": 15360, "kept": "all"}}', r"run/emp_report\.json: targets\.kept"),
     ],
-    ids=["other-targets", "broken", "empty", "text"],
+    ids=["other-targets", "broken", "empty", "without-source", "text"],
 )
 def test_match_with_an_unsuitable_run(refused: Refused, model: Path, tmp_path: Path, report: str | None, match: str) -> None:
     prune(model=model, output=tmp_path / "run", method="magnitude", targets="q_proj,o_proj")

@@ -27,7 +27,7 @@ from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
-from emp_llm.pruning.counts import counts_of, matched
+from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcomes, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
@@ -143,6 +143,7 @@ def _decide(
     images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
     chosen = choose_targets(architecture_of(model, weights, recipe.blocks), recipe, images)
     targets, recipe = chosen.targets, matched(recipe, chosen.targets)
+    check_groups(recipe, targets)
     update, scores = recipe.update, Scores(weights, targets, recipe)
     if update is not None:
         _check_updatable(model, recipe, targets, data, images or holds_images(data, tokenizer))

@@ -62,19 +62,11 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     """
     recipe, targets = scores.recipe, scores.targets
     group = group or recipe.group
-    if group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
-        raise UserError("--group all: the targets are stored in different dtypes; use --group row or matrix.")
+    check_groups(recipe.but(group=group), targets)
     if recipe.adaptive:
         return _effective_counts(scores, {} if known is None else known)
     rule = recipe.rule
     if rule is not None:
-        n, m = rule.pattern or (0, 1)
-        for target in targets:
-            if target.matrix.columns % m:
-                raise UserError(
-                    f"--pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of {m}. Leave "
-                    "the layer out with --ignore, or choose another pattern."
-                )
         return Counts(group, rule)
     if recipe.shares == "owl":
         return _spread(targets, group, _outlier_shares(scores))
@@ -87,6 +79,21 @@ def counts_of(scores: Scores, known: Numbers | None = None, group: Group | None 
     if isinstance(recipe.removed, int):
         return _spread(targets, group, [(recipe.removed, sum(target.matrix.numel for target in targets))])
     return _spread(targets, group, [(recipe.removed[target.name], target.matrix.numel) for target in targets])
+
+
+def check_groups(recipe: Recipe, targets: Sequence[Target]) -> None:
+    """Raise UserError if M of an N:M pattern does not divide a target's inputs, or one group has targets of several dtypes."""
+    if recipe.group == "all" and len({target.matrix.stored.dtype for target in targets}) > 1:
+        raise UserError("--group all: the targets are stored in different dtypes; use --group row or matrix.")
+    if recipe.rule is None or recipe.rule.pattern is None:
+        return
+    n, m = recipe.rule.pattern
+    for target in targets:
+        if target.matrix.columns % m:
+            raise UserError(
+                f"--pattern {n}:{m}: the {target.matrix.columns} inputs of {target.name} are not a multiple of {m}. Leave the "
+                "layer out with --ignore, or choose another pattern."
+            )
 
 
 def matched(recipe: Recipe, targets: Sequence[Target]) -> Recipe:
