@@ -46,8 +46,9 @@ pages of the checkpoint that it has mapped: on the CPU, transformers maps weight
 these pages back, but would read them again for every batch. They do not count where --dtype converts the weights, which reads
 them once. "measured" is the highest sum. Mapped libraries (0.15 GB) and the page cache of what is read or written do not count.
 
-The estimate is that of `emp-llm plan`, from config.json alone; its constants of 0.35, 0.12 and 0.42 GB were chosen after the
-first of these runs. The texts are short, because bfloat16 is slow on this processor: what grows with the tokens is a small part
+The estimate is that of `emp-llm plan` today, from the counts of config.json alone; its constants of 0.35, 0.12 and 0.42 GB were
+chosen after the first of these runs. The texts are short, because bfloat16 is slow on this processor: what grows with the
+tokens is a small part
 of the memory. A prune of one large group runs no compiled kernel and takes less. A refit was not measured, and there was no
 GPU: the memory of GPUs is computed, not measured.
 """

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 # the job is to fail, or to end as after SIGTERM for the first time.
 STAND_IN = """#!/bin/bash
 job="$4"
+[ "$job" != after-fails ] || [ -e activations/fails ] || exit 2  # as emp-llm refuses it
 env > "around/$job-$SLURM_NODEID"
 echo "$job" >> order
 case "$job" in

@@ -46,9 +46,9 @@ def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str
         outputs: of the plan, which are no models of the Hub.
         parsed: the options of a command, given its name and its words.
     """
-    models: dict[Any, None] = {}  # as sets in the order of the plan
-    texts: dict[Any, None] = {}
-    suites: dict[Any, None] = {}
+    models: dict[tuple[str, str | None, bool], None] = {}  # as sets, in the order of the plan
+    texts: dict[str, None] = {}
+    suites: dict[tuple[str | None, str | None], None] = {}
     for job in jobs:
         options = parsed(job.kind, job.arguments[1:])
         if options.model not in outputs:

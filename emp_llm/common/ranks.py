@@ -132,7 +132,7 @@ def rank_losses() -> Iterator[None]:
 
 def tell_ranks(code: int, message: str) -> None:
     """Leave the cause of this rank's end for the others, unless one has done so before."""
-    if _is_joined():
+    if _is_joined() and code != LOST_CODE:  # a consequence is no cause, and the store may be out of reach
         cause = " ".join(message.split())[:_LETTERS]
         with suppress(RuntimeError):  # the store is gone
             _joined().compare_set(_END, "", f"{code} rank {ranks().index} on {socket.gethostname()} has ended: {cause}")
@@ -140,15 +140,15 @@ def tell_ranks(code: int, message: str) -> None:
 
 def _loss(text: str) -> RankLost:
     """What to tell of a loss, from the error of the collective call and from what the lost rank has left."""
+    if not _BROKEN.search(text):
+        return RankLost(f"Another rank has not been heard from for {_patience()} s; it or its network is gone. {RESUMES}")
     with suppress(RuntimeError):
         store = _joined()
         store.set_timeout(timedelta(seconds=5))
         if store.check([_END]):
             code, _, message = store.get(_END).decode(errors="replace").partition(" ")
             return RankLost(message, 2 if code == "2" else LOST_CODE)  # wrong input is wrong for all
-    if _BROKEN.search(text):
-        return RankLost(f"The connection to another rank is lost: it was killed, or it crashed. {RESUMES}")
-    return RankLost(f"Another rank has not been heard from for {_patience()} s; it or its network is gone. {RESUMES}")
+    return RankLost(f"The connection to another rank is lost: it was killed, or it crashed. {RESUMES}")
 
 
 def _patience() -> int:
