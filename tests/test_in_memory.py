@@ -372,3 +372,8 @@ def test_convolutions_have_no_norms() -> None:
     found = prune_model(net, Recipe(method="emp-wanda", targets="head"), data=[x])  # the other layers are not calibrated
     assert found.matrices.keys() == {"head"}
     assert torch.equal(net.first.weight, dense)
+
+
+def test_a_wrong_propagate_is_refused(models: Models) -> None:
+    with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
+        prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
