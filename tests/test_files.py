@@ -65,16 +65,33 @@ def test_write_in_order_and_out_of_order(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
     content = CONTENT * 8 + b"end"
     pieces = list(pairwise([0, *cuts, len(content)]))
+    (tmp_path / "source").write_bytes(content)
     for name, order in (("in order", pieces), ("backward", pieces[::-1]), ("again", [*pieces, *pieces])):
-        with monkeypatch.context() as patch, FileWriter(tmp_path / name) as output:
+        with monkeypatch.context() as patch, FileWriter(tmp_path / name) as output, FileReader(tmp_path / "source") as source:
             if system in ("short", "refused"):
                 patch.setattr(os, "pwrite", short_write if system == "short" else refused_direct_write)
             for start, end in order:
-                piece = bytearray(content[start:end])
-                output.write(memoryview(piece), start)
-                piece[:] = bytes(len(piece))  # the caller may reuse its memory
-            output.flush()
+                output.write(source.take(start, end - start).data, start)
         assert (tmp_path / name).read_bytes() == content
+
+
+def test_pages_of_a_file_are_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of `take` go past the page cache, all but those of the first and the last page; other bytes do not."""
+    (tmp_path / "source").write_bytes(CONTENT * 8)
+    direct, pwrite = [], os.pwrite
+
+    def noted(file: int, raw: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.append((offset, len(raw)))
+        return pwrite(file, raw, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    with FileWriter(tmp_path / "copy") as output, FileReader(tmp_path / "source") as source:
+        if output._direct < 0:
+            pytest.skip("the file system has no direct writes")
+        output.write(source.take(5, 5 * PAGE).data, 5)
+        output.write(memoryview(bytearray(CONTENT)), 5 * PAGE + 5)
+    assert direct == [(PAGE, 4 * PAGE)]
 
 
 def test_write_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +119,13 @@ def test_reads_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     if system == "no direct":
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
     wanted = path.read_bytes()[slice(*place)]
-    raw = bytearray(len(wanted))
-    with FileReader(path, once=True) as file:
-        file.read(memoryview(raw), place[0])
+    digest = RunningHash(path)
+    with FileReader(path, digest, once=True) as file:
+        assert file.take(place[0], len(wanted)).tobytes() == wanted
+        assert file.take(0, 5 * PAGE).tobytes() == path.read_bytes()[: 5 * PAGE]
         with pytest.raises(UserError, match="it ends before byte"):
-            file.read(memoryview(bytearray(4 * PAGE)), path.stat().st_size - 5)
-    assert raw == wanted
+            file.take(path.stat().st_size - 5, 4 * PAGE)
+    assert digest.finish() == file_hash(path)
 
 
 def test_errors_of_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

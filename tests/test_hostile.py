@@ -11,6 +11,7 @@ from typing import Any
 
 import fuzz_checkpoint as fuzz
 import pytest
+from conftest import Run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -153,6 +154,25 @@ def test_index_with_other_than_plain_names(model: Path, tmp_path: Path, name: st
     with pytest.raises(UserError, match=rf"{INDEX}: .* is not the plain name of a safetensors file") as caught:
         Checkpoint(model)
     assert str(caught.value).isprintable()
+
+
+def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> None:
+    """Words that start at odd bytes of the file are pruned like others."""
+    odd = Path(shutil.copytree(model, tmp_path / "odd"))
+    for shard in odd.glob("*.safetensors"):
+        content = shard.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        shard.write_bytes((end - 7).to_bytes(8, "little") + content[8:end] + b" " + content[end:])
+    outputs = tmp_path / "pruned", tmp_path / "odd pruned"
+    for source, output in zip((model, odd), outputs, strict=True):
+        assert command("prune", "--model", source, "--method", "emp-magnitude", "--output", output).returncode == 0
+    changed = 0
+    for shard in outputs[0].glob("*.safetensors"):
+        content, shifted = shard.read_bytes(), (outputs[1] / shard.name).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        assert shifted[end + 1 :] == content[end:]
+        changed += content != (model / shard.name).read_bytes()
+    assert changed
 
 
 def test_index_without_a_tensor_of_the_shards(model: Path) -> None:

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import numpy as np
 from blake3 import blake3
 
 from emp_llm.checkpoint.locks import same_file
@@ -50,12 +50,14 @@ class FileReader:
         ReadError: the file cannot be opened.
     """
 
+    _direct = -1
+
     def __init__(self, path: Path, digest: "RunningHash | None" = None, once: bool = False) -> None:
         self.path, self._digest = path, digest
         with reading(path):
             self.file = os.open(path, os.O_RDONLY)
-        self._direct = _open_direct(path, os.O_RDONLY) if once else -1
-        self._pages = memoryview(mmap.mmap(-1, PIECE if self._direct >= 0 else _PAGE))
+        if once:
+            self._direct = _open_direct(path, os.O_RDONLY)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -66,24 +68,31 @@ class FileReader:
             UserError: the file is too short.
             ReadError: the file cannot be read.
         """
-        done = self._read_directly(raw, offset) if self._direct >= 0 and len(raw) >= PIECE // 4 else 0
-        read_exactly(self.file, raw[done:], offset + done, self.path)
+        read_exactly(self.file, raw, offset, self.path)
         if self._digest is not None:
             self._digest.add(offset, raw)
 
-    def _read_directly(self, raw: memoryview, offset: int) -> int:
-        """Fill `raw` through whole pages; returns how much of it is there: not all after an error, or at the file's end."""
-        done = 0
-        with suppress(OSError):  # the ordinary read that follows succeeds, or raises the error
-            while done < len(raw):
-                before = (offset + done) % _PAGE
-                pages = self._pages[: -(-(before + len(raw) - done) // _PAGE) * _PAGE]
-                got = min(os.preadv(self._direct, [pages], offset + done - before) - before, len(raw) - done)
-                if got <= 0:
-                    break
-                raw[done : done + got] = pages[before : before + got]
-                done += got
-        return done
+    def take(self, offset: int, size: int) -> "NDArray[np.uint8]":
+        """Bytes from a position, in new memory; the errors of `read`.
+
+        A byte has the same place in a page of the memory as in one of the file, so direct reads and writes need no copy.
+        """
+        before = offset % _PAGE
+        whole = -(-(before + size) // _PAGE) * _PAGE
+        memory = np.empty(whole + _PAGE, np.uint8)
+        pages = memory[-memory.ctypes.data % _PAGE :][:whole].data
+        raw, end = pages[before : before + size], 0
+        if self._direct >= 0 and size >= PIECE // 4:
+            with suppress(OSError):  # the ordinary read below succeeds, or raises the error
+                while end < whole and (got := os.preadv(self._direct, [pages[end:]], offset - before + end)):
+                    end += got
+                    if got % _PAGE:  # the file's end
+                        break
+        done = min(max(end - before, 0), size)
+        if done and self._digest is not None:
+            self._digest.add(offset, raw[:done])
+        self.read(raw[done:], offset + done)
+        return np.frombuffer(raw, np.uint8)
 
     def close(self) -> None:
         for file in (self.file, self._direct):
@@ -192,43 +201,31 @@ def write_exactly(file: int, raw: memoryview, offset: int) -> None:
 
 
 class FileWriter:
-    """Writes to a file, created if missing, in large pieces that bypass the page cache. Use it as a context.
+    """Writes to a file, created if missing. Use it as a context.
 
-    Filling the cache with a checkpoint that is seldom reread takes longer than writing it. Bytes that come in order from a
-    whole page on are collected and written directly, if the file system can; others are written as usual.
+    Filling the page cache with a checkpoint that is seldom reread takes longer than writing it. So the pages of memory from
+    `FileReader.take` bypass it, if the file system can; other bytes are written as usual.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         self._direct = _open_direct(path, os.O_WRONLY)
-        self._pages = memoryview(mmap.mmap(-1, PIECE))  # direct writes need whole pages
-        self._start = self._filled = 0
 
     def write(self, raw: memoryview, offset: int) -> None:
-        """Copy bytes that belong at a position; all are written after `flush`."""
-        if offset != self._start + self._filled:
-            self.flush()
-            self._start = offset
-        while raw:
-            taken = min(len(raw), PIECE - self._filled)
-            self._pages[self._filled : self._filled + taken] = raw[:taken]
-            self._filled += taken
-            raw = raw[taken:]
-            if self._filled == PIECE:
-                self.flush()
-
-    def flush(self) -> None:
-        """Write what was collected."""
-        done = 0
-        if self._direct >= 0 and self._start % _PAGE == 0:
-            whole = self._filled // _PAGE * _PAGE
+        """Write bytes at a position."""
+        start = -offset % _PAGE  # of the whole pages in `raw`
+        end = start + (len(raw) - start) // _PAGE * _PAGE
+        done = start
+        if self._direct >= 0 and end > start and (np.frombuffer(raw, np.uint8).ctypes.data + start) % _PAGE == 0:
             try:
-                done = os.pwrite(self._direct, self._pages[:whole], self._start) if whole else 0
+                done += os.pwrite(self._direct, raw[start:end], offset + start)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the file system cannot after all
                     raise
-        write_exactly(self._file, self._pages[done : self._filled], self._start + done)
-        self._start, self._filled = self._start + self._filled, 0
+        if done > start:
+            write_exactly(self._file, raw[:start], offset)
+            raw, offset = raw[done:], offset + done
+        write_exactly(self._file, raw, offset)
 
     def __enter__(self) -> Self:
         return self

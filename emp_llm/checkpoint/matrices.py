@@ -191,12 +191,15 @@ class Matrix:
 
     def read(self, file: FileReader, first: int, last: int) -> Words:
         """The bits of rows first to last - 1, from the open shard: unsigned, shape (last - first, columns), contiguous."""
-        shape = (self.columns, last - first) if self.transposed else (last - first, self.columns)
-        words = np.empty(shape, WORD[self.itemsize])
+        if not self.transposed:
+            ((offset, begin, end),) = self._places(first, last)
+            stored = file.take(offset, end - begin).view(WORD[self.itemsize]).reshape(last - first, self.columns)
+            return np.require(stored, requirements="A")  # a copy, if the tensor starts at an odd byte
+        words = np.empty((self.columns, last - first), WORD[self.itemsize])
         raw = bytes_of(words)
         for offset, begin, end in self._places(first, last):
             file.read(raw[begin:end], offset)
-        return words.T.copy() if self.transposed else words
+        return words.T.copy()
 
     def pieces(self, first: int, words: Words) -> Iterator[tuple[int, memoryview]]:
         """(offset in the shard, bytes) of each contiguous piece of some rows from `first` on, given as `read` returns them."""

@@ -23,7 +23,6 @@ from emp_llm.checkpoint.files import (
     FileReader,
     FileWriter,
     RunningHash,
-    bytes_of,
     file_hash,
     prefetch,
     sync_path,
@@ -210,16 +209,12 @@ class _ShardFile:
                     self._waiting.popleft().result()
             finally:
                 self._thread.shutdown(cancel_futures=True)
-            if kind is None:
-                self._file.flush()
 
     def copy(self, source: FileReader, start: int, end: int) -> None:
         """Copy bytes start to end - 1 of the source."""
 
         def read(first: int) -> tuple[int, memoryview]:
-            raw = bytes_of(np.empty(min(PIECE, end - first), dtype=np.uint8))
-            source.read(raw, first)
-            return first, raw
+            return first, source.take(first, min(PIECE, end - first)).data
 
         for piece in prefetch(partial(read, first) for first in range(start, end, PIECE)):
             self._put([piece])
