@@ -61,7 +61,7 @@ def verify(options: VerifyOptions) -> Verification:
     except UserError as error:
         findings.differences.append(str(error))
         return Verification(findings.differences, findings.checked)
-    findings.count("tensors", len(pruned.tensors))
+    findings.checked["tensors"] += len(pruned.tensors)
     if options.source is not None:
         _check_against(options.source, options, pruned, manifest, findings)
     return Verification(findings.differences, findings.checked)
@@ -120,11 +120,11 @@ def _check_units(
     head_unit = recipe.structure.head_unit or "group"
     model = unit_model(dense.folder, kinds, head_unit, options.blocks or recipe.blocks, options.trust_remote_code)
     check = UnitVerification(model, pruned, recipe, findings.differences.append)
-    findings.count("heads or neurons", check.check_scores(_features(recipe.name, options, manifest)))
-    findings.count("choices", check.check_choice())
-    findings.count("tensors of the source", check.check_tensors(recipe.refit))
+    findings.checked["heads or neurons"] += check.check_scores(_features(recipe.name, options, manifest))
+    findings.checked["choices"] += check.check_choice()
+    findings.checked["tensors of the source"] += check.check_tensors(recipe.refit)
     structure = read_report(folder).structure
-    findings.count("side files", check.check_side_files({} if structure is None else structure.config))
+    findings.checked["side files"] += check.check_side_files({} if structure is None else structure.config)
 
 
 def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:

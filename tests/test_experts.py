@@ -26,7 +26,7 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 from emp_llm.models.modules import weight_of
 from emp_llm.prune import prune
-from emp_llm.pruning import writing
+from emp_llm.pruning.masks import Pruner
 from emp_llm.verify import verify
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 2}
@@ -197,18 +197,18 @@ def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monke
     monkeypatch.setattr(Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 500)))
     options: dict[str, Any] = {"model": str(source), "method": "emp-magnitude", "targets": "all-linear"}
     prune(output=tmp_path / "whole", **options)
-    rows, written = writing.pruned_rows, list[tuple[str, int | None]]()
+    pruned, written = Pruner.pruned, list[tuple[str, int | None]]()
     stacks = [tensor for tensor in Checkpoint(source).tensors.values() if len(tensor.shape) == 3]
     last = max(tensor.shard for tensor in stacks)
 
     def watched(pruner: Any, target: Any, *arguments: Any) -> Any:
-        for first, words in rows(pruner, target, *arguments):
+        for chunk in pruned(pruner, target, *arguments):
             written.append((target.matrix.stored.shard.name, target.matrix.expert))
-            yield first, words
-            if stop and written[-1] == (last.name, 2) and first:
+            yield chunk
+            if stop and written[-1] == (last.name, 2) and chunk.first:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "pruned_rows", watched)
+    monkeypatch.setattr(Pruner, "pruned", watched)
     stop = True
     with pytest.raises(KeyboardInterrupt):
         prune(output=tmp_path / "out", **options)

@@ -11,7 +11,7 @@ import pytest
 from launch import launch
 
 from emp_llm.prune import prune
-from emp_llm.pruning import writing
+from emp_llm.pruning.masks import Pruner
 
 TARGETS = "down_proj,lm_head"  # in two shards
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -20,7 +20,7 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 def stop_half_way(number: int) -> None:
     """Send this process a signal when a shard is finished and the next one begun, as Ctrl-C or a scheduler does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-    rows, begun = writing.pruned_rows, [0]
+    rows, begun = Pruner.pruned, [0]
 
     def stop(pruner: Any, target: Any, *arguments: Any) -> Any:
         begun[0] += 1
@@ -31,7 +31,7 @@ def stop_half_way(number: int) -> None:
             time.sleep(60)
         return rows(pruner, target, *arguments)
 
-    writing.pruned_rows = stop
+    Pruner.pruned = stop  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("number", CODES)

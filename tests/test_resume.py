@@ -104,15 +104,15 @@ class _Killed(BaseException):
 def kill_at(monkeypatch: pytest.MonkeyPatch, target: int) -> list[str]:
     """Kill the run when it writes the n-th target; returns a list that grows by the name of each target that is begun."""
     begun: list[str] = []
-    rows = writing.pruned_rows
+    put_rows = writing._ShardFile.put_rows
 
-    def counted(pruner: Any, of: Any, *arguments: Any) -> Any:
+    def counted(file: Any, of: Any, chunks: Any) -> Any:
         if len(begun) == target:
             raise _Killed
         begun.append(of.name)
-        return rows(pruner, of, *arguments)
+        return put_rows(file, of, chunks)
 
-    monkeypatch.setattr(writing, "pruned_rows", counted)
+    monkeypatch.setattr(writing._ShardFile, "put_rows", counted)
     return begun
 
 

@@ -21,7 +21,6 @@ from emp_llm.models.architecture import Target
 from emp_llm.prune import prune
 from emp_llm.pruning import writing
 from emp_llm.pruning.counts import block_sparsities
-from emp_llm.pruning.masks import Pruner
 from emp_llm.records.run_report import RunReport
 from emp_llm.sweep import sweep
 
@@ -129,15 +128,15 @@ def test_an_interrupted_run_settles_the_same_again(
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     common: dict[str, Any] = {"model": str(tmp_path / "sharded"), "activations": norms("llama")}
     prune(output=tmp_path / "whole", **common, **options)
-    rows, begun = writing.pruned_rows, []
+    put_rows, begun = writing._ShardFile.put_rows, []
 
-    def stopping(pruner: Pruner, target: Target, *more: Any) -> Any:
+    def stopping(file: Any, target: Target, chunks: Any) -> Any:
         begun.append(target.name)
         if len(begun) == 5:
             raise KeyboardInterrupt
-        return rows(pruner, target, *more)
+        return put_rows(file, target, chunks)
 
-    monkeypatch.setattr(writing, "pruned_rows", stopping)
+    monkeypatch.setattr(writing._ShardFile, "put_rows", stopping)
     with pytest.raises(KeyboardInterrupt):
         prune(output=tmp_path / "out", **common, **options)
     other = {"count_by": "own"} if "sparsity" in options else {"owl_m": 1.2}

@@ -149,11 +149,18 @@ class Pruner:
                 selector.search(scores)
         return selector
 
-    def pruned(self, target: Target, files: FilePool, selector: "GroupSelector | None" = None) -> Iterator[Chunk]:
-        """The chunks of a target after pruning.
+    def pruned(
+        self,
+        target: Target,
+        files: FilePool,
+        selector: "GroupSelector | None" = None,
+        moved: "MovedWeights | None" = None,
+    ) -> Iterator[Chunk]:
+        """The chunks of a target after pruning, in order.
 
         Args:
             selector: of the target's group, if a group is larger than a row.
+            moved: rows whose kept weights moved, in place of the pruned ones; None if none did.
 
         Raises:
             UserError: the target holds NaN or infinity.
@@ -161,6 +168,8 @@ class Pruner:
         for first, words in self.read(target, files):
             with naming_rows(target, first, words):
                 figures = self._prune(target, first, words, selector)
+            if moved is not None:
+                figures = moved.replace(target, first, words, figures)
             yield Chunk(first, words, figures)
 
     def decide(self, on_chunk: Callable[[Target, Chunk], None], moved: "MovedWeights | None" = None) -> Outcomes:
@@ -168,7 +177,7 @@ class Pruner:
 
         Args:
             on_chunk: called with a target and each of its pruned chunks, in order.
-            moved: rows whose kept weights moved, in place of the pruned ones.
+            moved: of `pruned`.
 
         Raises:
             UserError: a target holds NaN or infinity; a file cannot be read, or changes during the reading.
@@ -181,11 +190,8 @@ class Pruner:
                 if self.counts.group == "matrix":
                     selector = self.search([target], files)
                 rows = RowStatistics(target.matrix.rows)
-                for chunk in self.pruned(target, files, selector):
-                    figures = chunk.figures
-                    if moved is not None:
-                        figures = moved.replace(target, chunk.first, chunk.words, figures)
-                    rows.put(chunk.first, figures)
+                for chunk in self.pruned(target, files, selector, moved):
+                    rows.put(chunk.first, chunk.figures)
                     on_chunk(target, chunk)
                     bar.update(chunk.words.size)
                 outcomes.append(self.outcome(target, rows, selector))
@@ -247,7 +253,8 @@ class Pruner:
             n_eff = s_eff = None
         if n_eff is not None and target.name in self.counts.n_eff:
             n_eff = self.counts.n_eff[target.name]
-        return rows.outcome(target, n_eff, s_eff)
+        kept, zeros = columns["kept"].astype(np.int64), int(columns["zeros"].sum())
+        return Outcome(target, kept, columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
 
     def whole(self, selector: "GroupSelector | None") -> tuple[float, float] | None:
         """N_eff and s_eff of all targets as one group; None for other groups."""

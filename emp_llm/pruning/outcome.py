@@ -81,12 +81,6 @@ class RowStatistics:
             if values is not None:
                 self.columns[name][first : first + len(values)] = values
 
-    def outcome(self, target: Target, n_eff: NDArray[Any] | None, s_eff: NDArray[Any] | None) -> Outcome:
-        """The target's outcome, when all chunks are stored."""
-        columns = self.columns
-        zeros, kept = int(columns["zeros"].sum()), columns["kept"].astype(np.int64)
-        return Outcome(target, kept, columns["kept_mass"], columns["mass"], n_eff, s_eff, zeros)
-
 
 def masks_digest(outcomes: Outcomes, recipe: Recipe, fallback: Mapping[str, int]) -> str:
     """A hash of the masks of some targets; for the same weights and norms, equal masks have equal hashes.

@@ -3,7 +3,7 @@
 It only reads. The masks are decided by the slow reference in plain torch, not by the kernel that wrote them.
 """
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 from emp_llm.calibration.activations import Activations
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import PIECE, FileReader, file_hash
-from emp_llm.checkpoint.matrices import Matrix, Words, as_tensor
+from emp_llm.checkpoint.matrices import Words, as_tensor
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.paths import MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
@@ -21,6 +21,7 @@ from emp_llm.options.recipe import SEARCHES, Recipe, parse_pattern
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores
+from emp_llm.pruning.writing import gaps, targets_in
 from emp_llm.records.manifest import FileEntry, Manifest
 
 _CHUNK_WEIGHTS = 1 << 20
@@ -36,11 +37,7 @@ class Findings:
     """
 
     differences: list[str] = field(default_factory=list)
-    checked: dict[str, int] = field(default_factory=dict)
-
-    def count(self, kind: str, number: int = 1) -> None:
-        """Add to the number of checked things of a kind."""
-        self.checked[kind] = self.checked.get(kind, 0) + number
+    checked: Counter[str] = field(default_factory=Counter)
 
 
 def check_files(folder: Path, manifest: Manifest, findings: Findings) -> None:
@@ -48,7 +45,7 @@ def check_files(folder: Path, manifest: Manifest, findings: Findings) -> None:
     total = sum(entry.bytes for entry in manifest.files.values())
     with progress_bar(total, "hash", "B") as bar:
         for name, entry in manifest.files.items():
-            findings.count("files")
+            findings.checked["files"] += 1
             difference = _file_difference(folder / name, entry)
             if difference is not None:
                 findings.differences.append(f"{name}: {difference}")
@@ -104,9 +101,9 @@ def check_other_bytes(source: Checkpoint, pruned: Checkpoint, targets: list[Targ
                 findings.differences.append(f"{ours.name}: {ours.stat().st_size:,} bytes; {size:,} in the source.")
                 alike = False
                 continue
-            for start, end in _gaps([target.matrix for target in targets if target.matrix.stored.shard == theirs], size):
+            for start, end in gaps(targets_in(targets, theirs), theirs):
                 at = _first_difference(ours, theirs, start, end)
-                findings.count("other bytes", end - start)
+                findings.checked["other bytes"] += end - start
                 bar.update(end - start)
                 if at is not None:
                     where = next(
@@ -117,28 +114,17 @@ def check_other_bytes(source: Checkpoint, pruned: Checkpoint, targets: list[Targ
                     )
     for relative in source.side_files():
         ours, theirs = pruned.folder / relative, source.folder / relative
-        findings.count("side files")
+        findings.checked["side files"] += 1
         if not ours.is_file() or ours.read_bytes() != theirs.read_bytes():
             findings.differences.append(f"{relative}: differs from the source.")
     return alike
-
-
-def _gaps(matrices: list[Matrix], size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of each part of a file of `size` bytes that belongs to no matrix."""
-    position = 0
-    for start, end in sorted((matrix.start, matrix.end) for matrix in matrices):
-        yield position, start
-        position = end
-    yield position, size
 
 
 def _first_difference(ours: Path, theirs: Path, start: int, end: int) -> int | None:
     """Offset of the first byte of a range in which two files differ; None if they are equal."""
     with FileReader(ours) as one, FileReader(theirs) as other:
         for first in range(start, end, PIECE):
-            a, b = (np.empty(min(PIECE, end - first), dtype=np.uint8) for _ in range(2))
-            one.read(a.data, first)
-            other.read(b.data, first)
+            a, b = (file.take(first, min(PIECE, end - first)) for file in (one, other))
             if not np.array_equal(a, b):
                 return first + int(np.flatnonzero(a != b)[0])
     return None
@@ -178,7 +164,7 @@ def check_masks(pruned: Checkpoint, scores: Scores, findings: Findings) -> None:
                     over += int(np.count_nonzero(here > there))
                     left, most = left + int(here.sum()), most + int(there.sum())
                     bar.update(chunk.words.size)
-            findings.count("targets")
+            findings.checked["targets"] += 1
             findings.differences += _differences(recipe, target, wrong, left, most, over, finite, by_matrix)
 
 

@@ -6,7 +6,7 @@ rows are noted there, and an interrupted run resumes after it; a shard that is n
 
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from emp_llm.checkpoint.files import (
     prefetch,
     sync_path,
 )
-from emp_llm.checkpoint.matrices import Words
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import ReadError, UserError
 from emp_llm.common.machine import versions
@@ -35,14 +34,13 @@ from emp_llm.common.paths import EXTRAS, MANIFEST_NAME, REPORT_NAME
 from emp_llm.common.progress import Bar, progress_bar
 from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
-from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.outcome import Outcome, Outcomes, RowStatistics
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.base import read_record
 from emp_llm.records.manifest import FileEntry, Manifest, ManifestSource, NormsRecord
 
 if TYPE_CHECKING:
-    from emp_llm.selection.reference import GroupSelector
     from emp_llm.update.moved import MovedWeights
 
 EVALUATION_FOLDER = f"{EXTRAS}/evaluation"  # measurements of an unfinished evaluation
@@ -122,7 +120,7 @@ def _write_shards(
     with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-sync") as behind:
         finishing = []
         for shard in pruner.checkpoint.shards:
-            targets = _targets_in(pruner, shard)
+            targets = targets_in(pruner.targets, shard)
             if output is not None and shard.name in hashes:
                 statistics = _saved_statistics(output.work / f"{shard.name}.npy", targets)
                 for done, rows in zip(targets, statistics, strict=True):
@@ -131,12 +129,11 @@ def _write_shards(
                 continue
             digest, statistics, reader = RunningHash(folder / shard.name), [], files.reader(shard)
             with _ShardFile(folder / shard.name, digest, bar) as file:
-                for (start, end), target in zip(_gaps(targets, shard), [*targets, None], strict=True):
+                for (start, end), target in zip(gaps(targets, shard), [*targets, None], strict=True):
                     file.copy(reader, start, end)
                     if target is not None:
                         selector = pruner.search([target], files)
-                        statistics.append(RowStatistics(target.matrix.rows))
-                        file.put_rows(target, pruned_rows(pruner, target, files, selector, statistics[-1], moved))
+                        statistics.append(file.put_rows(target, pruner.pruned(target, files, selector, moved)))
                         outcomes[target.name] = pruner.outcome(target, statistics[-1], selector)
             finishing.append(behind.submit(finish, shard, digest, statistics))
             if len(finishing) > 1:
@@ -154,34 +151,17 @@ def _write_together(
     selector = pruner.search(pruner.targets, files)
     for shard, digest in digests.items():
         with _ShardFile(folder / shard.name, digest, bar) as file:
-            for start, end in _gaps(_targets_in(pruner, shard), shard):
+            for start, end in gaps(targets_in(pruner.targets, shard), shard):
                 file.copy(files.reader(shard), start, end)
     outcomes = {}
     for target in pruner.targets:
-        shard, statistics = target.matrix.stored.shard, RowStatistics(target.matrix.rows)
+        shard = target.matrix.stored.shard
         with _ShardFile(folder / shard.name, digests[shard], bar) as file:
-            file.put_rows(target, pruned_rows(pruner, target, files, selector, statistics, moved))
+            statistics = file.put_rows(target, pruner.pruned(target, files, selector, moved))
         outcomes[target.name] = pruner.outcome(target, statistics, selector)
     for shard in digests:
         sync_path(folder / shard.name)
     return outcomes, pruner.whole(selector), {shard.name: digest.finish() for shard, digest in digests.items()}
-
-
-def pruned_rows(
-    pruner: Pruner,
-    target: Target,
-    files: FilePool,
-    selector: "GroupSelector | None",
-    statistics: RowStatistics,
-    moved: "MovedWeights | None",
-) -> Iterator[tuple[int, Words]]:
-    """(first row, bits) of each chunk of a target's rows after pruning and any update, in order. Fills in the statistics."""
-    for chunk in pruner.pruned(target, files, selector):
-        figures = chunk.figures
-        if moved is not None:
-            figures = moved.replace(target, chunk.first, chunk.words, figures)
-        statistics.put(chunk.first, figures)
-        yield chunk.first, chunk.words
 
 
 class _ShardFile:
@@ -219,10 +199,13 @@ class _ShardFile:
         for piece in prefetch(partial(read, first) for first in range(start, end, PIECE)):
             self._put([piece])
 
-    def put_rows(self, target: Target, rows: Iterable[tuple[int, Words]]) -> None:
-        """Write rows of a target, given as (first row, bits)."""
-        for first, words in rows:
-            self._put(target.matrix.pieces(first, words))
+    def put_rows(self, target: Target, chunks: Iterable[Chunk]) -> RowStatistics:
+        """Write the rows of a target; returns their figures."""
+        statistics = RowStatistics(target.matrix.rows)
+        for chunk in chunks:
+            statistics.put(chunk.first, chunk.figures)
+            self._put(target.matrix.pieces(chunk.first, chunk.words))
+        return statistics
 
     def _put(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Queue pieces for writing; wait while too many are queued."""
@@ -237,13 +220,12 @@ class _ShardFile:
             self._bar.update(len(raw))
 
 
-def _targets_in(pruner: Pruner, shard: Path) -> list[Target]:
-    """The targets of a shard in the order of their bytes."""
-    own = (target for target in pruner.targets if target.matrix.stored.shard == shard)
-    return sorted(own, key=lambda target: target.matrix.start)
+def targets_in(targets: Sequence[Target], shard: Path) -> list[Target]:
+    """Those of some targets that are in a shard, in the order of their bytes."""
+    return sorted((t for t in targets if t.matrix.stored.shard == shard), key=lambda target: target.matrix.start)
 
 
-def _gaps(targets: list[Target], shard: Path) -> Iterator[tuple[int, int]]:
+def gaps(targets: Sequence[Target], shard: Path) -> Iterator[tuple[int, int]]:
     """(start, end) of the bytes before each target of a shard, given in order, and of those after the last."""
     position = 0
     for target in targets:
