@@ -26,15 +26,18 @@ _NAMES = {
     "emp-admm": "**emp-admm** (ADMM, counts from |W|)",
 }
 _REFITS = {"": "", "equal": "refit", "relative": "refit, relative weights"}
-_DRAWN = (
-    *((method, refit) for refit in ("", "equal") for method in ("wanda", "sparsegpt", "emp-relative")),
-    ("emp-admm", "equal"),
-)
+_DRAWN = {
+    ("wanda", ""): "Wanda",
+    ("sparsegpt", ""): "SparseGPT",
+    ("wanda", "equal"): "Wanda, refit",
+    ("emp-admm", "equal"): "emp-admm, refit",
+}
+_FRONT = ("wiki-llama-5m", "all-linear")  # the model and the layers of README's picture
 _ENOUGH = 3  # points of a column of which the best is marked
 
 
 def write_tables(folder: Path, results: list[Path]) -> None:
-    """Write `tables.md` and one figure for each model into a folder.
+    """Write `tables.md`, one figure for each model, and the picture of README, `front.svg`, into a folder.
 
     Args:
         folder: created if missing.
@@ -50,7 +53,12 @@ def write_tables(folder: Path, results: list[Path]) -> None:
         for (scope, calibration, samples), members in _grouped(points, "scope", "calibration", "samples").items():
             about = f"{'MLP layers' if scope == 'mlp' else 'All linear layers'}, {samples} sequences of {calibration}"
             parts.append(f"### {about}\n\n{markdown_table(_rows(members, dense))}")
-        _draw(folder / f"{_slug(model)}.svg", model, [p for p in points if p["scope"] == "mlp"], dense)
+        title = f"{model}: damage of pruning its MLP layers"
+        _draw(folder / f"{_slug(model)}.svg", title, points, "mlp", dense, _DRAWN, log=True)
+        if model == _FRONT[0]:
+            title = "A Llama of 5 M weights on WikiText-2, all its linear layers pruned"
+            lines = {("wanda", ""): "Wanda", ("emp-admm", "equal"): "emp-llm"}
+            _draw(folder / "front.svg", title, points, _FRONT[1], dense, lines, log=False)
     (folder / "tables.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -89,24 +97,35 @@ def _title(points: list[Entry], budget: str) -> str:
     return budget if ":" in budget else f"{100 * _removed(points, budget):.1f} % removed"
 
 
-def _draw(path: Path, model: str, points: list[Entry], dense: Entry) -> None:
-    """The increase against the sparsity, for the main methods."""
+def _draw(
+    path: Path, title: str, points: list[Entry], scope: str, dense: Entry, lines: dict[tuple[str, str], str], log: bool
+) -> None:
+    """The increase against the sparsity of some methods, labelled at the ends of their lines.
+
+    Only points with the calibration set of most points are drawn, so that a line joins nothing but sparsities.
+    """
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "study"  # the same file for the same results
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
-    for method, refit in _DRAWN:
-        own = [p for p in points if (p["method"], p["refit"]) == (method, refit) and ":" not in p["budget"]]
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
+    main = max(_grouped(points, "calibration", "samples").values(), key=len)
+    for (method, refit), label in lines.items():
+        own = [p for p in main if (p["method"], p["refit"], p["scope"]) == (method, refit, scope) and ":" not in p["budget"]]
         line = sorted((100 * p["sparsity"], *increase(p, dense)) for p in own)
-        if line:
-            style = "--" if refit else "-"
-            label = f"{method}, {_REFITS[refit]}" if refit else method
-            axes.errorbar(*zip(*[(x, y) for x, y, _ in line], strict=True), [e for *_, e in line], fmt=f"o{style}", label=label)
-    axes.set(xlabel="weights of the MLP layers removed, %", ylabel="increase of the perplexity, %", title=model, yscale="log")
-    axes.legend()
+        drawn = axes.errorbar(*zip(*[(x, y) for x, y, _ in line], strict=True), [e for *_, e in line], fmt="o-", markersize=4)
+        end = line[-1][:2]
+        axes.annotate(label, end, (8, 0), textcoords="offset points", va="center", color=drawn[0].get_color(), weight="bold")
+    axes.set(
+        xlabel="weights set to zero, %", ylabel="increase of the perplexity, %", title=title, yscale="log" if log else "linear"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.22 if log else 0.18)
+    axes.set_xticks([40, 50, 60, 70])
+    if not log:
+        axes.set_ylim(0)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
