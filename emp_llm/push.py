@@ -24,11 +24,11 @@ def push(options: PushCommandOptions) -> "Pushed":
         UserError: the folder is no finished checkpoint or differs from its manifest, the Hub refuses, or the branch holds other
             weights.
     """
-    from emp_llm.reporting.push import Destination, Evidence, push_checkpoint
+    from emp_llm.reporting.push import Destination, push_checkpoint
 
     destination = Destination(options.repository, options.revision, options.private, options.overwrite)
-    evidence = Evidence(tuple(options.results or ()), tuple(options.plot or ()), options.base_model)
-    return push_checkpoint(options.folder, destination, evidence, options.dry_run)
+    results, plots = options.results or (), options.plot or ()
+    return push_checkpoint(options.folder, destination, results, plots, options.base_model, options.dry_run)
 
 
 def show(pushed: "Pushed") -> None:

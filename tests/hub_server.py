@@ -58,7 +58,6 @@ class Hub:
     users: dict[str, User]
     gated: tuple[str, ...] = ()
     part_size: int | None = None
-    ignored: tuple[str, ...] = ()
     endpoint: str = ""
     asked: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -290,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular"}
         if path in files:
             answer["oid"] = sha256(files[path]) if large else blob_id(files[path])
-        return answer | {"shouldIgnore": path in self.hub.ignored}
+        return answer | {"shouldIgnore": False}
 
     def _batch(self, name: str) -> object:
         repository = self.hub.writer(name, self.token)

@@ -186,7 +186,6 @@ CACHED = "/home/somebody/.cache/huggingface/hub/models--meta-llama--Llama-2-7b-h
         ("~/models/llama/", "llama"),
         ("../llama", "llama"),
         ("runs/first/model", "model"),
-        ("C:\\Users\\somebody\\llama", "llama"),
         ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
         ("gpt2", "gpt2"),
         (CACHED, "meta-llama/Llama-2-7b-hf"),
@@ -198,8 +197,8 @@ def test_names_of_models(name: str, shown: str) -> None:
 
 
 def test_a_folder_that_looks_like_a_hub_id() -> None:
-    assert public(ModelSource(model="models/llama", revision=None), "models/llama").model == "llama"
-    assert public(ModelSource(model="models/llama", revision="0" * 40), "models/llama").model == "models/llama"
+    assert public(ModelSource(model="models/llama", revision=None), {"models/llama"}).model == "llama"
+    assert public(ModelSource(model="models/llama", revision="0" * 40)).model == "models/llama"
 
 
 def test_other_fields_are_kept() -> None:
@@ -217,11 +216,10 @@ def test_other_fields_are_kept() -> None:
         ("emp-llm prune --model=/home/x/llama --output ~/out", "emp-llm prune --model=llama --output out"),
         ("emp-llm prune --calibration allenai/c4,samples=8", "emp-llm prune --calibration allenai/c4,samples=8"),
         ("emp-llm prune --calibration 'c4,file=/home/x/t.txt,join= '", "emp-llm prune --calibration 'c4,file=t.txt,join= '"),
-        ("emp-llm prune --calibration /x/a.txt:9,b/c:8,C:\\\\d.txt", "emp-llm prune --calibration a.txt:9,b/c:8,d.txt"),
+        ("emp-llm prune --calibration /x/a.txt:9,b/c:8", "emp-llm prune --calibration a.txt:9,b/c:8"),
         ("emp-llm evaluate --suite my/a.toml,seqlen=64 --beside a/b", "emp-llm evaluate --suite a.toml,seqlen=64 --beside b"),
         ("emp-llm prune --targets q_proj,v_proj --push-to-hub a/b", "emp-llm prune --targets q_proj,v_proj --push-to-hub a/b"),
         ("/home/x/jobs/run.py 'a b/c'", "run.py c"),
-        ("emp-llm 'unfinished", ""),
     ],
 )  # fmt: skip
 def test_commands(command: str, shown: str) -> None:
