@@ -149,16 +149,12 @@ def test_a_newer_run_is_refused_by_report(runs: Path, tmp_path: Path) -> None:
         report([tmp_path], output=tmp_path / "out")
 
 
-def test_wrong_fields_are_named_with_their_keys(runs: Path, tmp_path: Path) -> None:
-    """msgspec leaves out the keys of mappings; the error has them, also nested ones."""
+def test_a_wrong_field_is_named(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
-    counts = {"t": {"original": 10, "effective": 10}, "u.v": {"original": 10, "effective": "all"}}
-    values["evaluation"]["pruned"]["tasks"] = {
-        "fine": {"results": {}, "n-samples": {}},
-        "task": {"results": {"t": {"acc,none": 0.5}}, "n-samples": counts},
-    }
+    counts = {"task": {"original": 10, "effective": "all"}}
+    values["evaluation"]["pruned"]["tasks"] = {"task": {"results": {}, "n-samples": counts}}
     path = tmp_path / "emp_report.json"
     path.write_text(json.dumps(values))
     with pytest.raises(UserError) as caught:
         read_record(path, RunReport)
-    assert str(caught.value) == f"{path}: evaluation.pruned.tasks.task.n-samples.u.v.effective: expected int, got str."
+    assert str(caught.value) == f"{path}: evaluation.pruned.tasks[...].n-samples[...].effective: expected int, got str."

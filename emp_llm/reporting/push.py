@@ -283,7 +283,8 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
             f"{to.name}: {other[0]} on branch {branch} holds other weights. Name another repository or branch, or add "
             "--overwrite: the old ones stay in the history."
         )
-    operations = [*additions, *(CommitOperationDelete(path) for path in stale)]  # the client leaves out unchanged small files
+    # The client leaves out small files that are the same there.
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *map(CommitOperationDelete, stale)]
     return str(api.create_commit(to.name, operations, commit_message=message, revision=branch, parent_commit=head).oid)
 
 
