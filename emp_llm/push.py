@@ -15,8 +15,8 @@ def push(options: PushCommandOptions) -> "Pushed":
     """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as README.md.
 
     The push is a single commit, so nobody loads half a model. An interrupted push resumes after the last finished large file.
-    The commit holds the files of the manifest, the manifest itself, report, card, results and plots, and nothing else from the
-    folder. They name models and files, not folders of this machine.
+    The commit holds the files of the manifest, the manifest itself, report, card, results and the PNG files of DIR/emp_llm, and
+    nothing else from the folder. They name models and files, not folders of this machine.
 
     Returns the files and the commit; for a dry run, the files that would be pushed.
 
@@ -27,8 +27,7 @@ def push(options: PushCommandOptions) -> "Pushed":
     from emp_llm.reporting.push import Destination, push_checkpoint
 
     destination = Destination(options.repository, options.revision, options.private, options.overwrite)
-    results, plots = options.results or (), options.plot or ()
-    return push_checkpoint(options.folder, destination, results, plots, options.base_model, options.dry_run)
+    return push_checkpoint(options.folder, destination, options.results or (), options.base_model, options.dry_run)
 
 
 def show(pushed: "Pushed") -> None:

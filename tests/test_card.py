@@ -34,7 +34,6 @@ def add_task(path: Path, accuracy: float) -> None:
 def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, hub_suite: Path, tmp_path: Path) -> None:
     (checkpoint / "emp_llm").mkdir(exist_ok=True)
     (checkpoint / "emp_llm" / "kept_fractions.png").write_bytes(PNG)
-    (tmp_path / "beta.png").write_bytes(PNG + b"2")
     results = tmp_path / "pruned-lamps.json"
     asked = {"suite": f"{hub_suite},seqlen=64", "baseline": str(hub_dense), "output": results, "device_map": "cpu"}
     client.call("evaluate", model=checkpoint, **asked)
@@ -46,7 +45,7 @@ def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, h
     record["made_by"]["quantization"] = {"bits": "4bit"}
     (tmp_path / "pruned-4bit.json").write_text(json.dumps(record))
     both.append(tmp_path / "pruned-4bit.json")
-    evidence = {"results": both, "plot": [tmp_path / "beta.png"], "base_model": "user/dense"}
+    evidence = {"results": both, "base_model": "user/dense"}
     done = client.call("push", folder=checkpoint, repository="user/card", **evidence)
     assert "result" in done, done
     assert hub.repositories["user/card"].head().title == "dense pruned by emp-magnitude with emp-llm"
@@ -74,7 +73,6 @@ def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, h
         "neither smaller nor faster",
         'from_pretrained("user/card"',
         "![kept fractions](emp_llm/kept_fractions.png)",
-        "![beta](emp_llm/beta.png)",
         "[LICENSE](LICENSE)",
         "| beta | `1.0` |",
         '| group | `"row"` |',
@@ -100,14 +98,9 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
             push(checkpoint, "user/wrong", dry_run=True, **more)
         return str(caught.value)
 
-    (tmp_path / "again").mkdir()
-    for folder in (tmp_path, tmp_path / "again"):
-        (folder / "plot.png").write_bytes(PNG)
-    assert "two files of this name" in error(plot=[tmp_path / "plot.png", tmp_path / "again" / "plot.png"])
     file = tmp_path / "r.json"
     file.write_text("[]")
     assert f"--results {file}" in error(results=[file])
-    assert "no such PNG file" in error(plot=[file])
     record: dict[str, Any] = {
         "format": "emp-llm results 3",
         "made_by": {"model": {"identity": "other"}},
@@ -126,6 +119,7 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     mine = {"made_by": {"model": {"identity": identity_of(pruned)}, "text": {"file": "of another suite"}}}
     (tmp_path / "ours.json").write_text(json.dumps(record | mine))
     push(checkpoint, "user/right", dry_run=True, results=[tmp_path / "ours.json"])
+    assert "two files of this name" in error(results=[tmp_path / "ours.json"] * 2)
     assert "r.json: it is of other weights" in error(results=[tmp_path / "ours.json", file])
     theirs = {"made_by": {"model": {"identity": identity_of(Checkpoint(hub_dense))}}}
     file.write_text(json.dumps(record | theirs))

@@ -124,25 +124,24 @@ def push_checkpoint(
     folder: Path,
     to: Destination,
     results: Sequence[Path] = (),
-    plots: Sequence[Path] = (),
     base_model: str | None = None,
     dry_run: bool = False,
 ) -> Pushed:
     """Push a pruned checkpoint with a model card, which is also written to its folder as README.md.
 
     A README.md that emp-llm did not write is pushed as it is. Report, manifest, activations and results are pushed in a public
-    form: they name models and files, not folders of this machine.
+    form: they name models and files, not folders of this machine. PNG files in the checkpoint's folder `emp_llm` are shown in
+    the card.
 
     Args:
         folder: the output of a finished prune.
         to: the destination.
         results: results files of `evaluate`, of this checkpoint and of models to compare with; and outputs of `bench`.
-        plots: PNG files, in addition to those in the checkpoint's folder `emp_llm`.
         base_model: Hub id of the dense model, if the report names a folder.
         dry_run: check everything and list the files; neither the folder nor the Hub is changed.
 
     Raises:
-        UserError: the folder is no finished checkpoint, it differs from its manifest, or a results file or plot does not fit;
+        UserError: the folder is no finished checkpoint, it differs from its manifest, or a results file does not fit;
             or the Hub refuses.
     """
     to.check_name()
@@ -157,11 +156,7 @@ def push_checkpoint(
     measured = {path: read_results(path, "--results") for path in paths}
     this = identity_of(Checkpoint(folder)) if results else None
     _check_evidence(folder, this, measured, benches)
-    for path in plots:
-        if not path.is_file() or path.suffix.lower() != ".png":
-            raise UserError(f"--plot {path}: no such PNG file.")
-    plots = [*sorted((folder / EXTRAS).glob("*.png")), *plots]
-    names = [path.name for path in (*plots, *paths)]
+    names = [path.name for path in paths]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{twice}: two files of this name would be pushed to the same folder; rename one.")
 
@@ -192,16 +187,16 @@ def push_checkpoint(
         for name, record in (records | {MANIFEST_NAME: manifest, REPORT_NAME: report}).items():
             files[name] = Path(scratch) / name
             record.save(files[name])
-        files |= {f"{EXTRAS}/{path.name}": path for path in plots}
+        plots = {f"{EXTRAS}/{path.name}": path for path in sorted((folder / EXTRAS).glob("*.png"))}
+        files |= plots
 
         card, text = folder / CARD_NAME, ""
         if card.exists() and not is_ours(card):
             logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", card)
         else:
             evaluated = [model_of_results(each, each.made_by.model.identity == this) for each in measured.values()]
-            shown = [f"{EXTRAS}/{path.name}" for path in plots]
             origin = find_origin(source, base_model)
-            text = card_text(to.name, to.branch, report, origin, evaluated, shown, benches, list(files))
+            text = card_text(to.name, to.branch, report, origin, evaluated, list(plots), benches, list(files))
         sizes = {name: file.stat().st_size for name, file in files.items()}
         sizes[CARD_NAME] = len(text.encode()) if text else card.stat().st_size
         if dry_run:
