@@ -93,7 +93,6 @@ def hub(_hub: Hub) -> Hub:
     _hub.put.clear()
     _hub.faults.clear()
     _hub.seen.clear()
-    _hub.part_size = None
     return _hub
 
 

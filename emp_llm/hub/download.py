@@ -21,17 +21,7 @@ logger = logging.getLogger(__name__)
 
 _WAITS = (1, 2)  # seconds before each retry of the first request; after that only the cache is used
 # The files of a checkpoint in the format of transformers, without copies of the weights in other formats.
-_WANTED = [
-    "*.json",
-    "model*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    "*.tiktoken",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-]
+_WANTED = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _UNWANTED = ["original/*", "onnx/*", "consolidated*", "openvino/*", "gguf/*"]
 
 

@@ -221,8 +221,6 @@ def _check_evidence(folder: Path, this: str | None, measured: Mapping[Path, Resu
     for path, results in measured.items():
         if not results.complete:
             raise UserError(f"--results {path}: that run has not finished; run its command again to resume it.")
-        if path.suffix != ".json" or path.name.startswith("."):
-            raise UserError(f"--results {path}: it is pushed beside the model, so its name must end in .json.")
     models = {path: model_of_results(each, each.made_by.model.identity == this) for path, each in measured.items()}
     for suite in by_suite(list(models.values())):
         if not any(each.this for each in suite):
