@@ -93,6 +93,7 @@ def hub(_hub: Hub) -> Hub:
     _hub.put.clear()
     _hub.faults.clear()
     _hub.seen.clear()
+    _hub.ignored = ()
     return _hub
 
 

@@ -57,6 +57,7 @@ class Hub:
     repositories: dict[str, Repository]
     users: dict[str, User]
     gated: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     endpoint: str = ""
     asked: list[str] = field(default_factory=list)
     put: list[str] = field(default_factory=list)
@@ -286,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular"}
         if path in files:
             answer["oid"] = sha256(files[path]) if large else blob_id(files[path])
-        return answer | {"shouldIgnore": False}
+        return answer | {"shouldIgnore": path in self.hub.ignored}
 
     def _batch(self, name: str) -> object:
         repository = self.hub.writer(name, self.token)

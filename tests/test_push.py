@@ -276,6 +276,8 @@ def test_nothing_but_the_checkpoint_is_pushed(hub: Hub, client: Client, checkpoi
     assert "it holds your access token" in error()
     (checkpoint / "README.md").unlink()
     assert "user/wrong" not in hub.repositories
+    hub.ignored = ("config.json",)
+    assert "config.json is missing from the commit" in error()
 
 
 def test_prune_pushes_and_everything_loads_by_its_name(hub: Hub, client: Client, hub_suite: Path, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
         The id of the branch's newest commit.
 
     Raises:
-        UserError: a file holds the access token, the branch holds other weights, or the repository is public.
+        UserError: a file holds the access token, the branch holds other weights, or the repository is public or ignores a file.
     """
     token = (get_token() or "").encode()
     for path, file in files.items():
@@ -278,7 +278,14 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
         )
     # The client leaves out small files that are the same there.
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *map(CommitOperationDelete, stale)]
-    return str(api.create_commit(to.name, operations, commit_message=message, revision=branch, parent_commit=head).oid)
+    commit = api.create_commit(to.name, operations, commit_message=message, revision=branch, parent_commit=head).oid
+    missing = sorted(files.keys() - set(api.list_repo_files(to.name, revision=commit)))
+    if missing:
+        raise UserError(
+            f"{to.name}: {missing[0]} is missing from the commit. If a .gitignore there names it, remove that entry; then run "
+            "the same command."
+        )
+    return commit
 
 
 def _is_weights(path: str) -> bool:
