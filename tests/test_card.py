@@ -11,11 +11,12 @@ from hub_server import Hub
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
+from emp_llm.reporting.card import method_words
 from emp_llm.reporting.public import cached_repository, public
 from emp_llm.verify import verify
 
@@ -83,6 +84,21 @@ def test_the_card(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, h
     assert pushed["model"] == "pruned"
     assert pushed["perplexity"]["perplexity"] == measured
     assert verify(checkpoint).differences == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(method="wanda"), "Wanda scores (weight magnitude times input norm)"),
+        (Recipe(method="emp-admm"), "(EMP) with counts by magnitudes, masks and weights searched for together (ADMM)"),
+        (
+            Recipe(method="emp-wanda", refit=True, structure=StructureRecipe(structure="neurons")),
+            "EMP of whole MLP neurons scored by the norms of their weights and activations, with a refit of the kept weights",
+        ),
+    ],
+)
+def test_methods_in_words(recipe: Recipe, words: str) -> None:
+    assert method_words(recipe).endswith(words)
 
 
 def test_a_card_of_ones_own_is_kept(hub: Hub, client: Client, checkpoint: Path) -> None:

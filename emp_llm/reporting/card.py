@@ -33,6 +33,7 @@ _METHODS = {
     "ria": "RIA scores (relative importance and activations)",
     "sparsegpt": "SparseGPT",
     "admm": "masks and weights searched for together (ADMM)",
+    "emp-admm": "counts by magnitudes, masks and weights searched for together (ADMM)",
 }
 _UNIT_SCORES = {
     "magnitude": "the norms of their weights",
@@ -44,13 +45,14 @@ _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag
 _MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
 
 
-def _method_words(recipe: Recipe) -> str:
+def method_words(recipe: Recipe) -> str:
     """The method of a run in words."""
     if recipe.structure is not None:
         rule = "EMP" if recipe.adaptive else "a fixed share"
         how = f"{rule} of whole {_UNITS[recipe.structure.structure]} scored by {_UNIT_SCORES[recipe.name]}"
     else:
-        how = f"{'Effective Model Pruning (EMP) with ' if recipe.adaptive else ''}{_METHODS.get(recipe.name, recipe.name)}"
+        how = _METHODS.get(recipe.method) or _METHODS.get(recipe.name, recipe.name)
+        how = f"Effective Model Pruning (EMP) with {how}" if recipe.adaptive else how
     if recipe.score == "relative" and recipe.name != "relative":
         how += ", with input norms relative to the output"
     if recipe.shares == "owl":
@@ -147,7 +149,7 @@ def card_text(
         report=report,
         origin=origin,
         base=f"[{origin.name}](https://huggingface.co/{origin.name})" if origin.name else f"`{report.source.model}`",
-        method=_method_words(report.recipe),
+        method=method_words(report.recipe),
         lines=pruning_lines(report) if structure is None else structure_lines(report),
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
         removed=markdown_table(pruning_rows(report) if structure is None else structure_rows(structure)),

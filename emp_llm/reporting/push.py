@@ -35,7 +35,6 @@ from emp_llm.reporting.public import public
 from emp_llm.reporting.run_tables import split_benches
 
 logger = logging.getLogger(__name__)
-_TEXTS = (".json", ".md", ".txt", ".jinja", ".py")
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,8 @@ def push_checkpoint(
 
     # The public form of the records.
     source = report.source
-    models = [
-        source,
-        report.calibration,
-        *measured.values(),
-        *(each for bench in benches for each in (bench.dense, bench.sparse)),
-    ]
+    speeds = [speed for bench in benches for speed in (bench.dense, bench.sparse)]
+    models = [source, report.calibration, *measured.values(), *speeds]
     folders = {each.model for each in models if each is not None and each.revision is None}
     report, manifest = public(report, folders), public(manifest, folders)
     measured = {path: public(each, folders) for path, each in measured.items()}
@@ -249,7 +244,7 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
     """
     token = (get_token() or "").encode()
     for path, file in files.items():
-        if token and path.endswith(_TEXTS) and token in file.read_bytes():
+        if token and not _is_weights(path) and token in file.read_bytes():
             raise UserError(f"{file}: it holds your access token, so nothing was pushed. Remove the token from it.")
     api, main, overwrite = HfApi(), constants.DEFAULT_REVISION, to.overwrite
     branch = to.branch or main
