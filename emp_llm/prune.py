@@ -81,6 +81,8 @@ def prune(
 
         destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
         destination.check_name()
+        if ranks().main and not output.dry_run:
+            check_login(destination)
     if structure.structure is not None:
         from emp_llm.structure.prune_structure import prune_structure, structure_recipe
 
@@ -93,7 +95,7 @@ def prune(
             output.output,
             output.overwrite,
             output.dry_run,
-            destination,
+            push.push_to_hub,
         )
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
     norms, stopwatch = given_norms(text, recipe), Stopwatch()
@@ -121,9 +123,7 @@ def prune(
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub, source.hollow)
 
-    # What is needed later is checked now: the login, the text, the suite, the output.
-    if destination is not None and ranks().main:
-        check_login(destination)
+    # What is needed later is checked now: the text, the suite, the output.
     quantization, calibrates = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit), norms is None
     data = None
     if update is not None or (recipe.needs_activations and calibrates):

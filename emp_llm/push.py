@@ -15,8 +15,8 @@ def push(options: PushCommandOptions) -> "Pushed":
     """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as README.md.
 
     The push is a single commit, so nobody loads half a model. An interrupted push resumes after the last finished large file.
-    The commit holds the files of the manifest, the manifest itself, report, card, results and plots, and nothing else from the
-    folder. They name models and files, not folders of this machine.
+    The commit holds the files of the manifest, the manifest itself, report, card, results and the PNG files of DIR/emp_llm, and
+    nothing else from the folder. They name models and files, not folders of this machine.
 
     Returns the files and the commit; for a dry run, the files that would be pushed.
 
@@ -24,11 +24,10 @@ def push(options: PushCommandOptions) -> "Pushed":
         UserError: the folder is no finished checkpoint or differs from its manifest, the Hub refuses, or the branch holds other
             weights.
     """
-    from emp_llm.reporting.push import Destination, Evidence, push_checkpoint
+    from emp_llm.reporting.push import Destination, push_checkpoint
 
     destination = Destination(options.repository, options.revision, options.private, options.overwrite)
-    evidence = Evidence(tuple(options.results or ()), tuple(options.plot or ()), options.base_model)
-    return push_checkpoint(options.folder, destination, evidence, options.dry_run)
+    return push_checkpoint(options.folder, destination, options.results or (), options.base_model, options.dry_run)
 
 
 def show(pushed: "Pushed") -> None:

@@ -19,7 +19,6 @@ from emp_llm.cluster.site import Site
 from emp_llm.cluster.slurm import SubmittedTask
 from emp_llm.collect import Collected
 from emp_llm.evaluation.suites import SuiteFile
-from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import FileRecord
 from emp_llm.records.bench import Bench
 from emp_llm.records.corpus import Corpus
@@ -28,6 +27,7 @@ from emp_llm.records.measure import Measure
 from emp_llm.records.report_page import ReportPage
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import ActivationsInfo
 from emp_llm.records.sweep import Sweep
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"

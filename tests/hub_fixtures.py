@@ -93,7 +93,7 @@ def hub(_hub: Hub) -> Hub:
     _hub.put.clear()
     _hub.faults.clear()
     _hub.seen.clear()
-    _hub.part_size, _hub.ignored = None, ()
+    _hub.ignored = ()
     return _hub
 
 

@@ -9,12 +9,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
 import msgspec
-from huggingface_hub import constants
 from huggingface_hub.utils import logging as hub_logging
 
 from emp_llm import cli
@@ -24,19 +22,6 @@ from emp_llm.evaluate import evaluate
 from emp_llm.hub.local_model import find_model
 from emp_llm.prune import prune
 from emp_llm.push import push
-
-
-def push_and_size(**options: Any) -> dict[str, Any]:
-    pushed = push(**options)
-    return asdict(pushed) | {"bytes": pushed.bytes}
-
-
-def push_by_xet(**options: Any) -> dict[str, Any]:
-    constants.HF_HUB_DISABLE_XET = False
-    try:
-        return push_and_size(**options)
-    finally:
-        constants.HF_HUB_DISABLE_XET = True
 
 
 def command(line: list[str], folder: str) -> dict[str, Any]:
@@ -75,8 +60,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "find_model": find_model,
     "model_size": model_size,
     "prune": prune,
-    "push": push_and_size,
-    "push_by_xet": push_by_xet,
+    "push": push,
     "weights": weights,
 }
 

@@ -49,19 +49,17 @@ class Hub:
     """What the server holds and what it was asked.
 
     Attributes:
-        asked: paths, unquoted, without queries; requests: methods before paths.
-        put: SHA-256 of the large files whose bytes were received, one entry for every upload of a whole file or of a part.
+        asked: paths, unquoted, without queries.
+        put: SHA-256 of the large files whose bytes were received.
         seen: bodies of all requests but uploads of large files, and all headers but Authorization.
     """
 
     repositories: dict[str, Repository]
     users: dict[str, User]
     gated: tuple[str, ...] = ()
-    part_size: int | None = None
     ignored: tuple[str, ...] = ()
     endpoint: str = ""
     asked: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
     put: list[str] = field(default_factory=list)
     seen: list[bytes] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -148,7 +146,6 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in address.strip("/").split("/")]
         path = "/" + "/".join(parts)
         self.hub.asked.append(path)
-        self.hub.requests.append(f"{self.command} {path}")
         self.body = self._read()
         headers = "\n".join(f"{key}: {value}" for key, value in self.headers.items() if key.lower() != "authorization")
         self.hub.seen += [headers.encode(), b"" if self.command == "PUT" else self.body]
@@ -297,16 +294,13 @@ class _Handler(BaseHTTPRequestHandler):
         return {"transfer": "basic", "objects": [self._object(repository, each) for each in json.loads(self.body)["objects"]]}
 
     def _object(self, repository: Repository, asked: dict[str, Any]) -> dict[str, object]:
-        oid, size, limit = asked["oid"], asked["size"], self.hub.part_size
-        answer: dict[str, object] = {"oid": oid, "size": size}
+        oid = asked["oid"]
+        answer: dict[str, object] = {"oid": oid, "size": asked["size"]}
         if oid in repository.large:
             return answer
         # as for a store with signed addresses: who has the address may write
         address = f"{self.hub.endpoint}/lfs/{repository.name}/{oid}"
-        upload: dict[str, object] = {"href": f"{address}?signature=secret"}
-        if limit is not None and size > limit:
-            parts = {str(i + 1): f"{address}/{i + 1}?signature=secret" for i in range(-(-size // limit))}
-            upload = {"href": f"{address}/complete", "header": {"chunk_size": str(limit), **parts}}
+        upload = {"href": f"{address}?signature=secret"}
         return answer | {"actions": {"upload": upload, "verify": {"href": f"{address}/verify"}}}
 
     def _large(self, name: str, oid: str, rest: list[str]) -> tuple[int, object, dict[str, str]]:
@@ -314,22 +308,12 @@ class _Handler(BaseHTTPRequestHandler):
         if rest == ["verify"]:
             if len(repository.large.get(oid, b"")) != json.loads(self.body)["size"]:
                 raise Refused(404, "object does not exist")
-        elif rest == ["complete"]:
-            parts = repository.parts[oid]
-            self._keep(repository, oid, b"".join(parts[i] for i in sorted(parts)))
-        elif rest:
-            repository.parts.setdefault(oid, {})[int(rest[0])] = self.body
-            self.hub.put.append(oid)
-            return 200, b"", {"ETag": sha256(self.body)}
+        elif sha256(self.body) != oid:
+            raise Refused(400, "content does not have this SHA-256")
         else:
-            self._keep(repository, oid, self.body)
+            repository.large[oid] = self.body
             self.hub.put.append(oid)
         return 200, {}, {}
-
-    def _keep(self, repository: Repository, oid: str, content: bytes) -> None:
-        if sha256(content) != oid:
-            raise Refused(400, "content does not have this SHA-256")
-        repository.large[oid] = content
 
     def _file(self, name: str, revision: str, path: str) -> tuple[int, object, dict[str, str]]:
         commit = self.hub.reader(name, self.token).at(revision)

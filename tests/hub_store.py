@@ -44,7 +44,6 @@ class Repository:
     private: bool = False
     branches: dict[str, list[Commit]] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)
-    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def at(self, revision: str) -> Commit:

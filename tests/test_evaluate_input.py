@@ -50,7 +50,7 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     held = {"model": "m", "made_by": {"model": {}}, "tasks": {"sums": {"results": {}, "answers": {"sums": answers}}}}
     Path("sweep.json").write_text(json.dumps(held | {"format": "emp-llm results 3"}))
     refused(
-        r"sweep\.json: tasks\.sums\.answers\.sums: correct: acc,none must be one bit for each of the 12 examples",
+        r"sweep\.json: tasks\[\.\.\.\]\.answers\[\.\.\.\]: correct: acc,none must be one bit for each of the 12 examples",
         **common,
         beside=[Path("sweep.json")],
     )

@@ -191,7 +191,7 @@ def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -
             output=tmp_path / f"{where}-{execution}", device_map=where, execution=execution, hidden_states="disk", **common
         ).about
         assert (about["execution"], about["propagate"]) == (ran, "dense")
-        assert about.get("hidden_states") == ("disk" if ran == "blocks" else None)
+        assert about["hidden_states"] == ("disk" if ran == "blocks" else None)
     files = [Activations.load(tmp_path / name) for name in ("cpu-auto", "disk-auto", "cpu-blocks")]
     assert_same(files[0], files[1])
     assert_same(files[0], files[2])

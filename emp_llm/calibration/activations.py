@@ -24,9 +24,8 @@ from emp_llm.common.errors import UserError, count_of, reason
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import ACTIVATIONS_NAME
 from emp_llm.common.tables import table
-from emp_llm.records.activations import ActivationsInfo
 from emp_llm.records.base import record_of
-from emp_llm.records.source import CalibrationRecord
+from emp_llm.records.source import ActivationsInfo, CalibrationRecord
 
 METADATA_KEY = "emp_llm"
 _REMEDY = "Create one with: emp-llm calibrate --model MODEL --output FILE"

@@ -95,7 +95,6 @@ class PushCommandOptions(LoudnessOptions):
     results: Annotated[
         list[Path] | None, Opt("Results of evaluate or bench for the card: of this checkpoint, or its baseline; repeatable.")
     ] = None
-    plot: Annotated[list[Path] | None, Opt("PNG for the card, in addition to those in DIR/emp_llm; repeatable.")] = None
     base_model: Annotated[str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")] = None
     overwrite: Annotated[bool, Opt("Replace other weights on the branch.")] = False
     dry_run: Annotated[bool, Opt("Print the files to push, and push nothing.")] = False

@@ -13,7 +13,6 @@ import msgspec
 from emp_llm.checkpoint.files import JSON_LIMIT, read_json, write_bytes
 from emp_llm.common.errors import UserError, quotable, reason
 
-_STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 R = TypeVar("R", bound="FileRecord")
 T = TypeVar("T")
 
@@ -22,18 +21,7 @@ class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of a record. Fields with their default value are not written, unless the class says otherwise."""
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self, name.replace("-", "_"))
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __contains__(self, name: str) -> bool:
-        return getattr(self, name.replace("-", "_"), None) not in (None, {}, [])
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field; `default` if it is missing or null."""
-        value = getattr(self, name.replace("-", "_"), None)
-        return default if value is None else value
+        return getattr(self, name)
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
@@ -107,50 +95,16 @@ def converted(values: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise UserError(f"{where}: {_sentence(error, values, kind)}") from error
+        raise UserError(f"{where}: {_sentence(error)}") from error
 
 
-def _sentence(error: BaseException, values: Any, kind: Any) -> str:
+def _sentence(error: BaseException) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.targets.kept`" as "targets.kept: expected int, got str."."""
     text, _, path = reason(error).partition(" - at `")
     for phrase, plain in (("`", ""), ("Object missing required", "missing"), ("Object contains ", ""), (" | null", "")):
         text = text.replace(phrase, plain)
-    words = quotable(text)
-    words = f"{words[:1].lower()}{words[1:]}"
-    field = quotable(_field_name(path, values, kind, str(error))) if path else ""
+    words, field = quotable(text[:1].lower() + text[1:]), path.strip("$.`")
     return f"{field}: {words}." if field else f"{words}."
-
-
-def _field_name(path: str, values: Any, kind: Any, message: str) -> str:
-    """msgspec's "$.matrices[...].rows" with the key of the mapping in place of the dots."""
-    steps: list[str | int] = []
-    for name, index, mapping in _STEP.findall(path):
-        steps.append(_wrong_key(values, kind, steps, message) if mapping else int(index) if index else name)
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
-
-
-def _wrong_key(values: Any, kind: Any, steps: list[str | int], message: str) -> str:
-    """The key of the wrong entry in a mapping: the entry that raises the same error on its own."""
-    entries = values
-    for step in steps:
-        entries = entries[step]
-    for key, entry in entries.items():
-        try:
-            msgspec.convert(_with(values, steps, {key: entry}), kind)
-        except msgspec.ValidationError as error:
-            if str(error) == message:
-                return str(key)
-    return "..."
-
-
-def _with(values: Any, steps: list[str | int], entry: Any) -> Any:
-    """A copy of nested values, with the value at the end of `steps` replaced by `entry`."""
-    if not steps:
-        return entry
-    first, *rest = steps
-    if isinstance(first, int):
-        return [*values[:first], _with(values[first], rest, entry), *values[first + 1 :]]
-    return values | {first: _with(values[first], rest, entry)}
 
 
 def _article(kind: str) -> str:

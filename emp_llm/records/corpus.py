@@ -5,10 +5,10 @@ from pathlib import PurePath
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.records.source import TextRecord
+from emp_llm.records.source import TextFields, TextRecord
 
 
-class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):  # type: ignore[misc]  # as `Quartiles`
     """The source of a text, and its division into token sequences.
 
     Attributes:
@@ -22,17 +22,8 @@ class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         about: a description in one sentence.
     """
 
-    dataset: str | None = None
-    config: str | None = None
     split: str = "train"
     column: str = "text"
-    image: str | None = None
-    file: str | None = None
-    join: str | None = None
-    stream: bool = False
-    shuffle: bool = False
-    samples: int | None = None
-    seqlen: int | None = None
     about: str = ""
 
     @property
@@ -50,29 +41,23 @@ class Corpus(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{where}: {name} must be at least 1, got {value}.")
-        if self.image is not None:
-            self._check_image(where)
-        return self
-
-    def _check_image(self, where: str) -> None:
-        if not self.image:
+        if self.image == "":
             raise UserError(f"{where}: image must name the column of images; write image=COLUMN, or leave it out.")
-        if self.file is not None and self.file.endswith(".txt"):
+        if self.image is not None and self.file is not None and self.file.endswith(".txt"):
             raise UserError(
                 f"{where}: image={self.image} asks for a column of images, and a .txt file has no columns. Give a .jsonl or "
                 ".parquet file, or a Hub data set."
             )
-        if self.join is not None:
+        if self.image is not None and self.join is not None:
             raise UserError(
                 f"{where}: rows with images are sequences of their own and cannot be joined; leave out join or image."
             )
+        return self
 
     def record(self) -> TextRecord:
         """The record of the corpus for a report, which names files without their folders."""
-        fields = [name for name in TextRecord.__struct_fields__ if name in self.__struct_fields__]
-        record = TextRecord(**{name: getattr(self, name) for name in fields})
-        if record.file is not None:
-            record.file = PurePath(record.file).name
-        if record.dataset is not None and PurePath(record.dataset).is_absolute():
-            record.dataset = PurePath(record.dataset).name
+        record = msgspec.convert(self, TextRecord, from_attributes=True)
+        record.file = self.file and PurePath(self.file).name
+        if self.dataset is not None and PurePath(self.dataset).is_absolute():
+            record.dataset = PurePath(self.dataset).name
         return record

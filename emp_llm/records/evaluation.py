@@ -77,11 +77,7 @@ class AnswersRecord(Part, kw_only=True):
 
     def bits(self, metric: str) -> int:
         """The bits of an accuracy as one number, the last example lowest; ValueError if their count is wrong."""
-        surplus = -self.examples % 8
-        try:
-            data = b64decode(self.correct[metric], validate=True)
-        except ValueError as error:
-            raise ValueError(f"correct: {metric} must be base64") from error
+        data, surplus = b64decode(self.correct[metric], validate=True), -self.examples % 8
         bits = int.from_bytes(data)
         if self.examples < 1 or 8 * len(data) != self.examples + surplus or bits & ((1 << surplus) - 1):
             raise ValueError(f"correct: {metric} must be one bit for each of the {self.examples} examples")

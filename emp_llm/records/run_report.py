@@ -82,9 +82,8 @@ class TargetsRecord(Part, kw_only=True, omit_defaults=False):
     """Counts over all targets, and their share of the model.
 
     Attributes:
-        matrices: number of targets; matrices_outside: targets outside the decoder blocks; matrices_in_blocks: number of
-        matrices
-            in the blocks of the model.
+        matrices, matrices_outside: number of targets, and of those outside the decoder blocks.
+        matrices_in_blocks: number of matrices in the blocks of the model.
         weights, kept, zeros: numbers of weights of the targets.
         sparsity_of_targets, sparsity_of_all_parameters: removed weights as a share of the targets, and of the model.
         parameters: of the model; share_of_all_parameters, share_of_blocks: the targets' share of the model, and of its blocks.

@@ -1,7 +1,11 @@
 """The origin of a number: the model, the text, the recipe, and the stages of the run."""
 
+from typing import ClassVar
+
+import msgspec
+
 from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import Part
+from emp_llm.records.base import FileRecord, Part
 
 
 class ModelSource(Part, kw_only=True):
@@ -23,12 +27,8 @@ class ModelSource(Part, kw_only=True):
         return self.identity or self.model
 
 
-class TextRecord(Part, kw_only=True):
-    """A text. The fields are those of a corpus recipe (`records.corpus`).
-
-    Attributes:
-        sha256: hash of a local file.
-    """
+class TextFields(Part, kw_only=True):
+    """The fields of a recipe of a text and of its record, as described for `records.corpus.Corpus`."""
 
     dataset: str | None = None
     config: str | None = None
@@ -41,6 +41,15 @@ class TextRecord(Part, kw_only=True):
     shuffle: bool = False
     samples: int | None = None
     seqlen: int | None = None
+
+
+class TextRecord(TextFields, kw_only=True):
+    """A text. Files are named without their folders.
+
+    Attributes:
+        sha256: hash of a local file.
+    """
+
     sha256: str | None = None
 
 
@@ -86,6 +95,24 @@ class CalibrationRecord(Part, kw_only=True):
     def all_texts(self) -> list[TextRecord]:
         """The calibration texts: one, or the parts of a mix."""
         return self.texts if self.text is None else [self.text]
+
+
+class ActivationsInfo(FileRecord, kw_only=True):
+    """The metadata of an activations file, beside the norms.
+
+    Attributes:
+        inputs: layer name -> name of its norm.
+        about: the origin of the norms.
+        tokens: name of a norm -> number of tokens in its sum.
+        relative: layer name -> name of its norm relative to the layer's outputs.
+    """
+
+    KIND: ClassVar[str] = "activations"
+
+    inputs: dict[str, str]
+    about: CalibrationRecord = msgspec.field(default_factory=CalibrationRecord)
+    tokens: dict[str, int] = {}
+    relative: dict[str, str] = {}
 
 
 class StageRecord(Part, kw_only=True):

@@ -54,7 +54,6 @@ from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
 from emp_llm.records.source import ModelSource, stage_records
-from emp_llm.reporting.push import Destination, check_login
 from emp_llm.structure.choice import Choice, choose_units
 from emp_llm.structure.scores import taylor_sums, unit_scores
 from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
@@ -88,13 +87,13 @@ def prune_structure(
     output: Path | None,
     overwrite: bool,
     dry_run: bool,
-    destination: Destination | None,
+    push_to_hub: str | None,
 ) -> tuple[RunReport | DryRun, Path]:
     """Prune whole heads or neurons and write the checkpoint without them, or with zeros in their place.
 
     Args:
         recipe: of `structure_recipe`.
-        destination: on the Hub, where the checkpoint will be pushed; None: nowhere.
+        push_to_hub: repository to which the checkpoint will be pushed; None: none.
 
     Returns:
         The report, or the plan of a dry run; and the folder of the checkpoint.
@@ -121,11 +120,9 @@ def prune_structure(
             _check_removes(choices, recipe)
             changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
             notes += choice_lines(choices, changes)
-        return _planned(plan, recipe, path, overwrite, None if destination is None else destination.name, notes), path
+        return _planned(plan, recipe, path, overwrite, push_to_hub, notes), path
 
-    # What is needed later is checked now: the login, the text, the suite, the output.
-    if destination is not None and ranks().main:
-        check_login(destination)
+    # What is needed later is checked now: the text, the suite, the output.
     routed = next((units for units in plan.units if units.output.routed), None)
     if recipe.name == "taylor" and routed is not None:
         raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
