@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from emp_llm.prune import prune
-from emp_llm.reporting.points import read_points
+from emp_llm.reporting.points import MeasuredPoint, read_inputs
 from emp_llm.reporting.studies import Study, studies
 
 
@@ -31,6 +31,10 @@ def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
 
 
 NAMES = ("emp", "emp-0.5", "uniform", "uniform-0.5", "half", "wanda")
+
+
+def read_points(paths: list[Path]) -> list[MeasuredPoint]:
+    return read_inputs(paths)[0]
 
 
 def study_of(runs: Path, *names: str) -> Study:
