@@ -47,6 +47,13 @@ def report_of(run: Path) -> dict[str, Any]:
     return found
 
 
+def save_run(folder: Path, values: dict[str, Any]) -> Path:
+    """A run with this report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "emp_report.json").write_text(json.dumps(values))
+    return folder
+
+
 def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
     """A results file for the checkpoint of a run, with a suite of its own: "mine"."""
     measured = report["evaluation"]["pruned"]["perplexity"] | {"perplexity": perplexity, "block_losses": []}
@@ -73,11 +80,10 @@ def make_sweep(runs: Path, folder: Path) -> Path:
     links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
     points = []
     for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
-        (folder / "points" / name).mkdir(parents=True)
         point = report_of(runs / name)
         evaluation = point["evaluation"]["pruned"]
         point["recipe"] |= {"match": None} if name in links else {}
-        (folder / "points" / name / "emp_report.json").write_text(json.dumps(point))
+        save_run(folder / "points" / name, point)
         of, match = links.get(name, (None, None))
         points.append({"name": name, "baseline_of": of, "match": match, "evaluation": evaluation})
     sweep = {"format": "emp-llm sweep 2", "suite": "mine", "dense": dense, "points": points}

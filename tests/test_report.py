@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import make_sweep, read_points, report_of, results_of, study_of, weights_of
+from runs import make_sweep, read_points, report_of, results_of, save_run, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.values import Change, Value
@@ -17,7 +17,7 @@ from emp_llm.prune import prune
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_rows
 from emp_llm.reporting.points import MeasuredPoint, SuiteResult
 from emp_llm.reporting.run_tables import effective_share, pruning_table
-from emp_llm.reporting.studies import Difference, curves, differences, studies
+from emp_llm.reporting.studies import Difference, curves, differences, label_of, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 
@@ -88,8 +88,7 @@ def test_the_mean_of_tasks_has_the_error_of_their_means(runs: Path, tmp_path: Pa
             name: {"results": {name: {"acc,none": 0.5, "acc_stderr,none": error}}, "n-samples": {name: counts}}
             for name, error in (("first", 0.03), ("second", 0.04))
         }
-    (tmp_path / "emp_report.json").write_text(json.dumps(report))
-    (study,) = studies(read_points([tmp_path]))
+    (study,) = studies(read_points([save_run(tmp_path, report)]))
     assert study.points[0].results[0].values["mean acc of 2"] == Value(50.0, pytest.approx(2.5))  # type: ignore[arg-type]
 
 
@@ -176,9 +175,8 @@ def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Pa
     """A recipe does not name the calibration, so results fit all runs that differ in it alone."""
     report = report_of(runs / "wanda")
     for name in ("one", "same", "other"):
-        (tmp_path / name).mkdir()
         next(iter(report["matrices"].values()))["n_eff_mean"] *= 0.9 if name == "other" else 1
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(report))
+        save_run(tmp_path / name, report)
     for name, value in (("one", 11.0), ("other", 12.0)):
         (tmp_path / f"{name}.json").write_text(json.dumps(results_of(report, value)))
     (study,) = studies(read_points([tmp_path / name for name in ("one", "other", "one.json", "other.json")]))
@@ -200,6 +198,30 @@ def test_a_clear_difference_exceeds_two_standard_errors() -> None:
     ):
         found = Difference(point, point, "total", "t acc", 50, 50 - change, Change(change, stderr), change > 0)
         assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("recipe", "label"),
+    [
+        (
+            Recipe(method="emp-wanda", order=1.0, refit=True, refit_weighting="relative"),
+            "EMP-Wanda, order 1, refit, refit weighting relative",
+        ),
+        (Recipe(method="ria", shares="owl", owl_m=3.0), "RIA, uniform rows, shares owl, owl m 3.0"),
+        (
+            Recipe(method="emp-relative", count_by="own", neff_dtype="bfloat16"),
+            "EMP-relative, neff dtype bfloat16, count by own",
+        ),
+        (Recipe(method="magnitude", pattern="2:4", group="row", targets="all-linear"), "magnitude, uniform rows, pattern 2:4"),
+        (
+            Recipe(method="emp-mine", criterion="m.py", criterion_source="12345678", group="all"),
+            "EMP-mine, group all, version 123456",
+        ),
+    ],
+)
+def test_the_label_of_a_point_names_what_sets_its_recipe_apart(runs: Path, tmp_path: Path, recipe: Recipe, label: str) -> None:
+    (point,) = read_points([save_run(tmp_path, report_of(runs / "emp") | {"recipe": recipe.as_dict()})])
+    assert label_of(point) == label
 
 
 def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
@@ -260,10 +282,10 @@ def test_two_infinite_perplexities_are_not_compared() -> None:
 def test_masks_of_different_sweeps_are_not_equal(runs: Path, tmp_path: Path) -> None:
     """The hash of masks does not cover the norms, so it is compared within a sweep only."""
     for name, masks in (("one/points/a", "x"), ("one/points/b", "x"), ("two/points/a", "x"), ("two/points/b", "all kept")):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(report_of(runs / "emp") | {"masks": masks}))
-    names = ("one/points/a", "one/points/b", "two/points/a", "two/points/b")
-    found = [point.masks for point in read_points([tmp_path / name for name in names])]
+        save_run(tmp_path / name, report_of(runs / "emp") | {"masks": masks})
+    found = [
+        point.masks for point in read_points([tmp_path / f"{sweep}/points/{name}" for sweep in ("one", "two") for name in "ab"])
+    ]
     assert found[0] == found[1] != found[2]
     assert found[3] == "all kept"
 

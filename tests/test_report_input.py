@@ -1,6 +1,5 @@
 """Wrong input of `report`: every error is one sentence that names the file, the field and the rule, and nothing is written."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Run
-from runs import make_sweep, report_of
+from runs import make_sweep, report_of, save_run
 
 from emp_llm.common.errors import UserError
 from emp_llm.report import report
@@ -20,7 +19,7 @@ def broken(change: Callable[[Values], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         values = report_of(folder)
         change(values)
-        (folder / "emp_report.json").write_text(json.dumps(values))
+        save_run(folder, values)
 
     return apply
 

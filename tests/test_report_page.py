@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from runs import NAMES, report_of
+from runs import NAMES, report_of, save_run
 
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.values import signed
-from emp_llm.pruning.counts import read_report
 from emp_llm.report import report
-from emp_llm.reporting.run_tables import evaluation_table
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
@@ -58,6 +56,16 @@ def check_page(page: Path) -> Tags:
     return tags
 
 
+def markdown(runs: list[Path], output: Path) -> str:
+    report(runs, output=output, no_plots=True)
+    return (output / "report.md").read_text()
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.fixture(scope="module")
 def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("page") / "report"
@@ -84,17 +92,14 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
     assert html.count('<div class="wide" role="region" tabindex="0" aria-label="') == 8  # tables and figures scroll in a box
     assert base64.b64encode((page / "figures" / "llama-kept.svg").read_bytes()).decode() in html
     assert (page / "report.html").stat().st_size < 1_000_000
-    with (page / "points.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(page / "points.csv")
     assert len(rows) == 7
     for row in rows[1:]:
         values = report_of(runs / row["point"])
         assert float(row["value"]) == values["evaluation"]["pruned"]["perplexity"]["perplexity"]
         assert float(row["sparsity_of_targets"]) == values["targets"]["sparsity_of_targets"]
-    with (page / "matrices.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 6 * 6
-    with (page / "differences.csv").open() as file:
-        gaps = list(csv.DictReader(file))
+    assert len(csv_rows(page / "matrices.csv")) == 6 * 6
+    gaps = csv_rows(page / "differences.csv")
     assert [(row["point"], row["baseline"]) for row in gaps] == [("emp-0.5", "uniform-0.5"), ("emp", "uniform")]
     for row in gaps:
         assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
@@ -119,14 +124,11 @@ def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(page: Pa
 def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
     del values["evaluation"]
-    (tmp_path / "emp_report.json").write_text(json.dumps(values))
-    report([tmp_path], output=tmp_path / "out", no_plots=True)
-    assert "Not evaluated. The option --evaluate of prune" in (tmp_path / "out" / "report.md").read_text()
+    assert "Not evaluated. The option --evaluate of prune" in markdown([save_run(tmp_path / "run", values)], tmp_path / "out")
     entry = {"criterion": "magnitude", "order": 2.0, "matrices": values["matrices"], "targets": values["targets"]}
     measure = {"format": "emp-llm measure 2", "source": values["source"], "measures": [entry]}
     (tmp_path / "measure.json").write_text(json.dumps(measure))
-    report([tmp_path / "measure.json"], output=tmp_path / "measured", no_plots=True)
-    text = (tmp_path / "measured" / "report.md").read_text()
+    text = markdown([tmp_path / "measure.json"], tmp_path / "measured")
     removed = f"{100 * values['targets']['sparsity_of_targets']:.2f}"
     assert f"| EMP-magnitude: measured, not pruned | 1 | 2 | {removed} |" in text
 
@@ -145,23 +147,19 @@ def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, .
             }
             held = {"t": {"examples": 10, "sha256": "ten", "correct": {"acc,none": bits}}}
             values["evaluation"][which]["tasks"] = {"t": task | ({"answers": held} if answers else {})}
-        (folder / name).mkdir()
-        (folder / name / "emp_report.json").write_text(json.dumps(values))
-        folders.append(folder / name)
+        folders.append(save_run(folder / name, values))
     return folders
 
 
 def test_answers_to_the_same_examples_are_paired(runs: Path, tmp_path: Path) -> None:
     """In the table, in the CSV file and in the caption."""
-    report(with_accuracies(runs, tmp_path, answers=True), output=tmp_path / "out", no_plots=True)
-    text = (tmp_path / "out" / "report.md").read_text()
+    text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "out")
     # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
     error = 100 * math.sqrt((3 - 10 * 0.1**2) / 9 / 10)
     assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
     assert "its paired standard error" in text
     assert "unpaired" not in text.lower()
-    with (tmp_path / "out" / "differences.csv").open() as file:
-        (row,) = (row for row in csv.DictReader(file) if row["measure"] == "t acc")
+    (row,) = (row for row in csv_rows(tmp_path / "out" / "differences.csv") if row["measure"] == "t acc")
     assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
 
 
@@ -184,18 +182,15 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     assert "± two paired standard errors" in caption
     caption = text[text.index("T acc against") :].splitlines()[0]
     assert "± two unpaired standard errors" in caption
-    report([tmp_path / "emp"], output=tmp_path / "alone", no_plots=True)
-    assert "unpaired" in (tmp_path / "alone" / "report.md").read_text()
-    report([runs / "emp"], output=tmp_path / "none", no_plots=True)
-    assert "unpaired" not in (tmp_path / "none" / "report.md").read_text()
+    assert "unpaired" in markdown([tmp_path / "emp"], tmp_path / "alone")
+    assert "unpaired" not in markdown([runs / "emp"], tmp_path / "none")
 
 
 def test_every_calibration_is_named(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "wanda")
     values["calibration"]["text"]["samples"] = 5
-    (tmp_path / "emp_report.json").write_text(json.dumps(values))
-    report([runs / "emp", runs / "wanda", tmp_path], output=tmp_path / "out", no_plots=True)
-    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in (tmp_path / "out" / "report.md").read_text()
+    text = markdown([runs / "emp", runs / "wanda", save_run(tmp_path / "other", values)], tmp_path / "out")
+    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in text
 
 
 def test_the_same_input_gives_the_same_bytes(page: Path, runs: Path, tmp_path: Path) -> None:
@@ -213,23 +208,19 @@ def test_the_same_input_gives_the_same_bytes(page: Path, runs: Path, tmp_path: P
 
 
 def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
     values = report_of(runs / "emp")
     values["source"]["model"] = values["evaluation"]["suite"] = HOSTILE
     values["recipe"]["targets"] = [HOSTILE]
     for entry in values["matrices"].values():
         entry["role"] = HOSTILE * 20 + entry["role"]
-    (folder / "emp_report.json").write_text(json.dumps(values))
+    folder = save_run(tmp_path / "run", values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of missing room and unknown letters
         report([folder], output=tmp_path / "out", title=HOSTILE)
     check_page(tmp_path / "out" / "report.html")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "<script" not in page
     assert "&lt;script&gt;" in page
-    assert "\x00" not in page
-    assert "\u202e" not in page
+    assert not any(text in page for text in ("<script", "\x00", "\u202e"))
     figures = list((tmp_path / "out" / "figures").glob("*.svg"))
     assert len(figures) == 3  # none of the perplexity: there is no curve through one point
     for figure in figures:
@@ -248,13 +239,8 @@ def test_without_matplotlib_the_error_names_the_extra_and_tables_work(
         report([runs / "emp"], output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     report([runs / "emp"], output=tmp_path / "out", no_plots=True)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "matrices.csv",
-        "points.csv",
-        "report.html",
-        "report.json",
-        "report.md",
-    ]
+    names = ["matrices.csv", "points.csv", "report.html", "report.json", "report.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
 def test_an_older_report_is_replaced_only_when_asked(runs: Path, tmp_path: Path) -> None:
@@ -280,27 +266,12 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     """In tables as a word, in CSV as inf, and the figures leave it out."""
     values = report_of(runs / "emp-0.5")
     values["evaluation"]["pruned"]["perplexity"] |= {"perplexity": None, "loss": 800.0}
-    (tmp_path / "ruined").mkdir()
-    (tmp_path / "ruined" / "emp_report.json").write_text(json.dumps(values))
-    folders = [runs / "emp", runs / "uniform", tmp_path / "ruined", runs / "uniform-0.5"]
+    folders = [runs / "emp", runs / "uniform", save_run(tmp_path / "ruined", values), runs / "uniform-0.5"]
     summary = report(folders, output=tmp_path / "out")
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| ruined |"))
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["infinite", "+inf %"]
     (verdict,) = summary.page.studies[0].verdicts
     assert verdict.endswith("to +inf %")
-    with (tmp_path / "out" / "points.csv").open() as file:
-        assert sorted(math.isinf(float(row["value"])) for row in csv.DictReader(file)) == [False] * 4 + [True]
+    assert sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv")) == 1
     assert "inf" not in (tmp_path / "out" / "report.json").read_text().replace("+inf %", "")
-
-
-def test_tables_have_no_negative_zero(runs: Path, tmp_path: Path) -> None:
-    """A change that rounds to zero has no sign, on the page and in the terminal."""
-    values = report_of(runs / "emp")
-    dense = values["evaluation"]["dense"]["perplexity"]["perplexity"]
-    values["evaluation"]["pruned"]["perplexity"]["perplexity"] = dense * (1 - 1e-6)
-    (tmp_path / "emp_report.json").write_text(json.dumps(values))
-    report([tmp_path, runs / "uniform"], output=tmp_path / "out", no_plots=True)
-    for text in ((tmp_path / "out" / "report.md").read_text(), evaluation_table(read_report(tmp_path))):
-        assert "-0.00" not in text
-        assert "0.00 %" in text

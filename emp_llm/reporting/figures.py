@@ -102,7 +102,7 @@ def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = Fals
     """Render a finished figure as SVG and PNG, without dates or versions; call it within `styled`."""
     import matplotlib
 
-    matplotlib.rcParams["svg.hashsalt"] = name  # distinct ids for the figures of one page
+    matplotlib.rcParams["svg.hashsalt"] = name  # the same ids in every run
     figure.suptitle(printable(title, 76), x=0.01, ha="left", fontsize=11, weight="bold")
     svg, png = BytesIO(), BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
@@ -118,10 +118,7 @@ def slug(text: str) -> str:
 
 _LINES = {"emp": "-", "total": "--", "matrix": ":"}
 _LOG_FROM = 3.0  # ratio of largest to smallest perplexity above which its axis is logarithmic
-_GAUSSIAN = (
-    2 / math.pi,
-    0.894428,
-)  # N_eff / N of independent normal weights, and the share of sum |w| that the N_eff largest hold
+_GAUSSIAN = (2 / math.pi, 0.894428)  # N_eff / N of independent normal weights, and their s_eff
 _MOST_PANELS = 24  # in one figure; more would exceed the height of an image
 _MOST_ROWS = 48  # of a heat map, for the same reason
 _KEPT_WIDTH = 480.0  # points, of all blocks of the figure of kept weights
@@ -181,8 +178,8 @@ def _sparsity_figure(
                 panels[1].plot([beta for beta, _ in dots], [value for _, value in dots], **styles[curve])
             main.tick_params(labelleft=False)
         panels[-1].set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
-        for panel in panels:
-            if dense is not None and math.isfinite(dense.value):
+        if dense is not None and math.isfinite(dense.value):
+            for panel in panels:
                 panel.axhline(dense.value, color=GREY, linewidth=1.2, label=f"dense model, {dense.value:.4g}")
         _log_scale(main, measure, [dot.value for curve in found for dot in curve.dots])
         if gaps:
@@ -190,10 +187,9 @@ def _sparsity_figure(
             _difference_panel(below, measure, gaps, {curve.label: styles[curve] for curve in found})
             below.set_xlim(main.get_xlim())
         figure.legend(*main.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.2)
-        partial = any(
-            point.values_of(suite.key)[measure].partial for point in study.pruned if measure in point.values_of(suite.key)
-        )
-        title = f"{study.title}: {measure}, suite {suite.name}" + (" (partial)" if partial else "")
+        values = [point.values_of(suite.key).get(measure) for point in study.pruned]
+        partial = " (partial)" if any(value is not None and value.partial for value in values) else ""
+        title = f"{study.title}: {measure}, suite {suite.name}{partial}"
         return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, by_beta, gaps), answers=True)
 
 
@@ -271,16 +267,11 @@ def _caption(measure: str, by_beta: bool, gaps: list[Difference]) -> str:
 
 def _heat_maps(study: Study, grids: list[Grid], name: str) -> Drawing:
     """N_eff / N by role and block: one map for each criterion and order, below each other, with one colour scale."""
-    maps = [
-        np.array(
-            [
-                [effective_share(grid.cells[role, b]) if (role, b) in grid.cells else None for b in grid.blocks]
-                for role in grid.roles
-            ],
-            dtype=float,  # None, where it is unknown, becomes NaN
-        )[:_MOST_ROWS]
-        for grid in grids
-    ]
+    maps = []
+    for grid in grids:
+        shares = {key: effective_share(cell) for key, cell in grid.cells.items()}
+        rows = [[shares.get((role, block)) for block in grid.blocks] for role in grid.roles[:_MOST_ROWS]]
+        maps.append(np.array(rows, dtype=float))  # NaN where it is unknown
     low = math.floor(20 * min(map(np.nanmin, maps))) / 20
     high = max(math.ceil(20 * max(map(np.nanmax, maps))) / 20, low + 0.05)
     with styled():
@@ -313,8 +304,7 @@ def _block_ticks(axes: Any, blocks: list[int | None], offset: float = 0.0) -> No
 
 def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
     """Kept fractions of the rows of each matrix: a panel for each role, with the methods side by side in every block."""
-    cells = {key: cell for grid in grids for key, cell in grid.cells.items()}
-    every = Grid("", cells)
+    every = Grid("", {key: cell for grid in grids for key, cell in grid.cells.items()})
     roles, blocks = every.roles[:_MOST_PANELS], every.blocks
     width = min(6.0, 0.5 * _KEPT_WIDTH / len(blocks) / len(grids))
     with styled():
@@ -325,9 +315,9 @@ def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
                 own = [(place, grid.cells[role, block]) for place, block in enumerate(blocks) if (role, block) in grid.cells]
                 at = [place + 0.8 * ((number + 0.5) / len(grids) - 0.5) for place, _ in own]
                 low, q1, median, q3, high = 100 * np.array([cell.kept_fraction.values for _, cell in own]).reshape(-1, 5).T
-                colour = COLOURS[number % len(COLOURS)]
+                colour, label = COLOURS[number % len(COLOURS)], printable(grid.label, LABEL)
                 axes.vlines(at, low, high, color=colour, linewidth=0.2 * width)
-                axes.vlines(at, q1, q3, color=colour, linewidth=width, label=printable(grid.label, LABEL))
+                axes.vlines(at, q1, q3, color=colour, linewidth=width, label=label)
                 axes.plot(at, median, color="white", linestyle="none", marker="_", markersize=width)
             axes.set_title(printable(role, 2 * LABEL), loc="left")
             axes.set_ylim(bottom=0)
