@@ -175,7 +175,9 @@ def _sparsity_figure(
             panels[1].set_xlabel(f"β  (EMP keeps β {N_EFF} of each row)", parse_math=True)
             for curve in found:
                 dots = sorted((dot.beta, dot.value) for dot in curve.dots if dot.beta is not None)
-                panels[1].plot([beta for beta, _ in dots], [value for _, value in dots], **styles[curve])
+                betas = [beta for beta, _ in dots]
+                shared = {"linestyle": "none"} if len(set(betas)) < len(betas) else {}  # by EMP points of several orders
+                panels[1].plot(betas, [value for _, value in dots], **styles[curve] | shared)
             main.tick_params(labelleft=False)
         panels[-1].set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
         if dense is not None and math.isfinite(dense.value):

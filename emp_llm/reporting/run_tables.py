@@ -246,9 +246,8 @@ def structure_lines(report: RunReport) -> list[str]:
         f"{done}: {percent_cell(targets.sparsity_of_targets)} % of the weights of these layers, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters"
     ]
-    for name, before, after, ratio in cost_rows(structure)[1:]:
-        if structure.config:
-            lines.append(f"{name}: {before} -> {after} ({ratio} x)")
+    if structure.config:
+        lines += [f"{name}: {before} -> {after} ({ratio} x)" for name, before, after, ratio in cost_rows(structure)[1:]]
     lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(

@@ -117,7 +117,7 @@ def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
         taken.add(title)
         scopes: dict[str, list[MeasuredPoint]] = {}
         for point in own:
-            if point not in dense:
+            if point.recipe.method != "dense":
                 scopes.setdefault(scope_of(point.recipe), []).append(point)
         for scope, members in (scopes or {"": []}).items():
             linked = _named_apart(_linked(members))
@@ -146,16 +146,14 @@ def short_model_name(model: str) -> str:
 
 def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     """Link uniform points, as baselines, to an EMP point of the same criterion that removes exactly as many weights."""
+    adaptive: dict[tuple[str, bool, float | None], list[MeasuredPoint]] = {}
+    for point in points:
+        if point.recipe.adaptive and point.pruned:
+            adaptive.setdefault((point.recipe.name, point.recipe.relative, point.sparsity), []).append(point)
     linked = []
     for point in points:
         recipe = point.recipe
-        same = [
-            other
-            for other in points
-            if other.recipe.adaptive
-            and other.pruned
-            and (other.recipe.name, other.recipe.relative, other.sparsity) == (recipe.name, recipe.relative, point.sparsity)
-        ]
+        same = adaptive.get((recipe.name, recipe.relative, point.sparsity), [])
         if same and not recipe.adaptive and recipe.group == "row" and point.baseline_of is None:
             named = [other for other in same if recipe.match and Path(recipe.match).resolve() == Path(other.id)]
             point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
