@@ -80,9 +80,10 @@ def collect(options: CollectOptions) -> CollectSummary:
     details = len(results.runs) <= _RUNS_IN_DETAIL
     paths = [*(results.runs if details else []), *results.outputs]
     if paths:
+        from emp_llm.reporting.points import read_inputs
         from emp_llm.reporting.report_folder import report_content
 
-        report = report_content(paths, f"Study {options.study.resolve().name}", not options.no_plots)
+        report = report_content(*read_inputs(paths), f"Study {options.study.resolve().name}", not options.no_plots)
         files |= {f"report/{name}": content for name, content in report.files.items()}
     record = Collected(
         done=len(views) - len(missing),

@@ -1,35 +1,59 @@
 """`emp-llm report`: runs, sweeps, measures and results files -> tables, figures and a page."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import callable_module, run
+from emp_llm.common.errors import count_of
 from emp_llm.options.base import takes
 from emp_llm.options.commands import ReportOptions
 
 if TYPE_CHECKING:
-    from emp_llm.reporting.report_folder import ReportSummary
+    from emp_llm.records.report_page import ReportPage
+
+
+@dataclass(frozen=True)
+class ReportSummary:
+    """The summary of a written report.
+
+    Attributes:
+        page: the content of report.json.
+        output: its folder; files: the names of its files.
+        text: the comparison of EMP with its baselines, for a terminal.
+    """
+
+    page: "ReportPage"
+    output: Path
+    files: list[str]
+    text: str
 
 
 @takes(ReportOptions)
-def report(options: ReportOptions) -> "ReportSummary":
+def report(options: ReportOptions) -> ReportSummary:
     """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP against its baselines.
 
     Each model and choice of targets has its own section; they never share a curve. The output folder holds report.html, which
     needs no other file; report.md with figures/*.svg and *.png; and CSV tables with all digits. The same input gives the same
     bytes.
 
-    Returns the content of report.json, the names of the files, and the differences between EMP and its baselines.
+    Returns the content of report.json, the names of the files, and the comparison of EMP with its baselines.
     """
-    from emp_llm.reporting.report_folder import write_report
+    from emp_llm.checkpoint.output import check_folder, write_folder
+    from emp_llm.reporting.points import read_inputs
+    from emp_llm.reporting.report_folder import SUMMARY, report_content
 
-    return write_report(options.runs, options.output, options.title, not options.no_plots, options.overwrite)
+    points, benches = read_inputs(options.runs)
+    check_folder(options.output, options.overwrite, SUMMARY)
+    content = report_content(points, benches, options.title, not options.no_plots)
+    write_folder(options.output, content.files, options.overwrite, SUMMARY)
+    return ReportSummary(content.page, options.output, sorted(content.files), content.text)
 
 
-def show(summary: "ReportSummary") -> None:
+def show(summary: ReportSummary) -> None:
     """Print the comparison of EMP with its baselines, and the location of the report."""
-    from emp_llm.reporting.report_folder import summary_words
-
-    print(summary_words(summary))
+    print(summary.text)
+    print(f"{count_of(len(summary.files), 'file')} in {summary.output}; open {summary.output / 'report.html'}")
 
 
 callable_module(__name__)

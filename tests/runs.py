@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from emp_llm.prune import prune
-from emp_llm.reporting.points import read_points
+from emp_llm.reporting.points import MeasuredPoint, read_inputs
 from emp_llm.reporting.studies import Study, studies
 
 
@@ -33,6 +33,10 @@ def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:
 NAMES = ("emp", "emp-0.5", "uniform", "uniform-0.5", "half", "wanda")
 
 
+def read_points(paths: list[Path]) -> list[MeasuredPoint]:
+    return read_inputs(paths)[0]
+
+
 def study_of(runs: Path, *names: str) -> Study:
     (study,) = studies(read_points([runs / name for name in names or NAMES]))
     return study
@@ -41,6 +45,13 @@ def study_of(runs: Path, *names: str) -> Study:
 def report_of(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "emp_report.json").read_text())
     return found
+
+
+def save_run(folder: Path, values: dict[str, Any]) -> Path:
+    """A run with this report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "emp_report.json").write_text(json.dumps(values))
+    return folder
 
 
 def results_of(report: dict[str, Any], perplexity: float) -> dict[str, Any]:
@@ -69,11 +80,10 @@ def make_sweep(runs: Path, folder: Path) -> Path:
     links = {"uniform": ("emp", "total"), "uniform-0.5": ("emp-0.5", "matrix")}
     points = []
     for name in ("emp", "emp-0.5", "uniform", "uniform-0.5", "wanda"):
-        (folder / "points" / name).mkdir(parents=True)
         point = report_of(runs / name)
         evaluation = point["evaluation"]["pruned"]
         point["recipe"] |= {"match": None} if name in links else {}
-        (folder / "points" / name / "emp_report.json").write_text(json.dumps(point))
+        save_run(folder / "points" / name, point)
         of, match = links.get(name, (None, None))
         points.append({"name": name, "baseline_of": of, "match": match, "evaluation": evaluation})
     sweep = {"format": "emp-llm sweep 2", "suite": "mine", "dense": dense, "points": points}

@@ -97,8 +97,8 @@ def test_deep_models_fit_the_table() -> None:
     record = msgspec.convert({"source": {"model": "m", "revision": None}, "measures": [entry]}, Measure)
     table = measure_table(record)
     head, _, up, down, last = table.splitlines()
-    assert head.split()[-16:-8] == ["0-3", "4-7", "8-10", "11-14", "15-18", "19-21", "22-25", "26-29"]
-    shares = ["1.50", "5.50", "9.00", "12.50", "16.50", "20.00", "23.50", "27.50"]
+    assert head.split()[-16:-8] == ["0-3", "4-7", "8-11", "12-15", "16-19", "20-23", "24-26", "27-29"]
+    shares = ["1.50", "5.50", "9.50", "13.50", "17.50", "21.50", "25.00", "28.00"]
     assert up.split() == ["up", "x", "30", *shares, "14.50", "10.00", "25.00", "40.00", "0.800", "-"]
     assert down.split()[3:] == up.split()[3:]
     assert "50.00 %" in last

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import make_sweep, report_of, results_of, study_of, weights_of
+from runs import make_sweep, read_points, report_of, results_of, save_run, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
 from emp_llm.evaluation.values import Change, Value
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.records.run_report import Quartiles
-from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_of, verdicts
-from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block, pooled, read_points
+from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_rows
+from emp_llm.reporting.points import MeasuredPoint, SuiteResult
 from emp_llm.reporting.run_tables import effective_share, pruning_table
-from emp_llm.reporting.studies import Difference, boxes, curves, differences, grids, masses, studies
+from emp_llm.reporting.studies import Difference, curves, differences, label_of, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 
@@ -26,7 +25,7 @@ PERPLEXITY = "perplexity, blocks of 64"
 def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: Callable[[str], Path]) -> None:
     study = study_of(runs, "emp")
     dense, pruned = weights_of(models("llama")), weights_of(runs / "emp")
-    ((grid,), (kept,), (held,)) = grids(study), boxes(study), masses(study)
+    ((grid,), (kept,)) = study.measured, study.kept
     assert grid.label == "Magnitude"
     assert grid.roles == ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert grid.blocks == [0, 1]
@@ -38,8 +37,7 @@ def test_heat_map_boxes_and_masses_are_those_of_the_weights(runs: Path, models: 
             fractions = (pruned[name] != 0).double().mean(1)
             quarters = torch.quantile(fractions, torch.tensor([0, 0.25, 0.5, 0.75, 1]).double())
             assert kept.cells[role, block].kept_fraction.values == pytest.approx(quarters.tolist())
-            cell = held.cells[role, block]
-            assert (cell.role, cell.block) == (role, block)
+            cell = grid.cells[role, block]
             assert cell.s_eff_mean == pytest.approx(float(effective_mass(dense[name]).mean()), rel=1e-12)
             assert cell.s_eff_bound_mean is not None
             assert cell.s_eff_bound_mean < cell.s_eff_mean
@@ -61,8 +59,7 @@ def test_a_baseline_has_the_beta_of_the_point_that_it_matches(runs: Path) -> Non
             report = report_of(runs / dot.name)
             assert dot.value == report["evaluation"]["pruned"]["perplexity"]["perplexity"]
             assert dot.sparsity == report["targets"]["sparsity_of_targets"]
-    assert suite.dense is not None
-    assert suite.dense.values[measure].value == report_of(runs / "emp")["evaluation"]["dense"]["perplexity"]["perplexity"]
+    assert suite.dense[measure].value == report_of(runs / "emp")["evaluation"]["dense"]["perplexity"]["perplexity"]
 
 
 def test_differences_are_of_equal_totals_with_the_error_of_paired_blocks(runs: Path) -> None:
@@ -91,29 +88,15 @@ def test_the_mean_of_tasks_has_the_error_of_their_means(runs: Path, tmp_path: Pa
             name: {"results": {name: {"acc,none": 0.5, "acc_stderr,none": error}}, "n-samples": {name: counts}}
             for name, error in (("first", 0.03), ("second", 0.04))
         }
-    (tmp_path / "emp_report.json").write_text(json.dumps(report))
-    (study,) = studies(read_points([tmp_path]))
+    (study,) = studies(read_points([save_run(tmp_path, report)]))
     assert study.points[0].results[0].values["mean acc of 2"] == Value(50.0, pytest.approx(2.5))  # type: ignore[arg-type]
-
-
-def test_populations_are_pooled() -> None:
-    flat = Quartiles(min=0.0, q1=0.25, median=0.5, q3=0.75, max=1.0)
-    assert pooled([flat], [3]) is flat
-    assert pooled([flat, flat], [1, 5]).values == pytest.approx(flat.values, abs=0.01)
-    low = Quartiles(min=0.0, q1=0.1, median=0.2, q3=0.3, max=0.4)
-    high = Quartiles(min=0.6, q1=0.7, median=0.8, q3=0.9, max=1.0)
-    both = pooled([low, high], [1, 1])
-    assert (both.min, both.max) == (0.0, 1.0)
-    assert both.q1 == pytest.approx(0.2, abs=0.01)  # a quarter of both is half of the lower one
-    assert both.q3 == pytest.approx(0.8, abs=0.01)
-    assert pooled([low, high], [9, 1]).median == pytest.approx(0.4 * 5 / 9, abs=0.01)
 
 
 def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tmp_path: Path) -> None:
     prune(models("mixtral"), output=tmp_path / "run", method="emp-magnitude")
     entries = report_of(tmp_path / "run")["matrices"].values()
     (study,) = studies(read_points([tmp_path / "run"]))
-    ((grid,), (kept,)) = grids(study), boxes(study)
+    ((grid,), (kept,)) = study.measured, study.kept
     assert len(entries) == 24
     assert len(grid.roles) * len(grid.blocks) == 6
     for role in grid.roles:
@@ -123,10 +106,13 @@ def test_experts_are_one_cell_a_block_and_role(models: Callable[[str], Path], tm
             assert effective_share(grid.cells[role, block]) == pytest.approx(
                 sum(e["n_eff_mean"] / e["group_size"] for e in own) / 4
             )
-            assert kept.cells[role, block].kept_fraction.min == min(e["kept_fraction"]["min"] for e in own)
-            assert kept.cells[role, block].kept_fraction.max == max(e["kept_fraction"]["max"] for e in own)
-    cells = by_role_and_block(study.points[0].matrices)
-    assert sum(cell.rows * cell.columns for cell in cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
+            spread = kept.cells[role, block].kept_fraction
+            assert (spread.min, spread.max) == (
+                min(e["kept_fraction"]["min"] for e in own),
+                max(e["kept_fraction"]["max"] for e in own),
+            )
+            assert spread.median == pytest.approx(sum(e["kept_fraction"]["median"] for e in own) / 4)
+    assert sum(cell.rows * cell.columns for cell in grid.cells.values()) == sum(e["rows"] * e["columns"] for e in entries)
 
 
 def test_models_and_targets_are_never_in_one_curve(runs: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -165,7 +151,7 @@ def test_a_sweep_a_measure_and_results_are_read(runs: Path, tmp_path: Path) -> N
     ]
     (tmp_path / "measure.json").write_text(json.dumps(measures))
     (study,) = studies(read_points([sweep, tmp_path / "measure.json"]))
-    assert [grid.label for grid in grids(study)] == ["Magnitude", "Wanda", "Magnitude, order 1"]
+    assert [grid.label for grid in study.measured] == ["Magnitude", "Wanda", "Magnitude, order 1"]
     assert len(study.pruned) == 5
 
 
@@ -178,13 +164,10 @@ def test_results_join_the_run_of_their_checkpoint(runs: Path, tmp_path: Path) ->
     (study,) = studies(read_points([tmp_path / "dense.json", runs / "emp", tmp_path / "pruned.json"]))
     assert [point.name for point in study.points] == ["emp"]
     (mine,) = (suite for suite in study.suites if suite.name == "mine")
-    result = study.points[0].result_of(mine.key)
-    assert result is not None
-    assert mine.dense is not None
-    assert [next(iter(each.values.values())).value for each in (result, mine.dense)] == [123.0, 100.0]
+    assert [next(iter(each.values())).value for each in (study.points[0].values_of(mine.key), mine.dense)] == [123.0, 100.0]
     (alone,) = studies(read_points([tmp_path / "pruned.json"]))
     assert [(point.name, point.sparsity, point.matrices) for point in alone.points] == [
-        ("pruned", report["targets"]["sparsity_of_targets"], ())
+        ("pruned", report["targets"]["sparsity_of_targets"], {})
     ]
 
 
@@ -192,15 +175,13 @@ def test_results_that_could_be_of_two_runs_join_neither(runs: Path, tmp_path: Pa
     """A recipe does not name the calibration, so results fit all runs that differ in it alone."""
     report = report_of(runs / "wanda")
     for name in ("one", "same", "other"):
-        (tmp_path / name).mkdir()
         next(iter(report["matrices"].values()))["n_eff_mean"] *= 0.9 if name == "other" else 1
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(report))
+        save_run(tmp_path / name, report)
     for name, value in (("one", 11.0), ("other", 12.0)):
         (tmp_path / f"{name}.json").write_text(json.dumps(results_of(report, value)))
     (study,) = studies(read_points([tmp_path / name for name in ("one", "other", "one.json", "other.json")]))
     (mine,) = (suite for suite in study.suites if suite.name == "mine")
-    found = [point.result_of(mine.key) for point in study.points]
-    assert [each and next(iter(each.values.values())).value for each in found] == [None, None, 11.0, 12.0]
+    assert [[value.value for value in point.values_of(mine.key).values()] for point in study.points] == [[], [], [11.0], [12.0]]
     (study,) = studies(read_points([tmp_path / name for name in ("one", "same", "one.json")]))
     assert len(study.points) == 2
 
@@ -215,10 +196,32 @@ def test_a_clear_difference_exceeds_two_standard_errors() -> None:
         (0.0, 3.0, "equal"),
         (0.0, None, "equal"),
     ):
-        assert (
-            verdict_of(Difference(point, point, "total", "t acc", 50, 50 - change, Change(change, stderr), change > 0))
-            == verdict
-        )
+        found = Difference(point, point, "total", "t acc", 50, 50 - change, Change(change, stderr), change > 0)
+        assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("recipe", "label"),
+    [
+        (
+            Recipe(method="emp-wanda", order=1.0, refit=True, refit_weighting="relative"),
+            "EMP-Wanda, order 1, refit, refit weighting relative",
+        ),
+        (Recipe(method="ria", shares="owl", owl_m=3.0), "RIA, uniform rows, shares owl, owl m 3.0"),
+        (
+            Recipe(method="emp-relative", count_by="own", neff_dtype="bfloat16"),
+            "EMP-relative, neff dtype bfloat16, count by own",
+        ),
+        (Recipe(method="magnitude", pattern="2:4", group="row", targets="all-linear"), "magnitude, uniform rows, pattern 2:4"),
+        (
+            Recipe(method="emp-mine", criterion="m.py", criterion_source="12345678", group="all"),
+            "EMP-mine, group all, version 123456",
+        ),
+    ],
+)
+def test_the_label_of_a_point_names_what_sets_its_recipe_apart(runs: Path, tmp_path: Path, recipe: Recipe, label: str) -> None:
+    (point,) = read_points([save_run(tmp_path, report_of(runs / "emp") | {"recipe": recipe.as_dict()})])
+    assert label_of(point) == label
 
 
 def test_a_baseline_belongs_to_the_run_that_it_names(tmp_path: Path) -> None:
@@ -262,12 +265,9 @@ def test_equal_masks_and_rounding_are_no_difference(
     (found,) = differences(study, study.suites[0])
     assert found.change.value == pytest.approx(change)
     assert found.better == better
-    (sentence,) = verdicts(study, study.suites[0])
-    worse = 1 if change > 0 else 0
-    assert f"better at {int(better)} of 1 point, worse at {worse} of 1 point" in sentence
-    assert ("equal at 1" in sentence) == (change == 0)
-    assert "-0.00" not in sentence
-    assert "-0.00" not in str(difference_rows(study, study.suites[0]))
+    (row,) = verdict_rows(study)[1:]
+    assert [cell[:1] for cell in row[3:6]] == [str(int(each)) for each in (better, change > 0, change == 0)]
+    assert "-0.00" not in str([row, difference_rows(study, study.suites[0])])
 
 
 def test_two_infinite_perplexities_are_not_compared() -> None:
@@ -282,10 +282,10 @@ def test_two_infinite_perplexities_are_not_compared() -> None:
 def test_masks_of_different_sweeps_are_not_equal(runs: Path, tmp_path: Path) -> None:
     """The hash of masks does not cover the norms, so it is compared within a sweep only."""
     for name, masks in (("one/points/a", "x"), ("one/points/b", "x"), ("two/points/a", "x"), ("two/points/b", "all kept")):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "emp_report.json").write_text(json.dumps(report_of(runs / "emp") | {"masks": masks}))
-    names = ("one/points/a", "one/points/b", "two/points/a", "two/points/b")
-    found = [point.masks for point in read_points([tmp_path / name for name in names])]
+        save_run(tmp_path / name, report_of(runs / "emp") | {"masks": masks})
+    found = [
+        point.masks for point in read_points([tmp_path / f"{sweep}/points/{name}" for sweep in ("one", "two") for name in "ab"])
+    ]
     assert found[0] == found[1] != found[2]
     assert found[3] == "all kept"
 

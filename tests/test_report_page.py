@@ -5,7 +5,6 @@ import csv
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -15,14 +14,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from runs import NAMES, report_of
+from runs import NAMES, report_of, save_run
 
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.values import signed
-from emp_llm.pruning.counts import read_report
 from emp_llm.report import report
-from emp_llm.reporting.report_folder import summary_words
-from emp_llm.reporting.run_tables import evaluation_table
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
@@ -30,34 +26,25 @@ HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 class Tags(HTMLParser):
     """Checks that tags are balanced, and notes everything that a page would fetch or run."""
 
-    VOID = ("meta", "br", "img", "use", "path", "link", "hr")
+    VOID = ("meta", "br", "img", "link", "hr")
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.ids: list[str] = []
-        self.seen: set[str] = set()
+        self.seen: list[str] = []
         self.fetched: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
+        self.seen.append(tag)
         if tag not in self.VOID:
             self.open.append(tag)
         for name, value in attributes:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "xlink:href") and not (value or "").startswith(("#", "data:image/png;base64,")):
+            if name in ("src", "href") and not (value or "").startswith("data:image/svg+xml;base64,"):
                 self.fetched.append(value or "")
             assert not name.startswith("on")
 
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attributes)
-        if tag not in self.VOID:
-            self.open.pop()
-
     def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
+        assert self.open.pop() == tag
 
 
 def check_page(page: Path) -> Tags:
@@ -66,8 +53,17 @@ def check_page(page: Path) -> Tags:
     assert tags.open == []
     assert tags.fetched == []
     assert "script" not in tags.seen
-    assert len(tags.ids) == len(set(tags.ids))
     return tags
+
+
+def markdown(runs: list[Path], output: Path) -> str:
+    report(runs, output=output, no_plots=True)
+    return (output / "report.md").read_text()
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +87,19 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
             assert file.stat().st_size < 150_000
         assert f"(figures/{name}.svg)" in (page / "report.md").read_text()
     tags = check_page(page / "report.html")
-    assert {"svg", "table", "h1", "figure"} <= tags.seen
+    assert [tags.seen.count(tag) for tag in ("h1", "figure", "img", "table")] == [1, 4, 4, 4]
+    html = (page / "report.html").read_text()
+    assert html.count('<div class="wide" role="region" tabindex="0" aria-label="') == 8  # tables and figures scroll in a box
+    assert base64.b64encode((page / "figures" / "llama-kept.svg").read_bytes()).decode() in html
     assert (page / "report.html").stat().st_size < 1_000_000
-    with (page / "points.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(page / "points.csv")
     assert len(rows) == 7
     for row in rows[1:]:
         values = report_of(runs / row["point"])
         assert float(row["value"]) == values["evaluation"]["pruned"]["perplexity"]["perplexity"]
         assert float(row["sparsity_of_targets"]) == values["targets"]["sparsity_of_targets"]
-    with (page / "matrices.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 6 * 6
-    with (page / "differences.csv").open() as file:
-        gaps = list(csv.DictReader(file))
+    assert len(csv_rows(page / "matrices.csv")) == 6 * 6
+    gaps = csv_rows(page / "differences.csv")
     assert [(row["point"], row["baseline"]) for row in gaps] == [("emp-0.5", "uniform-0.5"), ("emp", "uniform")]
     for row in gaps:
         assert float(row["change"]) == pytest.approx(100 * (float(row["value"]) / float(row["baseline_value"]) - 1))
@@ -111,60 +107,30 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
 
 def test_the_page_begins_with_what_was_pruned_its_cost_and_the_baseline(page: Path, runs: Path) -> None:
     text = (page / "report.md").read_text()
-    head = text[: text.index("- model: ")]
-    emp, uniform = report_of(runs / "emp"), report_of(runs / "uniform")
-    values = [emp["evaluation"][which]["perplexity"]["perplexity"] for which in ("dense", "pruned")]
-    base = uniform["evaluation"]["pruned"]["perplexity"]["perplexity"]
-    assert [line for line in head.splitlines() if line.startswith("**")] == ["**EMP-magnitude, β = 1**", "**EMP-Wanda, β = 1**"]
-    removed, cost, against = [line for line in head.splitlines() if line.startswith("- ")][:3]
-    targets = emp["targets"]
-    assert removed.startswith(
-        f"- What was pruned: **{100 * targets['sparsity_of_targets']:.2f} %** of the targets removed; "
-        f"**{100 * targets['sparsity_of_all_parameters']:.2f} %** of all parameters"
-    )
-    assert cost.startswith(f"- What it cost: **{100 * (values[1] / values[0] - 1):+.2f} ± ")
-    assert f"perplexity, blocks of 64: {values[0]:.3f} → {values[1]:.3f} (against the dense model" in cost
-    assert against.startswith(f"- Against the baseline: **{signed(100 * (values[1] / base - 1))} ± ")
-    assert "magnitude, uniform rows, as many weights in total" in against
-    assert "There is no baseline with as many zeros. To make one: prune --method wanda --match RUN." in head
-    assert text.index("### Is EMP better") < text.index("### All points")
+    places = [text.index(part) for part in ("- model: ", "### All points", "### Is EMP better", "### Differences")]
+    assert places == sorted(places)
+    dense, pruned = (report_of(runs / "emp")["evaluation"][which]["perplexity"]["perplexity"] for which in ("dense", "pruned"))
+    base = report_of(runs / "uniform")["evaluation"]["pruned"]["perplexity"]["perplexity"]
+    targets = report_of(runs / "emp")["targets"]
+    share, of_all = (f"{100 * targets[name]:.2f}" for name in ("sparsity_of_targets", "sparsity_of_all_parameters"))
+    cost, gain = (signed(100 * (pruned / other - 1)) for other in (dense, base))
+    assert f"| emp | EMP-magnitude | 1 | 2 | {share} | {of_all} | {pruned:.3f} | {cost} ± " in text
+    against = f"| magnitude, uniform rows, as many weights in total | {share} | perplexity, blocks of 64 |"
+    assert f"| EMP-magnitude | 1 {against} {pruned:.3f} | {base:.3f} | {gain} ± " in text
     assert "| EMP-magnitude | as many weights in total | perplexity, blocks of 64 |" in text
-    check_page(page / "report.html")
-    html = (page / "report.html").read_text()
-    assert html.count('<section class="tile">') == 6
+    assert "No baseline has as many zeros as the point wanda. To make one: prune --method wanda --match RUN." in text
 
 
 def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "emp")
     del values["evaluation"]
-    (tmp_path / "emp_report.json").write_text(json.dumps(values))
-    report([tmp_path], output=tmp_path / "out", no_plots=True)
-    assert "- What it cost: Not evaluated." in (tmp_path / "out" / "report.md").read_text()
+    assert "Not evaluated. The option --evaluate of prune" in markdown([save_run(tmp_path / "run", values)], tmp_path / "out")
     entry = {"criterion": "magnitude", "order": 2.0, "matrices": values["matrices"], "targets": values["targets"]}
     measure = {"format": "emp-llm measure 2", "source": values["source"], "measures": [entry]}
     (tmp_path / "measure.json").write_text(json.dumps(measure))
-    report([tmp_path / "measure.json"], output=tmp_path / "measured", no_plots=True)
-    text = (tmp_path / "measured" / "report.md").read_text()
-    removed = f"{100 * values['targets']['sparsity_of_targets']:.2f} %"
-    assert f"- What was measured: **{removed}** of {values['targets']['weights']:,} weights would be removed" in text
-    assert "Nothing was pruned." in text
-
-
-def test_wide_parts_scroll_and_figures_follow_the_screen(page: Path) -> None:
-    """Each table and figure is in a box that scrolls, and all colours of the light page have a dark one."""
-    html = (page / "report.html").read_text()
-    boxes = re.findall(r'<div class="wide" role="region" tabindex="0" aria-label="[^"]+">\n<(table|svg)', html)
-    assert len(boxes) == html.count("<table>") + html.count("<svg")
-    assert boxes.count("svg") == 4
-    style = html[html.index("<style>") : html.index("</style>")]
-    light, dark = style.split("prefers-color-scheme: dark", 1)
-    used = set(re.findall(r"var\(--([a-z]+)\)", html))
-    assert {"ink", "paper", "grid", "blue"} <= used
-    for name in used:
-        assert f"--{name}: #" in light
-        assert f"--{name}: #" in dark
-    assert "fill: #ffffff" not in html  # a white figure on a dark page
-    assert "fill: #ffffff" in (page / "figures" / "llama-kept.svg").read_text()  # the files stay as they are
+    text = markdown([tmp_path / "measure.json"], tmp_path / "measured")
+    removed = f"{100 * values['targets']['sparsity_of_targets']:.2f}"
+    assert f"| EMP-magnitude: measured, not pruned | 1 | 2 | {removed} |" in text
 
 
 def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, ...] = ("emp", "uniform")) -> list[Path]:
@@ -181,40 +147,34 @@ def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, .
             }
             held = {"t": {"examples": 10, "sha256": "ten", "correct": {"acc,none": bits}}}
             values["evaluation"][which]["tasks"] = {"t": task | ({"answers": held} if answers else {})}
-        (folder / name).mkdir()
-        (folder / name / "emp_report.json").write_text(json.dumps(values))
-        folders.append(folder / name)
+        folders.append(save_run(folder / name, values))
     return folders
 
 
 def test_answers_to_the_same_examples_are_paired(runs: Path, tmp_path: Path) -> None:
     """In the table, in the CSV file and in the caption."""
-    report(with_accuracies(runs, tmp_path, answers=True), output=tmp_path / "out", no_plots=True)
-    text = (tmp_path / "out" / "report.md").read_text()
+    text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "out")
     # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
     error = 100 * math.sqrt((3 - 10 * 0.1**2) / 9 / 10)
     assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
     assert "its paired standard error" in text
     assert "unpaired" not in text.lower()
-    with (tmp_path / "out" / "differences.csv").open() as file:
-        (row,) = (row for row in csv.DictReader(file) if row["measure"] == "t acc")
+    (row,) = (row for row in csv_rows(tmp_path / "out" / "differences.csv") if row["measure"] == "t acc")
     assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
 
 
 def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
-    """Wherever one is shown: in the sentences with counts, below both tables, and below the figure."""
+    """Wherever one is shown: with the counts, below both tables, and below the figure."""
     folders = with_accuracies(runs, tmp_path, answers=False)
-    summary = report(folders, output=tmp_path / "out")
-    assert "\n‡ unpaired standard error" in summary_words(summary)
+    summary = report(folders, output=tmp_path / "out", no_plots=True)
+    assert "\n‡ unpaired standard error" in summary.text
     text = (tmp_path / "out" / "report.md").read_text()
-    (sentence,) = (each for study in summary.page.studies for each in study.verdicts if "t acc" in each)
-    assert "worse at 1 of 1 point (1 by more than two unpaired standard errors)" in sentence
-    assert not any("unpaired" in each for study in summary.page.studies for each in study.verdicts if "t acc" not in each)
-    differences, points = text.index("| EMP |"), text.index("### All points")
-    assert "unpaired" in text[differences:points]
-    assert "unpaired" in text[points : text.index("### Where")]
-    assert "points ‡** t acc" in text[: text.index("### Is EMP better")]
-    assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} == {"llama-n-eff", "llama-kept", "llama-s-eff"}
+    (verdict,) = (each for study in summary.page.studies for each in study.verdicts if "t acc" in each)
+    assert "EMP worse: 1 of 1, 1 clearly ‡" in verdict
+    assert sum("‡" in each for study in summary.page.studies for each in study.verdicts) == 1
+    points, differences = text.index("### All points"), text.index("### Differences")
+    assert "unpaired" in text[points : text.index("### Is EMP better")]
+    assert "unpaired" in text[differences : text.index("### Where")]
     (half,) = with_accuracies(runs, tmp_path, answers=False, names=("half",))  # with another sparsity, there is a curve to draw
     report([*folders, half], output=tmp_path / "three")
     text = (tmp_path / "three" / "report.md").read_text()
@@ -222,18 +182,15 @@ def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> 
     assert "± two paired standard errors" in caption
     caption = text[text.index("T acc against") :].splitlines()[0]
     assert "± two unpaired standard errors" in caption
-    report([tmp_path / "emp"], output=tmp_path / "alone", no_plots=True)
-    assert "unpaired" in (tmp_path / "alone" / "report.md").read_text()
-    report([runs / "emp"], output=tmp_path / "none", no_plots=True)
-    assert "unpaired" not in (tmp_path / "none" / "report.md").read_text()
+    assert "unpaired" in markdown([tmp_path / "emp"], tmp_path / "alone")
+    assert "unpaired" not in markdown([runs / "emp"], tmp_path / "none")
 
 
 def test_every_calibration_is_named(runs: Path, tmp_path: Path) -> None:
     values = report_of(runs / "wanda")
     values["calibration"]["text"]["samples"] = 5
-    (tmp_path / "emp_report.json").write_text(json.dumps(values))
-    report([runs / "emp", runs / "wanda", tmp_path], output=tmp_path / "out", no_plots=True)
-    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in (tmp_path / "out" / "report.md").read_text()
+    text = markdown([runs / "emp", runs / "wanda", save_run(tmp_path / "other", values)], tmp_path / "out")
+    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in text
 
 
 def test_the_same_input_gives_the_same_bytes(page: Path, runs: Path, tmp_path: Path) -> None:
@@ -242,7 +199,7 @@ def test_the_same_input_gives_the_same_bytes(page: Path, runs: Path, tmp_path: P
     line = [sys.executable, "-m", "emp_llm.report", *(str(runs / name) for name in NAMES), "--output", "again"]
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "better at" in done.stdout
+    assert "EMP better" in done.stdout
     files = sorted(path.relative_to(page) for path in page.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*") if path.is_file())
     for file in files:
@@ -251,24 +208,22 @@ def test_the_same_input_gives_the_same_bytes(page: Path, runs: Path, tmp_path: P
 
 
 def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
     values = report_of(runs / "emp")
     values["source"]["model"] = values["evaluation"]["suite"] = HOSTILE
     values["recipe"]["targets"] = [HOSTILE]
     for entry in values["matrices"].values():
         entry["role"] = HOSTILE * 20 + entry["role"]
-    (folder / "emp_report.json").write_text(json.dumps(values))
+    folder = save_run(tmp_path / "run", values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of missing room and unknown letters
         report([folder], output=tmp_path / "out", title=HOSTILE)
     check_page(tmp_path / "out" / "report.html")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "<script" not in page
     assert "&lt;script&gt;" in page
-    assert "\x00" not in page
-    assert "\u202e" not in page
-    for figure in (tmp_path / "out" / "figures").glob("*.svg"):
+    assert not any(text in page for text in ("<script", "\x00", "\u202e"))
+    figures = list((tmp_path / "out" / "figures").glob("*.svg"))
+    assert len(figures) == 3  # none of the perplexity: there is no curve through one point
+    for figure in figures:
         ElementTree.parse(figure)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "<script" not in text.replace("\\<script", "")
@@ -284,14 +239,8 @@ def test_without_matplotlib_the_error_names_the_extra_and_tables_work(
         report([runs / "emp"], output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     report([runs / "emp"], output=tmp_path / "out", no_plots=True)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "differences.csv",
-        "matrices.csv",
-        "points.csv",
-        "report.html",
-        "report.json",
-        "report.md",
-    ]
+    names = ["matrices.csv", "points.csv", "report.html", "report.json", "report.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
 def test_an_older_report_is_replaced_only_when_asked(runs: Path, tmp_path: Path) -> None:
@@ -317,28 +266,12 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     """In tables as a word, in CSV as inf, and the figures leave it out."""
     values = report_of(runs / "emp-0.5")
     values["evaluation"]["pruned"]["perplexity"] |= {"perplexity": None, "loss": 800.0}
-    (tmp_path / "ruined").mkdir()
-    (tmp_path / "ruined" / "emp_report.json").write_text(json.dumps(values))
-    folders = [runs / "emp", runs / "uniform", tmp_path / "ruined", runs / "uniform-0.5"]
+    folders = [runs / "emp", runs / "uniform", save_run(tmp_path / "ruined", values), runs / "uniform-0.5"]
     summary = report(folders, output=tmp_path / "out")
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| ruined |"))
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["infinite", "+inf %"]
-    (sentence,) = summary.page.studies[0].verdicts
-    assert "worse at 1 of 2 points" in sentence or "worse at 2 of 2 points" in sentence
-    assert "to +inf %" in sentence
-    with (tmp_path / "out" / "points.csv").open() as file:
-        assert sorted(math.isinf(float(row["value"])) for row in csv.DictReader(file)) == [False] * 4 + [True]
+    (verdict,) = summary.page.studies[0].verdicts
+    assert verdict.endswith("to +inf %")
+    assert sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv")) == 1
     assert "inf" not in (tmp_path / "out" / "report.json").read_text().replace("+inf %", "")
-
-
-def test_tables_have_no_negative_zero(runs: Path, tmp_path: Path) -> None:
-    """A change that rounds to zero has no sign, on the page and in the terminal."""
-    values = report_of(runs / "emp")
-    dense = values["evaluation"]["dense"]["perplexity"]["perplexity"]
-    values["evaluation"]["pruned"]["perplexity"]["perplexity"] = dense * (1 - 1e-6)
-    (tmp_path / "emp_report.json").write_text(json.dumps(values))
-    report([tmp_path, runs / "uniform"], output=tmp_path / "out", no_plots=True)
-    for text in ((tmp_path / "out" / "report.md").read_text(), evaluation_table(read_report(tmp_path))):
-        assert "-0.00" not in text
-        assert "0.00 %" in text

@@ -480,7 +480,7 @@ class TestCommands:
         page = (tmp_path / "report" / "report.md").read_text()
         assert "## Speed and memory" in page
         assert f"({record.decode_ratio:.2f} x)" in page
-        assert (tmp_path / "report" / "speeds.csv").read_text().count("\n") == 3
+        assert (tmp_path / "report" / "speeds.csv").read_text().count("\n") == 2
         pruned = sparse_models("llama")
         pushed = command("push", pruned, "user/name", "--results", output, "--base-model", "user/base", "--dry-run")
         assert pushed.returncode == 0, pushed.stderr

@@ -12,22 +12,8 @@ import numpy as np
 
 from emp_llm.common.errors import UserError, printable, reason
 from emp_llm.evaluation.values import in_percent
-from emp_llm.reporting.run_tables import effective_share
-from emp_llm.reporting.studies import (
-    Curve,
-    Difference,
-    Grid,
-    Study,
-    StudySuite,
-    boxes,
-    curves,
-    differences,
-    grids,
-    lower_is_better,
-    main_measures,
-    masses,
-    ordered_blocks,
-)
+from emp_llm.reporting.run_tables import effective_share, main_measures
+from emp_llm.reporting.studies import Curve, Difference, Grid, Study, StudySuite, curves, differences, label_of, lower_is_better
 from emp_llm.selection.effective import effective_mass_bound
 
 WIDTH = 8.0  # inches
@@ -36,7 +22,6 @@ _DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
-ON_DARK, ON_BRIGHT = "#fefefe", "#111111"  # on a map's colours, which are the same on a dark page: unlike white and black
 LABEL = 36  # characters of a name that fit beside a panel
 N_EFF = r"$N_\mathrm{eff}$"  # for labels with parse_math=True
 _STYLE: dict[str, Any] = {
@@ -83,22 +68,19 @@ class Drawing:
     answers: bool = False
 
 
-def check_matplotlib() -> None:
-    """Raise UserError, which names the extra, if matplotlib is not installed."""
+@contextmanager
+def styled() -> Iterator[None]:
+    """Apply the style of figures while one is drawn; the user's matplotlib settings have no effect.
+
+    Raises:
+        UserError: matplotlib is not installed; it names the extra.
+    """
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure
     except ImportError as error:
         raise UserError(
             f"Plots need matplotlib ({reason(error)}). Install it: pip install 'emp-llm[plots]', or add --no-plots."
         ) from error
-
-
-@contextmanager
-def styled() -> Iterator[None]:
-    """Apply the style of figures while one is drawn; the user's matplotlib settings have no effect."""
-    check_matplotlib()
-    import matplotlib
-
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in other scripts: boxes, in the PNG only
         matplotlib.rcdefaults()
@@ -120,7 +102,7 @@ def drawn(figure: Any, name: str, title: str, caption: str, answers: bool = Fals
     """Render a finished figure as SVG and PNG, without dates or versions; call it within `styled`."""
     import matplotlib
 
-    matplotlib.rcParams["svg.hashsalt"] = name  # distinct ids for the figures of one page
+    matplotlib.rcParams["svg.hashsalt"] = name  # the same ids in every run
     figure.suptitle(printable(title, 76), x=0.01, ha="left", fontsize=11, weight="bold")
     svg, png = BytesIO(), BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
@@ -136,190 +118,148 @@ def slug(text: str) -> str:
 
 _LINES = {"emp": "-", "total": "--", "matrix": ":"}
 _LOG_FROM = 3.0  # ratio of largest to smallest perplexity above which its axis is logarithmic
-_Style = dict[str, Any]
+_GAUSSIAN = (2 / math.pi, 0.894428)  # N_eff / N of independent normal weights, and their s_eff
+_MOST_PANELS = 24  # in one figure; more would exceed the height of an image
+_MOST_ROWS = 48  # of a heat map, for the same reason
+_KEPT_WIDTH = 480.0  # points, of all blocks of the figure of kept weights
 
 
-def sparsity_figures(study: Study, suite: StudySuite, measure: str, name: str) -> list[Drawing]:
+def draw(study: Study, title: str) -> list[Drawing]:
+    """All figures for which a study has data; their names begin with `title` in letters, digits and hyphens."""
+    name, drawings = slug(title) or "model", []
+    for number, suite in enumerate(study.suites, 1):
+        for measure in main_measures(suite.measures):
+            drawings += _sparsity_figures(study, suite, measure, name if number == 1 else f"{name}-suite{number}")
+    if study.measured:
+        drawings.append(_heat_maps(study, study.measured[:_MOST_PANELS], f"{name}-n-eff"))
+    if study.kept:
+        drawings.append(_kept_rows(study, study.kept, f"{name}-kept"))
+    bounded = [grid for grid in study.measured if any(cell.s_eff_bound_mean is not None for cell in grid.cells.values())]
+    if bounded:
+        drawings.append(_masses(study, bounded, f"{name}-s-eff"))
+    return drawings
+
+
+def _sparsity_figures(study: Study, suite: StudySuite, measure: str, name: str) -> list[Drawing]:
     """One figure of all methods; if there are several orders, one for each criterion. None for a single sparsity."""
     found = curves(study, suite, measure)
     if len({dot.sparsity for curve in found for dot in curve.dots}) < 2:
         return []  # nothing to draw a curve through: the tables say it all
     gaps = [each for each in differences(study, suite) if each.measure == measure and math.isfinite(each.change.value)]
     if len({curve.order for curve in found if curve.allocation == "emp"}) <= 1:
-        return [_figure(study, suite, measure, found, gaps, name)]
+        return [_sparsity_figure(study, suite, measure, found, gaps, name)]
     drawings = []
     for criterion in dict.fromkeys(curve.criterion for curve in found):
         own = [curve for curve in found if curve.criterion == criterion]
-        own_gaps = [each for each in gaps if each.point.criterion == criterion]
-        drawings.append(_figure(study, suite, measure, own, own_gaps, f"{name}-{criterion}"))
+        own_gaps = [each for each in gaps if each.point.recipe.name == criterion]
+        drawings.append(_sparsity_figure(study, suite, measure, own, own_gaps, f"{name}-{slug(criterion)}"))
     return drawings
 
 
-def _figure(study: Study, suite: StudySuite, measure: str, found: list[Curve], gaps: list[Difference], name: str) -> Drawing:
+def _sparsity_figure(
+    study: Study, suite: StudySuite, measure: str, found: list[Curve], gaps: list[Difference], name: str
+) -> Drawing:
+    """A measure against β and against sparsity; below them, the differences between EMP and its baselines."""
+    styles, dense = _styles(found), suite.dense.get(measure)
+    by_beta = len({dot.beta for curve in found for dot in curve.dots if dot.beta is not None}) > 1
     with styled():
-        betas = _betas(found)
         figure = new_figure(6.4 if gaps else 3.9)
         grid = figure.add_gridspec(2 if gaps else 1, 2, height_ratios=(3, 2) if gaps else (1,))
-        styles = _styles(found)
-        by_sparsity = figure.add_subplot(grid[0, 1] if len(betas) > 1 else grid[0, :])
-        panels = [by_sparsity]
-        if len(betas) > 1:
-            by_beta = figure.add_subplot(grid[0, 0], sharey=by_sparsity)
-            by_beta.set_xlabel(f"β  (EMP keeps β {N_EFF} of each row)", parse_math=True)
-            by_beta.set_ylabel(_unit(measure))
-            by_sparsity.tick_params(labelleft=False)
-            panels.insert(0, by_beta)
+        main = figure.add_subplot(grid[0, 1] if by_beta else grid[0, :])
+        for curve in found:
+            main.plot([100 * dot.sparsity for dot in curve.dots], [dot.value for dot in curve.dots], **styles[curve])
+        main.set_xlabel("weights removed, % of the targets")
+        panels = [main]
+        if by_beta:
+            panels.append(figure.add_subplot(grid[0, 0], sharey=main))
+            panels[1].set_xlabel(f"β  (EMP keeps β {N_EFF} of each row)", parse_math=True)
             for curve in found:
                 dots = sorted((dot.beta, dot.value) for dot in curve.dots if dot.beta is not None)
-                several = len({beta for beta, _ in dots}) < len(dots)  # a baseline shared by EMP points of several orders
-                by_beta.plot(*_columns(dots), **styles[curve] | ({"linestyle": "none"} if several else {}))
-        else:
-            by_sparsity.set_ylabel(_unit(measure))
-        by_sparsity.set_xlabel("weights removed, % of the targets")
-        for curve in found:
-            by_sparsity.plot(*_columns([(100 * dot.sparsity, dot.value) for dot in curve.dots]), **styles[curve])
-        _scale(by_sparsity, measure, found)
-        dense = suite.dense.values.get(measure) if suite.dense else None
+                betas = [beta for beta, _ in dots]
+                shared = {"linestyle": "none"} if len(set(betas)) < len(betas) else {}  # by EMP points of several orders
+                panels[1].plot(betas, [value for _, value in dots], **styles[curve] | shared)
+            main.tick_params(labelleft=False)
+        panels[-1].set_ylabel(f"{measure}, %" if in_percent(measure) else measure)
         if dense is not None and math.isfinite(dense.value):
             for panel in panels:
-                panel.axhline(dense.value, color=GREY, linewidth=1.2)
-            left = len(panels) > 1  # away from the curves: these are far from the dense line at small β and high sparsity
-            where = ((0.02 if left else 0.98), dense.value)
-            panels[0].annotate(f"dense {dense.value:.4g}", where, (0, 3), ("axes fraction", "data"), textcoords="offset points",
-                               ha="left" if left else "right", color=GREY)  # fmt: skip
-        by_sparsity.margins(y=0.08)
+                panel.axhline(dense.value, color=GREY, linewidth=1.2, label=f"dense model, {dense.value:.4g}")
+        _log_scale(main, measure, [dot.value for curve in found for dot in curve.dots])
         if gaps:
             below = figure.add_subplot(grid[1, :])
-            _difference_panel(below, measure, gaps, found, styles)
-            below.set_xlim(by_sparsity.get_xlim())
-        _legend(figure, by_sparsity, found)
-        results = [result for point in study.pruned if (result := point.result_of(suite.key))]
-        partial = any(result.values[measure].partial for result in results if measure in result.values)
-        title = f"{study.title}: {measure}, suite {suite.name}" + (" (partial)" if partial else "")
-        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, found, gaps, dense is not None), answers=True)
+            _difference_panel(below, measure, gaps, {curve.label: styles[curve] for curve in found})
+            below.set_xlim(main.get_xlim())
+        figure.legend(*main.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=3.2)
+        values = [point.values_of(suite.key).get(measure) for point in study.pruned]
+        partial = " (partial)" if any(value is not None and value.partial for value in values) else ""
+        title = f"{study.title}: {measure}, suite {suite.name}{partial}"
+        return drawn(figure, f"{name}-{slug(measure)}", title, _caption(measure, by_beta, gaps), answers=True)
 
 
-def _styles(found: list[Curve]) -> dict[Curve, _Style]:
-    """Colour by criterion and order; line and marker by the allocation of the zeros."""
-    keys = list(dict.fromkeys((curve.criterion, curve.order) for curve in found if curve.allocation == "emp"))
-    keys += [key for key in dict.fromkeys((curve.criterion, None) for curve in found) if key[0] not in {k[0] for k in keys}]
+def _styles(found: list[Curve]) -> dict[Curve, dict[str, Any]]:
+    """Colour by criterion, or by order if there are several; line and marker by the allocation of the zeros."""
+    several = len({curve.order for curve in found if curve.allocation == "emp"}) > 1
+    keys = list(dict.fromkeys(curve.order if several else curve.criterion for curve in found))
     styles = {}
     for curve in found:
-        own = [number for number, key in enumerate(keys) if key == (curve.criterion, curve.order)]
-        of_criterion = [number for number, key in enumerate(keys) if key[0] == curve.criterion]
-        shared = not own and len(of_criterion) != 1  # a baseline shared by points of several orders
-        number = (own or of_criterion)[0] % len(COLOURS)
-        filled = curve.allocation == "emp"
+        number = keys.index(curve.order if several else curve.criterion)
+        colour, emp = COLOURS[number % len(COLOURS)], curve.allocation == "emp"
         styles[curve] = {
-            "color": "black" if shared else COLOURS[number],
-            "marker": "x" if curve.allocation == "matrix" else "D" if shared else MARKERS[number],
-            "markerfacecolor": COLOURS[number] if filled else "white",
+            "color": colour,
+            "marker": "x" if curve.allocation == "matrix" else MARKERS[number % len(MARKERS)],
+            "markerfacecolor": colour if emp else "white",
             "linestyle": _LINES[curve.allocation],
-            "label": curve.label,
-            "zorder": 3 if filled else 2.5,
+            "label": printable(curve.label, LABEL),
+            "zorder": 3 if emp else 2.5,
         }
     return styles
 
 
-def _columns(dots: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in dots], [y for _, y in dots]
-
-
-def _scale(axes: Any, measure: str, found: list[Curve]) -> None:
+def _log_scale(axes: Any, measure: str, values: list[float]) -> None:
     """A logarithmic axis with plain numbers, for perplexities that differ by more than _LOG_FROM times."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    values = [dot.value for curve in found for dot in curve.dots]
-    if lower_is_better(measure) and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
-        axes.set_yscale("log")
-        ratio = max(values) / min(values)
-        axes.yaxis.set_major_locator(
-            LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if ratio < 10 else (1, 2, 5) if ratio < 100 else (1,))
-        )
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+    if not lower_is_better(measure) or min(values) <= 0 or max(values) / min(values) < _LOG_FROM:
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if max(values) / min(values) < 30 else (1,)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _difference_panel(axes: Any, measure: str, gaps: list[Difference], found: list[Curve], styles: dict[Curve, _Style]) -> None:
-    """The difference between EMP and each baseline, ± two standard errors; the side of zero where EMP is better is shaded."""
-    emp = {dot.name: styles[curve] for curve in found if curve.allocation == "emp" for dot in curve.dots}
+def _difference_panel(axes: Any, measure: str, gaps: list[Difference], styles: dict[str, dict[str, Any]]) -> None:
+    """The difference between EMP and each baseline, ± two standard errors where these are known."""
     lines: dict[tuple[str, str], list[Difference]] = {}
-    for each in gaps:
-        lines.setdefault((emp[each.point.name]["label"], each.match), []).append(each)
+    for each in sorted(gaps, key=lambda each: each.point.sparsity or 0.0):
+        lines.setdefault((label_of(each.point), each.match), []).append(each)
     reach = max(100 * (each.point.sparsity or 0.0) for each in gaps)
-    for number, ((_, match), members) in enumerate(lines.items()):
-        members = sorted(members, key=lambda each: each.point.sparsity or 0.0)
+    for number, ((label, match), members) in enumerate(lines.items()):
         aside = 0.006 * reach * (number - (len(lines) - 1) / 2)  # so that bars do not cover each other
-        xs = [100 * (each.point.sparsity or 0.0) + aside for each in members]
-        style = {key: emp[members[0].point.name][key] for key in ("color", "marker", "zorder")}
+        style = {key: styles[label][key] for key in ("color", "marker", "zorder")}
         style |= {"linestyle": _LINES[match], "markerfacecolor": "white"} | ({"marker": "x"} if match == "matrix" else {})
-        ys = [each.change.value for each in members]
-        errors = [each.change.stderr for each in members]
-        if None in errors:
-            axes.plot(xs, ys, **style)
-        else:
-            axes.errorbar(xs, ys, yerr=[2 * (error or 0.0) for error in errors], capsize=2, elinewidth=0.8, **style)
+        axes.errorbar(
+            [100 * (each.point.sparsity or 0.0) + aside for each in members],
+            [each.change.value for each in members],
+            yerr=[2 * (each.change.stderr or 0.0) for each in members],
+            elinewidth=0.8,
+            **style,
+        )
     axes.axhline(0, color="black", linewidth=0.9)
-    largest = max(abs(each.change.value) for each in gaps)
-    if largest > 30:
+    if max(abs(each.change.value) for each in gaps) > 30:
         axes.set_yscale("symlog", linthresh=5)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    low, high = axes.get_ylim()
-    better = lower_is_better(measure)
-    if better is not None:
-        low, high = min(low, -0.25 * high), max(high, -0.25 * low)
-        axes.set_ylim(low, high)
-        axes.axhspan(low if better else 0, 0 if better else high, color="#009E73", alpha=0.09, linewidth=0)
-        where = {"x": 0.01, "y": 0.03 if better else 0.97, "va": "bottom" if better else "top"}
-        axes.text(s="EMP better", transform=axes.transAxes, color="#00664b", weight="bold", **where)
-        where = {"x": 0.01, "y": 0.97 if better else 0.03, "va": "top" if better else "bottom"}
-        axes.text(s="baseline better", transform=axes.transAxes, color=GREY, weight="bold", **where)
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("weights removed, % of the targets (the same for both)")
-    unit = "points" if in_percent(measure) else "%"
-    known = any(each.change.stderr is not None for each in gaps)
-    axes.set_ylabel(f"EMP − baseline, {unit}" + ("\n(bars: ± 2 standard errors)" if known else ""))
+    lower, unit = lower_is_better(measure), "points" if in_percent(measure) else "%"
+    side = "" if lower is None else f"\n({'below' if lower else 'above'} 0: EMP is better)"
+    axes.set_ylabel(f"EMP − baseline, {unit}{side}")
 
 
-def _legend(figure: Any, axes: Any, found: list[Curve]) -> None:
-    """The legend: a column for EMP and one for each kind of baseline."""
-    from matplotlib.lines import Line2D
-
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    columns = [[curve.label for curve in found if curve.allocation == allocation] for allocation in _LINES]
-    columns = [column for column in columns if column]
-    longest = max(len(column) for column in columns)
-    blank = Line2D([], [], linestyle="none")
-    entries = [
-        entry
-        for column in columns
-        for entry in [*((handles[label], label) for label in column), *[(blank, "")] * (longest - len(column))]
-    ]
-    figure.legend(
-        *zip(*((handle, printable(label, LABEL)) for handle, label in entries), strict=True),
-        loc="outside lower center",
-        ncols=len(columns),
-        handlelength=3.2,
-    )
-
-
-def _unit(measure: str) -> str:
-    return f"{measure}, %" if in_percent(measure) else measure
-
-
-def _betas(found: list[Curve]) -> set[float]:
-    return {dot.beta for curve in found for dot in curve.dots if dot.beta is not None}
-
-
-def _caption(measure: str, found: list[Curve], gaps: list[Difference], dense: bool) -> str:
-    against = "β and against the share" if len(_betas(found)) > 1 else "the share"
-    shown = ["uniform baselines of the same criterion"] if any(curve.allocation != "emp" for curve in found) else []
-    shown += ["the dense model"] if dense else []
-    others = f", with {' and '.join(shown)}" if shown else ""
-    text = f"{measure[:1].upper()}{measure[1:]} against {against} of weights removed{others}."
+def _caption(measure: str, by_beta: bool, gaps: list[Difference]) -> str:
+    against = "β and against the share" if by_beta else "the share"
+    text = f"{measure[:1].upper()}{measure[1:]} against {against} of weights removed."
     if gaps:
         text += (
-            " Below: the difference between EMP and a baseline that removes as many weights, in total (dashed) or in every "
-            "matrix (dotted)."
+            " Below: the difference between EMP and a baseline of the same criterion with uniform rows that removes as many "
+            "weights, in total (dashed) or in every matrix (dotted)."
         )
     if any(each.change.stderr is not None for each in gaps):
         kind = "unpaired" if any(each.change.unpaired for each in gaps) else "paired"
@@ -327,54 +267,30 @@ def _caption(measure: str, found: list[Curve], gaps: list[Difference], dense: bo
     return text
 
 
-_GAUSSIAN = 2 / math.pi  # N_eff / N of independent normal weights
-_GAUSSIAN_MASS = 0.894428  # s_eff of such weights: the share of sum |w| that the N_eff largest hold
-_HATCHES = ("", "////", "....", "xxxx", "----")  # readable without colours
-_MOST_BOXES = 40  # in one panel; more of them are drawn as bands
-_MOST_PANELS = 24  # in one figure; more would exceed the height of an image
-_MOST_ROWS = 48  # of a heat map, for the same reason
-_MOST_NUMBERS = 16  # columns of a heat map with room for a number in each cell
-
-
-def draw(study: Study, name: str) -> list[Drawing]:
-    """All figures for which a study has data; their names begin with `name`."""
-    drawings = []
-    for number, suite in enumerate(study.suites, 1):
-        for measure in main_measures(suite):
-            drawings += sparsity_figures(study, suite, measure, name if number == 1 else f"{name}-suite{number}")
-    if heats := grids(study)[:_MOST_PANELS]:
-        drawings.append(_heat_maps(study, heats, f"{name}-n-eff"))
-    if kept := boxes(study):
-        drawings.append(_box_rows(study, kept, f"{name}-kept"))
-    if held := masses(study)[:_MOST_PANELS]:
-        drawings.append(_mass_panels(study, held, f"{name}-s-eff"))
-    return drawings
-
-
-def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
+def _heat_maps(study: Study, grids: list[Grid], name: str) -> Drawing:
     """N_eff / N by role and block: one map for each criterion and order, below each other, with one colour scale."""
+    maps = []
+    for grid in grids:
+        shares = {key: effective_share(cell) for key, cell in grid.cells.items()}
+        rows = [[shares.get((role, block)) for block in grid.blocks] for role in grid.roles[:_MOST_ROWS]]
+        maps.append(np.array(rows, dtype=float))  # NaN where it is unknown
+    low = math.floor(20 * min(map(np.nanmin, maps))) / 20
+    high = max(math.ceil(20 * max(map(np.nanmax, maps))) / 20, low + 0.05)
     with styled():
-        heights = [0.55 + 0.32 * len(heat.roles[:_MOST_ROWS]) for heat in heats]
+        heights = [0.55 + 0.32 * len(cells) for cells in maps]
         figure = new_figure(1.2 + sum(heights))
-        maps = [_shares(heat) for heat in heats]
-        low, high = (math.floor(20 * min(map(np.nanmin, maps))) / 20, math.ceil(20 * max(map(np.nanmax, maps))) / 20)
-        panels = figure.subplots(len(heats), 1, squeeze=False, height_ratios=heights)[:, 0]
-        image = None
-        for axes, heat, cells in zip(panels, heats, maps, strict=True):
+        panels = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, grid, cells in zip(panels, grids, maps, strict=True):
             axes.set_facecolor("#eeeeee")
             axes.grid(visible=False)
-            high = max(high, low + 0.05)
-            edges = [np.arange(length + 1) - 0.5 for length in (cells.shape[1], cells.shape[0])]
-            image = axes.pcolormesh(*edges, cells, cmap="viridis", vmin=low, vmax=high, edgecolors="white", linewidth=0.3)
+            image = axes.pcolormesh(cells, cmap="viridis", vmin=low, vmax=high, edgecolors="white", linewidth=0.3)
             axes.invert_yaxis()
-            axes.set_title(printable(heat.label, 2 * LABEL), loc="left")
-            axes.set_yticks(range(len(cells)), [printable(role, LABEL) for role in heat.roles[:_MOST_ROWS]])
-            _block_ticks(axes, heat.blocks)
-            if len(heat.blocks) <= _MOST_NUMBERS:
-                _write_numbers(axes, cells, low + 0.6 * (high - low))
-            axes.tick_params(labelbottom=axes is panels[-1] or heat.blocks != heats[-1].blocks)
+            axes.set_title(printable(grid.label, 2 * LABEL), loc="left")
+            axes.set_yticks(np.arange(len(cells)) + 0.5, [printable(role, LABEL) for role in grid.roles[:_MOST_ROWS]])
+            _block_ticks(axes, grid.blocks, 0.5)
         panels[-1].set_xlabel("block")
-        _colour_bar(figure, image, list(panels), low < _GAUSSIAN < high)
+        bar = figure.colorbar(image, ax=list(panels), location="bottom", shrink=0.6, aspect=36, pad=0.02)
+        bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
         caption = (
             "Effective number of weights of a row, N_eff, as a share of the row's N weights, by layer and block. Dark: few "
             "weights carry the row's importance. Independent Gaussian weights have 2/π = 0.637."
@@ -382,196 +298,70 @@ def _heat_maps(study: Study, heats: list[Grid], name: str) -> Drawing:
         return drawn(figure, name, f"{study.title}: effective number of weights", caption)
 
 
-def _shares(heat: Grid) -> Any:
-    """N_eff / N by role and block; NaN where it is unknown."""
-    shares = [
-        [effective_share(cell) if (cell := heat.cells.get((role, b))) else None for b in heat.blocks] for role in heat.roles
-    ]
-    return np.array(shares[:_MOST_ROWS], dtype=float)
-
-
-def _colour_bar(figure: Any, image: Any, panels: list[Any], marked: bool) -> None:
-    """A colour bar below the maps, as long as its label needs, with the value of Gaussian weights marked above it."""
-    bar = figure.colorbar(image, ax=panels, location="bottom", shrink=0.6, aspect=36, pad=0.02)
-    bar.set_label(f"{N_EFF} / N, mean over the rows", parse_math=True)
-    bar.outline.set_visible(False)
-    if marked:
-        bar.ax.axvline(_GAUSSIAN, color=ON_DARK, linewidth=1.5)
-        bar.ax.annotate("2/π", (_GAUSSIAN, 1), (0, 2), ("data", "axes fraction"), textcoords="offset points",
-                        ha="center", va="bottom", fontsize=8)  # fmt: skip
-
-
-def _block_ticks(axes: Any, blocks: list[int | None]) -> None:
+def _block_ticks(axes: Any, blocks: list[int | None], offset: float = 0.0) -> None:
     """Label the axis with the number of every block, or of evenly spaced blocks if there are many."""
-    step = max(1, math.ceil(len(blocks) / 24))
-    at = list(range(0, len(blocks), step))
-    axes.set_xticks(at, ["none" if blocks[number] is None else str(blocks[number]) for number in at])
+    at = range(0, len(blocks), math.ceil(len(blocks) / 24))
+    axes.set_xticks([place + offset for place in at], ["none" if blocks[place] is None else str(blocks[place]) for place in at])
 
 
-def _write_numbers(axes: Any, cells: Any, bright: float) -> None:
-    for (row, column), value in np.ndenumerate(cells):
-        if not np.isnan(value):
-            colour = ON_DARK if value < bright else ON_BRIGHT
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
-
-
-def _box_rows(study: Study, kept: list[Grid], name: str) -> Drawing:
+def _kept_rows(study: Study, grids: list[Grid], name: str) -> Drawing:
     """Kept fractions of the rows of each matrix: a panel for each role, with the methods side by side in every block."""
+    every = Grid("", {key: cell for grid in grids for key, cell in grid.cells.items()})
+    roles, blocks = every.roles[:_MOST_PANELS], every.blocks
+    width = min(6.0, 0.5 * _KEPT_WIDTH / len(blocks) / len(grids))
     with styled():
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-
-        roles = list(dict.fromkeys(role for boxes_ in kept for role in boxes_.roles))[:_MOST_PANELS]
-        blocks = ordered_blocks(cell for boxes_ in kept for cell in boxes_.cells)
         figure = new_figure(0.9 + 1.6 * len(roles))
-        most = max(cell.kept_fraction.max for boxes_ in kept for cell in boxes_.cells.values())
         panels = figure.subplots(len(roles), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-        as_bands = len(blocks) * len(kept) > _MOST_BOXES
         for axes, role in zip(panels, roles, strict=True):
-            for number, boxes_ in enumerate(kept):
-                spreads = [cell.kept_fraction if (cell := boxes_.cells.get((role, block))) else None for block in blocks]
-                colour = COLOURS[number % len(COLOURS)]
-                if as_bands:
-                    _band(axes, spreads, colour, MARKERS[number % len(MARKERS)])
-                else:
-                    _boxes(axes, spreads, number, len(kept), colour)
+            for number, grid in enumerate(grids):
+                own = [(place, grid.cells[role, block]) for place, block in enumerate(blocks) if (role, block) in grid.cells]
+                at = [place + 0.8 * ((number + 0.5) / len(grids) - 0.5) for place, _ in own]
+                low, q1, median, q3, high = 100 * np.array([cell.kept_fraction.values for _, cell in own]).reshape(-1, 5).T
+                colour, label = COLOURS[number % len(COLOURS)], printable(grid.label, LABEL)
+                axes.vlines(at, low, high, color=colour, linewidth=0.2 * width)
+                axes.vlines(at, q1, q3, color=colour, linewidth=width, label=label)
+                axes.plot(at, median, color="white", linestyle="none", marker="_", markersize=width)
             axes.set_title(printable(role, 2 * LABEL), loc="left")
-            axes.set_ylim(0, 10 * math.ceil(10 * most) + 1)
+            axes.set_ylim(bottom=0)
             axes.set_ylabel("kept, % of a row")
             axes.grid(visible=False, axis="x")
         _block_ticks(panels[-1], blocks)
-        panels[-1].set_xlim(-0.6, len(blocks) - 0.4)
         panels[-1].set_xlabel("block")
-        handles: list[Any] = [
-            Patch(**_filling(number), label=printable(boxes_.label, LABEL)) for number, boxes_ in enumerate(kept)
-        ]
-        if as_bands:
-            handles = [
-                Line2D(
-                    [],
-                    [],
-                    color=COLOURS[n % len(COLOURS)],
-                    marker=MARKERS[n % len(MARKERS)],
-                    label=printable(boxes_.label, LABEL),
-                )
-                for n, boxes_ in enumerate(kept)
-            ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
-        return drawn(figure, name, f"{study.title}: kept weights of each row", _box_caption(study, as_bands))
-
-
-def _box_caption(study: Study, as_bands: bool) -> str:
-    pooled = any("*" in matrix.role for point in study.points for matrix in point.matrices)
-    boxes_, bands = "median, quartiles, minimum and maximum", "median (line), quartiles (dark), minimum and maximum (light)"
-    parts = bands if as_bands else boxes_
-    experts = " The experts of a block are pooled." if pooled else ""
-    return f"Share of weights kept in the rows of each matrix: {parts}.{experts}"
-
-
-def _boxes(axes: Any, spreads: list[Any], number: int, count: int, colour: str) -> None:
-    width = 0.8 / count
-    at = [place + width * (number - (count - 1) / 2) for place, spread in enumerate(spreads) if spread is not None]
-    stats = [
-        {"whislo": 100 * s.min, "q1": 100 * s.q1, "med": 100 * s.median, "q3": 100 * s.q3, "whishi": 100 * s.max}
-        for s in spreads
-        if s is not None
-    ]
-    if stats:
-        line = {"color": colour, "linewidth": 1}
-        axes.bxp(
-            stats,
-            positions=at,
-            widths=0.8 * width,
-            showfliers=False,
-            patch_artist=True,
-            manage_ticks=False,
-            boxprops=_filling(number),
-            medianprops={"color": "black", "linewidth": 1},
-            whiskerprops=line,
-            capprops=line,
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        caption = (
+            "Share of weights kept in the rows of each matrix: minimum to maximum (thin), quartiles (thick), median (white)."
         )
+        if any("*" in role for role in every.roles):
+            caption += " Of the experts of a block, the mean of their quartiles."
+        return drawn(figure, name, f"{study.title}: kept weights of each row", caption)
 
 
-def _filling(number: int) -> dict[str, Any]:
-    """The filling of the boxes of a method, by its position."""
-    colour = COLOURS[number % len(COLOURS)]
-    return {"facecolor": "white" if number else colour, "edgecolor": colour, "hatch": _HATCHES[number % len(_HATCHES)]}
-
-
-def _band(axes: Any, spreads: list[Any], colour: str, marker: str) -> None:
-    """Spreads over many blocks: minimum to maximum as a light band, the quartiles as a darker one, the median as a line."""
-    parts = np.array([[np.nan] * 5 if s is None else s.values for s in spreads]).T * 100
-    places = np.arange(len(spreads))
-    axes.fill_between(places, parts[0], parts[4], color=colour, alpha=0.15, linewidth=0)
-    axes.fill_between(places, parts[1], parts[3], color=colour, alpha=0.35, linewidth=0)
-    axes.plot(places, parts[2], color=colour, marker=marker, markersize=2.5, linewidth=1.2)
-
-
-def _mass_panels(study: Study, held: list[Grid], name: str) -> Drawing:
-    """s_eff against N_eff / N with the curve of its lower bound; a point for each role and block."""
+def _masses(study: Study, grids: list[Grid], name: str) -> Drawing:
+    """s_eff against N_eff / N of each role and block, with the curve of its lower bound."""
+    found = [[cell for cell in grid.cells.values() if cell.s_eff_bound_mean is not None] for grid in grids]
+    sizes = sorted({cell.group_size or 2 for cells in found for cell in cells})
+    margins = [cell.least_margin_over_bound for cells in found for cell in cells if cell.least_margin_over_bound is not None]
     with styled():
-        columns = min(2, len(held))
-        lines = math.ceil(len(held) / columns)
-        figure = new_figure(0.9 + 2.9 * lines)
-        panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
-        roles = list(dict.fromkeys(matrix.role for masses_ in held for matrix in masses_.cells.values()))
-        for axes, masses_ in zip(panels, held, strict=False):
-            sizes = sorted({matrix.group_size or 2 for matrix in masses_.cells.values()})
-            for number, size in enumerate(sizes):
-                numbers = np.unique(np.linspace(2, size, 300).astype(int))
-                bound = effective_mass_bound(numbers, size).numpy()  # type: ignore[arg-type]
-                line = ("-", "--", "-.", ":")[number % 4]
-                axes.plot(
-                    numbers / size, bound, color="black", linewidth=1.1, linestyle=line, label=f"lower bound, N = {size:,}"
-                )
-            for number, role in enumerate(roles):
-                _mass_points(axes, [matrix for matrix in masses_.cells.values() if matrix.role == role], number, role)
-            axes.plot(_GAUSSIAN, _GAUSSIAN_MASS, marker="*", markersize=11, color="#F0E442", markeredgecolor="black",
-                      linestyle="none", label="independent Gaussian weights", zorder=1.9)  # fmt: skip
-            axes.set_title(printable(masses_.label, LABEL), loc="left")
-            axes.set_xlim(0, 1)
-            axes.set_ylim(0, 1.02)
-            axes.set_xlabel(f"{N_EFF} / N", parse_math=True)
-        for axes in panels[len(held) :]:
-            axes.set_visible(False)
-        for axes in panels[::columns]:
-            axes.set_ylabel(r"$s_\mathrm{eff}$, share of Σ|s|", parse_math=True)
-        handles: dict[str, Any] = {}
-        for axes in panels[: len(held)]:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                handles.setdefault(label, handle)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3)
-        return drawn(figure, name, f"{study.title}: effective mass and its bound", _mass_caption(held))
-
-
-def _mass_points(axes: Any, matrices: list[Any], number: int, role: str) -> None:
-    if not matrices:
-        return
-    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-    xs = [effective_share(matrix) for matrix in matrices]
-    ys = [matrix.s_eff_mean for matrix in matrices]
-    axes.plot(
-        xs,
-        ys,
-        marker=marker,
-        color=colour,
-        linestyle="none",
-        markersize=6,
-        markeredgecolor="white",
-        markeredgewidth=0.5,
-        label=printable(role, LABEL),
-    )
-
-
-def _mass_caption(held: list[Grid]) -> str:
-    margins = [
-        matrix.least_margin_over_bound
-        for masses_ in held
-        for matrix in masses_.cells.values()
-        if matrix.least_margin_over_bound is not None
-    ]
-    least = f" The smallest margin of a row is {min(margins):.3f}." if margins else ""
-    return (
-        "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, and the lower bound of theorem 4.2 "
-        f"(order 2). A mark is the mean of a matrix; each row lies above the bound for its own N_eff.{least}"
-    )
+        figure = new_figure(4.4)
+        axes = figure.subplots()
+        for number, size in enumerate(sizes):
+            numbers = np.unique(np.linspace(2, size, 300).astype(int))
+            bound = effective_mass_bound(numbers, size).numpy()  # type: ignore[arg-type]
+            style = {"color": "black", "linewidth": 1.1, "linestyle": ("-", "--", "-.", ":")[number % 4]}
+            axes.plot(numbers / size, bound, label=f"lower bound, N = {size:,}", **style)
+        for number, (grid, cells) in enumerate(zip(grids, found, strict=True)):
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "none"}
+            style |= {"markersize": 6, "markeredgecolor": "white", "label": printable(grid.label, LABEL)}
+            axes.plot([effective_share(cell) for cell in cells], [cell.s_eff_mean for cell in cells], **style)
+        axes.plot(*_GAUSSIAN, marker="*", markersize=11, color="#F0E442", markeredgecolor="black", linestyle="none",
+                  label="independent Gaussian weights", zorder=1.9)  # fmt: skip
+        axes.set(xlim=(0, 1), ylim=(0, 1.02))
+        axes.set_xlabel(f"{N_EFF} / N", parse_math=True)
+        axes.set_ylabel(r"$s_\mathrm{eff}$, share of Σ|s|", parse_math=True)
+        figure.legend(loc="outside lower center", ncols=3)
+        least = f" The smallest margin of a row is {min(margins):.3f}." if margins else ""
+        caption = (
+            "s_eff, the share of a row's importance that its ⌊N_eff⌋ largest scores hold, and the lower bound of theorem 4.2 "
+            f"(order 2). A mark is the mean of a matrix; each row lies above the bound for its own N_eff.{least}"
+        )
+        return drawn(figure, name, f"{study.title}: effective mass and its bound", caption)

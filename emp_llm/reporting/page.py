@@ -1,60 +1,26 @@
 """A report as Markdown and as one self-contained HTML page, with the same headings, text, tables and figures."""
 
+import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup, escape
 
-from emp_llm.common.errors import count_of
+from emp_llm.common.errors import printable
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.reporting.figures import Drawing
-from emp_llm.reporting.page_tables import Headline, difference_rows, fit_rows, headlines, point_rows, role_rows, verdict_rows
+from emp_llm.reporting.page_tables import difference_rows, fit_rows, point_rows, role_rows, verdict_rows
 from emp_llm.reporting.run_tables import SPEED_NOTE, cost_rows, speed_notes, speed_rows, structure_rows
 from emp_llm.reporting.studies import Study, label_of
 
-# Colours of the figures -> (variable, value on a dark page). On a light page they keep their values.
-_THEME = {
-    "#ffffff": ("paper", "#16181c"),
-    "#000000": ("ink", "#e8e8e8"),
-    "#666666": ("faint", "#a6a9ae"),
-    "#dddddd": ("grid", "#3a3d42"),
-    "#eeeeee": ("empty", "#2a2d31"),
-    "#00664b": ("better", "#5fd3ae"),
-    "#0072b2": ("blue", "#4fa8e0"),
-    "#d55e00": ("red", "#ff8b42"),
-    "#009e73": ("green", "#35c79c"),
-    "#cc79a7": ("pink", "#e39cc5"),
-    "#e69f00": ("orange", "#f0b73a"),
-    "#56b4e9": ("sky", "#a3d8f7"),
-}
-_COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
-
-
-def _themed(svg: str) -> str:
-    """A figure with its colours as variables of the page, so that it is dark on a dark page. Others, such as a map's, stay."""
-
-    def variable(match: re.Match[str]) -> str:
-        name, colour = match.groups()
-        return f"{name}: var(--{_THEME[colour][0]})" if colour in _THEME else match.group(0)
-
-    return _COLOUR.sub(variable, svg)
-
-
-_POINTS = "All points"
-_REDUNDANT = "Where the model is redundant"
-_FITS = "Output error of the fitted layers"
-_ERROR = (
-    "The squared error of the layers' outputs as a share of the dense outputs, with the masked weights (before) and with the "
-    "fitted ones (after). Held out: on sequences of the calibration text to which no weight was fitted."
-)
-_SPEED = "Speed and memory"
-_UNITS = "Heads and neurons"
-_QUESTION = "Is EMP better at the same sparsity?"
+FIGURES = "figures"
+_NOT_EVALUATED = "Not evaluated. The option --evaluate of prune, or the command evaluate, measures what it cost."
+_NO_BASELINE = "No baseline has as many zeros as the point {}. To make one: prune --method {} --match RUN."
 _CLEARLY = "Number of points. Clearly: by more than two standard errors of the difference, where these are known."
 _DIFFERENCES = (
     "EMP − baseline: the difference of perplexities in percent, and of accuracies in points. Both models have the same number "
@@ -64,185 +30,118 @@ _PAIRED = (
     "± of a difference: its paired standard error. Both models were judged on the same examples and blocks of text, and only "
     "those count on which they differ."
 )
-_PARTIAL = "* partial: only some of the examples or of the text."
 _UNPAIRED = (
     f"{UNPAIRED} An unpaired standard error: the root of the sum of both squares, as if the two models had answered different "
     "examples. The results of one of them do not hold its answers (an older emp-llm wrote them), or the examples differ. "
     "Paired errors are usually smaller, so a difference that is not clear here may still be real."
 )
+_PARTIAL = "* partial: only some of the examples or of the text."
+_ERROR = (
+    "The squared error of the layers' outputs as a share of the dense outputs, with the masked weights (before) and with the "
+    "fitted ones (after). Held out: on sequences of the calibration text to which no weight was fitted."
+)
 
 
 @dataclass(frozen=True)
-class Heading:
-    text: str
-    level: int = 2
+class Section:
+    """A heading with what is below it, in this order: facts, a table with its notes, figures. Each of them may be missing.
 
+    Attributes:
+        title, level: the heading.
+        facts: short facts, each with its name.
+        rows: of the table; the first is its heading, and a table with a heading alone is not shown.
+        notes: paragraphs below the table.
+        drawings: figures.
+    """
 
-@dataclass(frozen=True)
-class Paragraph:
-    text: str
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Short facts, each with its name."""
-
-    facts: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    rows: Rows
     title: str
+    level: int = 3
+    facts: Sequence[tuple[str, str]] = ()
+    rows: Rows = field(default_factory=list)
+    notes: Sequence[str] = ()
+    drawings: Sequence[Drawing] = ()
 
 
-PagePart = Heading | Paragraph | Facts | Headline | Table | Drawing
-
-
-def page_parts(
-    title: str,
-    studies: Sequence[tuple[Study, list[Drawing]]],
-    benches: Sequence[Bench] = (),
-) -> list[PagePart]:
-    """The parts of a report from top to bottom."""
-    parts: list[PagePart] = [Heading(title, 1)]
+def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches: Sequence[Bench]) -> list[Section]:
+    """The sections of a report from top to bottom. A section with an empty table and no figures is left out."""
+    found = [Section(title, 1)]
     for study, drawings in studies:
-        heads = headlines(study)
-        parts += [Heading(study.title), *heads, _facts(study)]
-        if len(study.pruned) > len(heads):
-            parts.append(Paragraph(f"All {count_of(len(study.pruned), 'pruned model')} are listed under “{_POINTS}”."))
-        left = {drawing.name: drawing for drawing in drawings}
-        rows = verdict_rows(study)
-        if len(rows) > 1:
-            parts += [Heading(_QUESTION, 3), Table(rows, _QUESTION), Paragraph(_CLEARLY)]
-        parts += [left.pop(drawing.name) for drawing in drawings if drawing.answers]
+        found += [Section(study.title, 2, facts=_facts(study)), _points(study)]
+        compared = [drawing for drawing in drawings if drawing.answers]
+        found.append(
+            Section("Is EMP better at the same sparsity?", rows=verdict_rows(study), notes=[_CLEARLY], drawings=compared)
+        )
         for suite in study.suites:
             rows = difference_rows(study, suite)
-            named = [Paragraph(f"Suite {suite.name}:")] if len(study.suites) > 1 else []
-            parts += (
-                [*named, Table(rows, f"differences, suite {suite.name}"), Paragraph(_DIFFERENCES), *_error_notes(rows)]
-                if len(rows) > 1
-                else []
-            )
-        if len(study.pruned):
-            rows = point_rows(study)
-            parts += [Heading(_POINTS, 3), Table(rows, _POINTS), *_error_notes(rows)]
-        rows = fit_rows(study)
-        if len(rows) > 1:
-            parts += [Heading(_FITS, 3), Table(rows, _FITS), Paragraph(_ERROR)]
-        parts += _structures(study)
-        rows = role_rows(study)
-        if len(rows) > 1:
-            parts += [Heading(_REDUNDANT, 3), Table(rows, _REDUNDANT)]
-        parts += left.values()
+            found.append(Section(f"Differences, suite {suite.name}", rows=rows, notes=[_DIFFERENCES, *_table_notes(rows)]))
+        found.append(Section("Output error of the fitted layers", rows=fit_rows(study), notes=[_ERROR]))
+        for name, structure in [(f"{label_of(p)} ({p.name})", p.structure) for p in study.points if p.structure]:
+            found.append(Section(f"Heads and neurons: {name}", rows=structure_rows(structure)))
+            found.append(Section(f"Size and speed: {name}", rows=cost_rows(structure), notes=speed_notes(structure)))
+        others = [drawing for drawing in drawings if not drawing.answers]
+        found.append(Section("Where the model is redundant", rows=role_rows(study), drawings=others))
     if benches:
-        parts += [Heading(_SPEED), Table(speed_rows(benches), _SPEED), Paragraph(SPEED_NOTE)]
-    return parts
+        found.append(Section("Speed and memory", 2, rows=speed_rows(benches), notes=[SPEED_NOTE]))
+    return [each for each in found if len(each.rows) != 1 or each.drawings]
 
 
-def _structures(study: Study) -> list[PagePart]:
-    """For each structured point, the heads and neurons that stay, and size and speed."""
-    parts: list[PagePart] = []
-    for point in study.points:
-        if point.structure is not None:
-            title = f"{label_of(point)} ({point.name})"
-            parts += [Heading(f"{_UNITS}: {title}", 3), Table(structure_rows(point.structure), f"{_UNITS}, {title}")]
-            parts += [Table(cost_rows(point.structure), f"{_SPEED}, {title}"), *map(Paragraph, speed_notes(point.structure))]
-    return parts
-
-
-def _facts(study: Study) -> Facts:
+def _facts(study: Study) -> list[tuple[str, str]]:
     """Facts about the model and its calibration. A fact in which the points differ lists all its values."""
-    facts: dict[str, list[str]] = {}
+    facts: dict[str, list[str]] = {"model": [study.model]}
     for point in study.points:
         for name, fact in point.facts.items():
             facts.setdefault(name, []).append(fact)
-    facts = facts or {"model": [study.model]}
-    return Facts(tuple((name, "; ".join(dict.fromkeys(texts))) for name, texts in facts.items()))
+    return [(name, "; ".join(dict.fromkeys(texts))) for name, texts in facts.items()]
 
 
-def _error_notes(rows: Rows) -> list[PagePart]:
-    """The explanation of a table's marks and of the standard errors of its differences: the kinds that it holds."""
-    changes = [cell for row in rows[1:] for cell in row if "±" in cell and cell[0] in "+-0"]
-    paired = [Paragraph(_PAIRED)] if any(UNPAIRED not in cell for cell in changes) else []
-    unpaired = [Paragraph(_UNPAIRED)] if any(UNPAIRED in cell for cell in changes) else []
-    partial = [Paragraph(_PARTIAL)] if any(cell.endswith(" *") for row in rows[1:] for cell in row) else []
-    return [*paired, *unpaired, *partial]
+def _points(study: Study) -> Section:
+    """All points, with what to do if they were not evaluated, or cannot be compared."""
+    rows, notes = point_rows(study), []
+    if study.pruned and not study.suites:
+        notes.append(_NOT_EVALUATED)
+    baselines = {point.baseline_of for point in study.points}
+    alone = {p.recipe.name: p.name for p in study.pruned if p.recipe.adaptive and p.structure is None and p.id not in baselines}
+    notes += [_NO_BASELINE.format(name, criterion) for criterion, name in alone.items()]
+    return Section("All points", rows=rows, notes=[*notes, *_table_notes(rows)])
 
 
-FIGURES = "figures"
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#~$&])")
-_ID = re.compile(r'\b(id|xlink:href|clip-path)="(url\(#|#)?([^"#()]+)(\)?)"')
-_NUMBER = re.compile(r"[+-]?\d|-$|infinite|\+inf|$")  # the beginning of a cell of numbers
-_LONG_HEADING, _LONG_TEXT = 14, 30  # characters in a heading or a text that may be broken across lines
+def _table_notes(rows: Rows) -> list[str]:
+    """The explanation of the marks and standard errors of a table: those that it holds."""
+    cells = [cell for row in rows[1:] for cell in row]
+    changes = [cell for cell in cells if "±" in cell and cell[0] in "+-0"]
+    notes = [_PAIRED] if any(UNPAIRED not in cell for cell in changes) else []
+    notes += [_UNPAIRED] if any(UNPAIRED in cell for cell in changes) else []
+    return notes + ([_PARTIAL] if any(cell.endswith(" *") for cell in cells) else [])
 
 
-def markdown_page(parts: Sequence[PagePart]) -> str:
+def markdown_page(parts: Sequence[Section]) -> str:
     """The page as Markdown; its figures are in a folder beside it."""
-    lines = []
+    texts = []
     for part in parts:
-        match part:
-            case Heading():
-                lines.append(f"{'#' * part.level} {_escaped(part.text)}")
-            case Paragraph():
-                lines.append(_escaped(part.text))
-            case Facts():
-                lines.append("\n".join(f"- {_escaped(name)}: {_escaped(fact)}" for name, fact in part.facts))
-            case Headline():
-                lines += [f"**{_escaped(part.title)}**", _markdown_tiles(part)]
-            case Table():
-                lines.append(markdown_table([[_escaped(cell) for cell in row] for row in part.rows]))
-            case Drawing():
-                lines += [f"![{_escaped(part.title)}]({FIGURES}/{part.name}.svg)", _escaped(part.caption)]
-    return "\n\n".join(lines) + "\n"
-
-
-def _markdown_tiles(headline: Headline) -> str:
-    lines = []
-    for tile in headline.tiles:
-        numbers = "; ".join(f"**{_escaped(number)}** {_escaped(words)}" for number, words in tile.entries)
-        note = _escaped(tile.note)
-        lines.append(f"- {tile.title}: " + (f"{numbers} ({note})" if numbers else note))
-    return "\n".join(lines)
-
-
-def html_page(title: str, parts: Sequence[PagePart]) -> str:
-    """The page as HTML by the template page.html.j2: figures inline, no scripts, no requests, all texts escaped."""
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True)
-    environment.tests["kind"] = lambda part, name: type(part).__name__ == name
-    environment.filters |= {"marked": _marked_cells, "inline_svg": inline_svg}
-    colours = [(name, colour, dark) for colour, (name, dark) in _THEME.items()]
-    return environment.get_template("page.html.j2").render(title=title, parts=parts, colours=colours)
-
-
-def _marked_cells(rows: Rows) -> list[list[tuple[str, str]]]:
-    """The cells of a table with their CSS classes. Numbers are never broken across lines; long texts and headings may be."""
-    columns = list(zip(*rows[1:], strict=True))
-    texts = [not all(map(_NUMBER.match, column)) for column in columns]
-    wide = [is_text and max(map(len, column)) > _LONG_TEXT for is_text, column in zip(texts, columns, strict=True)]
-    marked = []
-    for number, row in enumerate(rows):
-        long = wide if number else [len(cell) > _LONG_HEADING for cell in row]
-        marks = [" ".join(["text"] * is_text + ["long"] * is_long) for is_text, is_long in zip(texts, long, strict=True)]
-        marked.append(list(zip(row, marks, strict=True)))
-    return marked
-
-
-def inline_svg(drawing: Drawing) -> Markup:
-    """The svg element of a figure, for a page with several: with a label, with unique ids, and in the colours of the page."""
-    text = drawing.svg.decode("utf-8")
-    text = text[text.index("<svg") :].rstrip()
-
-    def own(match: re.Match[str]) -> str:
-        attribute, before, name, after = match.groups()
-        if attribute != "id" and before is None:
-            return match.group(0)
-        return f'{attribute}="{before or ""}{drawing.name}-{name}{after}"'
-
-    text = _ID.sub(own, text)
-    return Markup(_themed(text).replace("<svg", f'<svg role="img" aria-label="{escape(drawing.title)}"', 1))
+        texts.append(f"{'#' * part.level} {_escaped(part.title)}")
+        if part.facts:
+            texts.append("\n".join(f"- {_escaped(name)}: {_escaped(fact)}" for name, fact in part.facts))
+        if len(part.rows) > 1:
+            texts.append(markdown_table([[_escaped(cell) for cell in row] for row in part.rows]))
+            texts += map(_escaped, part.notes)
+        for drawing in part.drawings:
+            texts += [f"![{_escaped(drawing.title)}]({FIGURES}/{drawing.name}.svg)", _escaped(drawing.caption)]
+    return "\n\n".join(texts) + "\n"
 
 
 def _escaped(text: str) -> str:
     """Text with Markdown's special characters escaped, except bars, which the table escapes in its cells."""
-    return _MARKDOWN.sub(r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", printable(text, 1000))
+
+
+def html_page(title: str, parts: Sequence[Section]) -> str:
+    """The page as HTML by the template page.html.j2: figures inside it, no scripts, no requests, all texts escaped."""
+
+    def safe(value: Any) -> Any:
+        return printable(value, 1000) if type(value) is str else value
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True, finalize=safe
+    )
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    return environment.get_template("page.html.j2").render(title=title, parts=parts)

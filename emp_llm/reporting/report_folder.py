@@ -1,156 +1,103 @@
-"""The report folder: HTML page, Markdown, figures and CSV tables."""
+"""The files of a report: HTML page, Markdown, figures and CSV tables."""
 
-from collections.abc import Callable, Sequence
+import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from io import StringIO
 
-import msgspec
-
-from emp_llm.checkpoint.output import check_folder, write_folder
-from emp_llm.common.errors import UserError, count_of, printable
-from emp_llm.common.tables import Rows, csv_table, table
+from emp_llm.common.errors import printable
+from emp_llm.common.tables import Rows, table
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
-from emp_llm.reporting.figures import Drawing, check_matplotlib, draw, slug
-from emp_llm.reporting.page import FIGURES, html_page, markdown_page, page_parts
-from emp_llm.reporting.page_tables import change_rows, difference_rows, layer_fit_rows, matrix_rows, value_rows, verdicts
-from emp_llm.reporting.points import read_points
-from emp_llm.reporting.run_tables import speed_figures, split_benches
-from emp_llm.reporting.studies import Study, studies
+from emp_llm.reporting.figures import draw
+from emp_llm.reporting.page import FIGURES, html_page, markdown_page, sections
+from emp_llm.reporting.page_tables import (
+    Record,
+    difference_records,
+    difference_rows,
+    fit_records,
+    flat,
+    matrix_records,
+    value_records,
+    verdict_rows,
+)
+from emp_llm.reporting.points import MeasuredPoint
+from emp_llm.reporting.studies import studies
 
-_SUMMARY = "report.json"
-
-
-@dataclass(frozen=True)
-class ReportSummary:
-    """The summary of a written report.
-
-    Attributes:
-        page: the content of report.json.
-        output: its folder; files: the names of its files.
-        differences: for each study a table of EMP points and their baselines.
-    """
-
-    page: ReportPage
-    output: Path
-    files: list[str]
-    differences: list[Rows]
-
-
-def write_report(runs: list[Path], output: Path, title: str, plots: bool, overwrite: bool) -> ReportSummary:
-    """Read runs and write their report.
-
-    Args:
-        runs: outputs of prune, sweep, measure and bench, and results files of evaluate.
-        output: the folder to write.
-        title: heading of the page.
-        plots: whether to draw figures.
-        overwrite: replace an older report.
-
-    Raises:
-        UserError: there is nothing to report, an input is none of these, the output may not be written, or matplotlib is
-            missing. Inputs are checked first.
-    """
-    content = report_content(runs, title, plots, lambda: check_folder(output, overwrite, _SUMMARY))
-    write_folder(output, content.files, overwrite, _SUMMARY)
-    return ReportSummary(content.page, output, sorted(content.files), [_differences(study) for study in content.studies])
+SUMMARY = "report.json"
 
 
 @dataclass(frozen=True)
 class ReportContent:
-    """A report in memory: its files by name, the content of report.json, and its studies."""
+    """A report in memory.
 
-    files: dict[str, bytes]
+    Attributes:
+        page: the content of report.json.
+        files: all files by their relative names.
+        text: the comparison of EMP with its baselines, for a terminal.
+    """
+
     page: ReportPage
-    studies: list[Study]
+    files: dict[str, bytes]
+    text: str
 
 
-def report_content(
-    runs: list[Path], title: str, plots: bool, before_drawing: Callable[[], None] | None = None
-) -> ReportContent:
+def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], title: str, plots: bool) -> ReportContent:
     """The files of a report.
 
     Args:
-        runs, title, plots: as for `write_report`.
-        before_drawing: called when the input is read.
-
-    Raises:
-        UserError: as for `write_report`.
+        points, benches: from `points.read_inputs`.
+        title: heading of the page.
+        plots: whether to draw figures; UserError if matplotlib is missing.
     """
-    if not runs:
-        raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
-    others, benches = split_benches([Path(path) for path in runs])
-    found = studies(read_points(others)) if others else []
-    if before_drawing is not None:
-        before_drawing()
-    if plots:
-        check_matplotlib()
-    drawn = [(study, draw(study, name) if plots else []) for study, name in zip(found, _names(found), strict=True)]
-    page = ReportPage(title=printable(title), studies=[_summary(*each) for each in drawn])
-    return ReportContent(_files(page, drawn, benches), page, found)
-
-
-def summary_words(summary: ReportSummary) -> str:
-    """The comparison of EMP with its baselines as text, and the location of the report."""
-    lines = []
-    for study, rows in zip(summary.page.studies, summary.differences, strict=True):
-        lines.append(study.title)
-        if len(rows) > 1:
-            lines.append(table(rows))
-            lines += [UNPAIRED_NOTE] if any(UNPAIRED in cell for row in rows for cell in row) else []
-        lines += study.verdicts
-    lines.append(f"{count_of(len(summary.files), 'file')} in {summary.output}; open {summary.output / 'report.html'}")
-    return "\n".join(lines)
-
-
-def _files(page: ReportPage, drawn: Sequence[tuple[Study, list[Drawing]]], benches: list[Bench]) -> dict[str, bytes]:
-    parts = page_parts(page.title, drawn, benches)
-    files = {
-        "report.html": html_page(page.title, parts),
-        "report.md": markdown_page(parts),
-    }
-    if drawn:
-        found = [study for study, _ in drawn]
-        files["points.csv"] = csv_table(_joined([value_rows(study) for study in found])) + "\n"
-        files["differences.csv"] = csv_table(_joined([change_rows(study) for study in found])) + "\n"
-        files["matrices.csv"] = csv_table(_joined([matrix_rows(study) for study in found])) + "\n"
-    if any(point.fits for study, _ in drawn for point in study.points):
-        files["fits.csv"] = csv_table(_joined([layer_fit_rows(study) for study, _ in drawn])) + "\n"
-    if benches:
-        files["speeds.csv"] = csv_table(speed_figures(benches)) + "\n"
-    encoded = {name: text.encode("utf-8") for name, text in files.items()}
-    encoded[_SUMMARY] = msgspec.json.format(msgspec.json.encode(page), indent=1) + b"\n"
-    for _, drawings in drawn:
+    page = ReportPage(title=printable(title))
+    files: dict[str, bytes] = {}
+    drawn, lines = [], []
+    found = studies(points)
+    for number, study in enumerate(found, 1):
+        drawings = draw(study, f"{number}-{study.title}" if len(found) > 1 else study.title) if plots else []
+        drawn.append((study, drawings))
         for drawing in drawings:
-            encoded |= {f"{FIGURES}/{drawing.name}.svg": drawing.svg, f"{FIGURES}/{drawing.name}.png": drawing.png}
-    return encoded
+            files |= {f"{FIGURES}/{drawing.name}.svg": drawing.svg, f"{FIGURES}/{drawing.name}.png": drawing.png}
+        heading, *verdicts = verdict_rows(study)
+        page.studies.append(
+            StudySummary(
+                title=study.title,
+                model=study.model,
+                targets=study.scope,
+                points=[point.name for point in study.pruned],
+                suites=[suite.name for suite in study.suites],
+                verdicts=["; ".join(f"{name}: {cell}" for name, cell in zip(heading, row, strict=True)) for row in verdicts],
+                figures=[drawing.name for drawing in drawings],
+            )
+        )
+        tables: list[Rows] = [*(difference_rows(study, suite) for suite in study.suites), [heading, *verdicts]]
+        compared = [table(rows) for rows in tables if len(rows) > 1]
+        lines += [study.title, *compared, *([UNPAIRED_NOTE] if any(UNPAIRED in text for text in compared) else [])]
+    parts = sections(page.title, drawn, benches)
+    files["report.html"] = html_page(page.title, parts).encode()
+    files["report.md"] = markdown_page(parts).encode()
+    files[SUMMARY] = page.encoded()
+    for name, records in (
+        ("points.csv", [record for study in found for record in value_records(study)]),
+        ("differences.csv", [record for study in found for record in difference_records(study)]),
+        ("matrices.csv", [record for study in found for record in matrix_records(study)]),
+        ("fits.csv", [record for study in found for record in fit_records(study)]),
+        ("speeds.csv", [flat(bench.as_dict()) for bench in benches]),
+    ):
+        if records:
+            files[name] = _csv(records)
+    return ReportContent(page, files, "\n".join(lines))
 
 
-def _joined(tables: list[Rows]) -> Rows:
-    """Several tables with the same heading as one table."""
-    return tables[0][:1] + [row for rows in tables for row in rows[1:]]
-
-
-def _differences(study: Study) -> Rows:
-    tables = [difference_rows(study, suite) for suite in study.suites]
-    return _joined(tables) if tables else [["EMP"]]
-
-
-def _summary(study: Study, drawings: list[Drawing]) -> StudySummary:
-    return StudySummary(
-        title=study.title,
-        model=study.model,
-        targets=study.scope,
-        points=[point.name for point in study.pruned],
-        suites=[suite.name for suite in study.suites],
-        verdicts=[sentence for suite in study.suites for sentence in verdicts(study, suite)],
-        figures=[drawing.name for drawing in drawings],
-    )
-
-
-def _names(found: list[Study]) -> list[str]:
-    """The beginning of each study's figure names: letters, digits and hyphens; numbered if there are several studies."""
-    slugs = [slug(study.title) or "model" for study in found]
-    return slugs if len(slugs) == 1 else [f"{number}-{name}" for number, name in enumerate(slugs, 1)]
+def _csv(records: list[Record]) -> bytes:
+    """Rows with all digits, under the names of their columns; what a row lacks is empty."""
+    text = StringIO()
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow({name: str(value).lower() if isinstance(value, bool) else value for name, value in record.items()})
+    return text.getvalue().encode()

@@ -1,24 +1,24 @@
 """Tables of a run, a sweep, a measure and a bench, as the commands print them."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, printable
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
 from emp_llm.evaluation.comparison import change_notes, compare
 from emp_llm.evaluation.results import models_of_report
-from emp_llm.evaluation.values import Value, formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.values import formatted, in_percent, shown_change, values_of
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
-from emp_llm.records.bench import Bench, Speed
+from emp_llm.records.bench import Bench
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
 from emp_llm.records.run_report import (
-    CostRecord,
     FitRecord,
     MatrixRecord,
     RunReport,
@@ -41,28 +41,26 @@ def pruning_table(report: RunReport) -> str:
 
 def pruning_rows(report: RunReport) -> Rows:
     """One row for each role (such as down_proj of all blocks)."""
-    by_role: dict[str, list[MatrixRecord]] = defaultdict(list)
-    for entry in report.matrices.values():
-        by_role[entry.role].append(entry)
     rows = [["layers", "kept %", "min row", "median", "max row", "N_eff/N %", "s_eff", "bound", "kept mass"]]
-    for role, entries in by_role.items():
-        weights = sum(entry.rows * entry.columns for entry in entries)
+    for role, entries in _by_role(report.matrices).items():
         fractions = [entry.kept_fraction for entry in entries]
-        medians = sorted(fraction.median for fraction in fractions)
-        rows.append(
-            [
-                f"{role} x {len(entries)}",
-                percent_cell(sum(entry.kept for entry in entries) / weights),
-                percent_cell(min(fraction.min for fraction in fractions)),
-                percent_cell(medians[len(medians) // 2]),
-                percent_cell(max(fraction.max for fraction in fractions)),
-                percent_cell(_mean(entries, effective_share)),
-                number_cell(_mean(entries, lambda entry: entry.s_eff_mean)),
-                number_cell(_mean(entries, lambda entry: entry.s_eff_bound_mean)),
-                number_cell(_mean(entries, lambda entry: entry.kept_mass)),
-            ]
+        shares = (
+            sum(entry.kept for entry in entries) / sum(entry.rows * entry.columns for entry in entries),
+            min(fraction.min for fraction in fractions),
+            sorted(fraction.median for fraction in fractions)[len(fractions) // 2],
+            max(fraction.max for fraction in fractions),
+            row_mean(entries, effective_share),
         )
+        mass = number_cell(row_mean(entries, lambda entry: entry.kept_mass))
+        rows.append([f"{role} x {len(entries)}", *map(percent_cell, shares), *mass_cells(entries), mass])
     return rows
+
+
+def _by_role(matrices: dict[str, MatrixRecord]) -> dict[str, list[MatrixRecord]]:
+    by_role: dict[str, list[MatrixRecord]] = defaultdict(list)
+    for entry in matrices.values():
+        by_role[entry.role].append(entry)
+    return by_role
 
 
 def pruning_lines(report: RunReport) -> list[str]:
@@ -104,28 +102,13 @@ def dense_lines(towers: dict[str, float]) -> list[str]:
 
 def evaluation_table(report: RunReport) -> str:
     """The dense and the pruned model side by side; empty if they were not evaluated."""
-    evaluation = report.evaluation
-    if evaluation is None or evaluation.dense is None or evaluation.pruned is None:
-        return ""
-    dense, pruned, measured = values_of(evaluation.dense), values_of(evaluation.pruned), evaluation.pruned.perplexity
-    if evaluation.tasks or measured is None or list(dense) != list(pruned):
-        return compare(models_of_report(report), labels=["dense", "pruned"])
-    ((name, before),), ((_, after),) = dense.items(), pruned.items()
-    cells = [formatted(before.value), formatted(after.value), shown_change(name, before, after)]
-    where = f"suite {evaluation.suite}: {measured.tokens:,} tokens in blocks of {measured.block_length}"
-    rows = [["", "dense", "pruned", "change"], ["perplexity", *cells]]
-    return "\n".join([table(rows), where, *change_notes([name], dense, [pruned])])
+    models = models_of_report(report)
+    return compare(models, labels=["dense", "pruned"]) if len(models) == 2 else ""
 
 
 def effective_share(entry: MatrixRecord) -> float | None:
     """The mean of N_eff / N over the groups of a matrix; None if a group is larger than the matrix."""
     return None if entry.n_eff_mean is None or entry.group_size is None else entry.n_eff_mean / entry.group_size
-
-
-def _mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
-    values = [value(entry) for entry in entries]
-    known = [each for each in values if each is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def curve_table(title: str, curve: list[CurvePoint]) -> str:
@@ -200,7 +183,7 @@ def fit_lines(report: RunReport) -> list[str]:
     ]
 
 
-def mean_error(fits: Iterable[FitRecord] | Sequence[FitRecord], name: str) -> float | None:
+def mean_error(fits: Iterable[FitRecord], name: str) -> float | None:
     """The mean of an error over the layers for which it is known."""
     known = [value for fit in fits if (value := getattr(fit, name)) is not None]
     return sum(known) / len(known) if known else None
@@ -234,18 +217,16 @@ def structure_rows(structure: StructureRecord) -> Rows:
 
 def cost_rows(structure: StructureRecord) -> Rows:
     """Size and speed of the dense and of the pruned model, and their ratio."""
-    dense, pruned = structure.dense, structure.pruned
     rows = [["", "dense", "pruned", "ratio"]]
-
-    def add(name: str, value: Callable[[CostRecord], float | None], cell: Callable[[float], str]) -> None:
-        before, after = value(dense), value(pruned)
+    for name, field, cell in (
+        ("parameters", "parameters", "{:,.0f}".format),
+        ("weights", "bytes", format_bytes),
+        ("FLOPs per token", "flops_per_token", lambda number: f"{number / 1e6:,.2f} M"),
+        ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    ):
+        before, after = getattr(structure.dense, field), getattr(structure.pruned, field)
         if before is not None and after is not None:
             rows.append([name, cell(before), cell(after), f"{after / before:.3f}"])
-
-    add("parameters", lambda cost: cost.parameters, lambda number: f"{number:,.0f}")
-    add("weights", lambda cost: cost.bytes, format_bytes)
-    add("FLOPs per token", lambda cost: cost.flops_per_token, lambda number: f"{number / 1e6:,.2f} M")
-    add("tokens/s", lambda cost: cost.tokens_per_second, lambda number: f"{number:,.0f}")
     return rows
 
 
@@ -265,9 +246,8 @@ def structure_lines(report: RunReport) -> list[str]:
         f"{done}: {percent_cell(targets.sparsity_of_targets)} % of the weights of these layers, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters"
     ]
-    for name, before, after, ratio in cost_rows(structure)[1:]:
-        if structure.config:
-            lines.append(f"{name}: {before} -> {after} ({ratio} x)")
+    if structure.config:
+        lines += [f"{name}: {before} -> {after} ({ratio} x)" for name, before, after, ratio in cost_rows(structure)[1:]]
     lines += speed_notes(structure)
     if structure.difference is not None:
         lines.append(
@@ -284,19 +264,25 @@ _DEPTHS = 8  # largest number of block columns in the table of measures
 def sweep_table(record: Sweep) -> str:
     """The dense model, then all points by sparsity."""
     dense = values_of(record.dense or Measures())
-    names = _shown(list(dense))
-    heads = [head for name in names for head in (name, "change")]
-    rows: Rows = [["point", "removed %", "of all %", *heads], ["dense", "0.00", "0.00", *_cells(names, dense, None)]]
-    points = sorted(record.points, key=lambda point: point.sparsity_of_targets)
-    for point in points:
-        removed = [percent_cell(share) for share in (point.sparsity_of_targets, point.sparsity_of_all_parameters)]
-        rows.append([point.name, *removed, *_cells(names, values_of(point.evaluation), dense)])
+    names = main_measures(dense)
+    rows: Rows = [["point", "removed %", "of all %", *(head for name in names for head in (name, "change"))]]
+    swept = [
+        (point.name, point.sparsity_of_targets, point.sparsity_of_all_parameters, values_of(point.evaluation))
+        for point in sorted(record.points, key=lambda point: point.sparsity_of_targets)
+    ]
+    for point, of_targets, of_all, values in [("dense", 0.0, 0.0, dense), *swept]:
+        row = [point, percent_cell(of_targets), percent_cell(of_all)]
+        for name in names:
+            value = values.get(name)
+            row.append("-" if value is None else formatted(value.value, 2 if in_percent(name) else 3))
+            row.append("" if values is dense else shown_change(name, dense.get(name), value))
+        rows.append(row)
     notes = [f"suite {record.suite}; removed: percent of the targets, and of all parameters"]
-    same = [(point.name, point.evaluation.same_masks_as) for point in points]
+    same = [(point.name, point.evaluation.same_masks_as) for point in record.points]
     notes += [f"{name}: the same masks as {other}, so the same values" for name, other in same if other is not None]
     if any(in_percent(name) for name in names):
         notes.append("accuracies in percent; their changes in points")
-    notes += change_notes(names, dense, [values_of(point.evaluation) for point in points])
+    notes += change_notes(names, dense, [values for *_, values in swept])
     if any(value.partial for value in dense.values()):
         notes.append("partial: only some of the examples or of the text")
     return "\n".join([table(rows), *notes])
@@ -308,65 +294,49 @@ def measure_table(record: Measure) -> str:
 
 
 def _measure(measure: MeasureEntry) -> str:
-    by_role: dict[str, list[MatrixRecord]] = defaultdict(list)
-    for entry in measure.matrices.values():
-        by_role[entry.role].append(entry)
+    name = f"{measure.criterion}, order {measure.order:g}"
     blocks = sorted({entry.block for entry in measure.matrices.values() if entry.block is not None})
-    depths = _depths(blocks)
+    depths = [part.tolist() for part in np.array_split(blocks, _DEPTHS) if len(part)]
     heads = [str(depth[0]) if len(depth) == 1 else f"{depth[0]}-{depth[-1]}" for depth in depths]
-    ends = ["all", "min row", "median", "max row", "s_eff", "bound"]
-    rows: Rows = [[f"{measure.criterion}, order {measure.order:g}: N_eff/N % in blocks", *heads, *ends]]
-    for role, entries in by_role.items():
-        shares = [row_mean([entry for entry in entries if entry.block in depth], effective_share) for depth in depths]
-        spreads = [(entry.n_eff, entry.group_size) for entry in entries]
-        known = [(n_eff, size) for n_eff, size in spreads if n_eff is not None and size is not None]
-        medians = sorted(n_eff.median / size for n_eff, size in known)
-        spread = [
-            min((n_eff.min / size for n_eff, size in known), default=None),
-            medians[len(medians) // 2] if medians else None,
-            max((n_eff.max / size for n_eff, size in known), default=None),
+    rows: Rows = [[f"{name}: N_eff/N % in blocks", *heads, "all", "min row", "median", "max row", "s_eff", "bound"]]
+    for role, entries in _by_role(measure.matrices).items():
+        parts = [[entry for entry in entries if entry.block in depth] for depth in depths]
+        shares = [row_mean(part, effective_share) for part in [*parts, entries]]
+        known = [
+            (entry.n_eff, entry.group_size) for entry in entries if entry.n_eff is not None and entry.group_size is not None
         ]
-        cells = [percent_cell(share) for share in (*shares, row_mean(entries, effective_share), *spread)]
-        masses = (row_mean(entries, lambda entry: entry.s_eff_mean), row_mean(entries, lambda entry: entry.s_eff_bound_mean))
-        rows.append([f"{role} x {len(entries)}", *cells, *map(number_cell, masses)])
+        if known:
+            medians = sorted(n_eff.median / size for n_eff, size in known)
+            shares += [min(n_eff.min / size for n_eff, size in known), medians[len(medians) // 2]]
+            shares += [max(n_eff.max / size for n_eff, size in known)]
+        else:
+            shares += [None, None, None]
+        rows.append([f"{role} x {len(entries)}", *map(percent_cell, shares), *mass_cells(entries)])
     targets = measure.targets
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
-    text = f"{table(rows)}\nEMP at beta 1 would remove {removed}"
-    name = f"{measure.criterion}, order {measure.order:g}"
-    return f"{text}\n{curve_table(name, measure.curve)}" if measure.curve else text
+    lines = [table(rows), f"EMP at beta 1 would remove {removed}"]
+    return "\n".join(lines + ([curve_table(name, measure.curve)] if measure.curve else []))
 
 
-def _shown(names: list[str]) -> list[str]:
-    """The measures for a table of many points: the perplexity, and the mean accuracy or, without one, every task."""
-    means = [name for name in names if name.startswith("mean acc of ")]
-    return [name for name in names if name.startswith("perplexity")] + (
-        means or [name for name in names if not name.startswith("perplexity")]
-    )
+def main_measures(names: Iterable[str]) -> list[str]:
+    """The measures to show of many points: the perplexity, and the mean accuracy or, without one, every task."""
+    perplexities = [name for name in names if name.startswith("perplexity")]
+    others = [name for name in names if name not in perplexities]
+    return perplexities + ([name for name in others if name.startswith("mean acc of ")] or others)
 
 
-def _cells(names: list[str], values: dict[str, Value], dense: dict[str, Value] | None) -> list[str]:
-    cells = []
-    for name in names:
-        value, before = values.get(name), dense.get(name) if dense is not None else None
-        cells.append("-" if value is None else formatted(value.value, 2 if in_percent(name) else 3))
-        cells.append("" if value is None or before is None else shown_change(name, before, value))
-    return cells
-
-
-def _depths(blocks: list[int]) -> list[list[int]]:
-    """Consecutive blocks in at most _DEPTHS ranges of about equal length."""
-    count = min(len(blocks), _DEPTHS)
-    cuts = [round(number * len(blocks) / count) for number in range(count + 1)] if count else []
-    return [blocks[first:last] for first, last in itertools.pairwise(cuts)]
+def mass_cells(entries: list[MatrixRecord]) -> list[str]:
+    """The means of s_eff and of its bound over all rows of some matrices, as cells."""
+    means = (row_mean(entries, lambda entry: entry.s_eff_mean), row_mean(entries, lambda entry: entry.s_eff_bound_mean))
+    return [number_cell(mean) for mean in means]
 
 
 def row_mean(entries: list[MatrixRecord], value: Callable[[MatrixRecord], float | None]) -> float | None:
     """A mean over all rows of some matrices; None if it is unknown for one of them."""
-    values = [(value(entry), entry.rows) for entry in entries]
-    known = [(found, rows) for found, rows in values if found is not None]
-    if not known or len(known) < len(values):
+    known = [(number, entry.rows) for entry in entries if (number := value(entry)) is not None]
+    if not known or len(known) < len(entries):
         return None
-    return sum(found * rows for found, rows in known) / sum(rows for _, rows in known)
+    return sum(number * rows for number, rows in known) / sum(rows for _, rows in known)
 
 
 SPEED_NOTE = (
@@ -387,10 +357,10 @@ def split_benches(paths: Sequence[Path]) -> tuple[list[Path], list[Bench]]:
             values = read_json(path, limit=REPORT_LIMIT) if path.is_file() else {}
         except UserError:  # the reader of the others says it with the name of its option
             values = {}
-        if values.get("format") is not None and version_of(values, Bench) is not None:
-            benches.append(record_of(values, Bench, str(path)))
-        else:
+        if version_of(values, Bench) is None:
             others.append(path)
+        else:
+            benches.append(record_of(values, Bench, str(path)))
     return others, benches
 
 
@@ -414,19 +384,6 @@ def speed_rows(benches: Sequence[Bench]) -> Rows:
                 _smaller(dense.weight_bytes, sparse.weight_bytes),
             ]
         )
-    return rows
-
-
-def speed_figures(benches: Sequence[Bench]) -> Rows:
-    """All figures, for CSV: a row for each bench and runtime."""
-    fields = [name for name in Speed.__struct_fields__ if not name.endswith("_seconds") or name == "load_seconds"]
-    common = ["model", "sparsity", "processor", "threads", "device", "prompt_tokens", "new_tokens", "batch_size", "repeats"]
-    ratios = ["prefill_ratio", "decode_ratio", "memory_ratio"]
-    rows = [[*common, *(field for field in fields if field != "model"), *ratios]]
-    for bench in benches:
-        for speed in (bench.dense, bench.sparse):
-            own = [str(speed[field]) for field in fields if field != "model"]
-            rows.append([*(str(bench[name]) for name in common), *own, *(str(bench[name]) for name in ratios)])
     return rows
 
 

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Literal
 
-from emp_llm.evaluation.values import Change, change_of, in_percent
+from emp_llm.evaluation.values import Change, Value, change_of, in_percent
 from emp_llm.options.recipe import MatchBy
 from emp_llm.records.run_report import MatrixRecord
-from emp_llm.reporting.points import MeasuredPoint, SuiteResult, by_role_and_block
+from emp_llm.reporting.points import MeasuredPoint, by_role_and_block, scope_of
 from emp_llm.reporting.run_tables import effective_share
 
 _NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
@@ -22,14 +21,31 @@ class StudySuite:
 
     Attributes:
         key: of its results; name: for display.
-        dense: the result of the dense model; None if there is none.
+        dense: the measures of the dense model; empty if it was not measured.
         measures: the names of all its measures.
     """
 
     key: str
     name: str
-    dense: SuiteResult | None
+    dense: dict[str, Value]
     measures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The matrices of one point by role and block; the experts of a block are one matrix."""
+
+    label: str
+    cells: dict[tuple[str, int | None], MatrixRecord]
+
+    @property
+    def roles(self) -> list[str]:
+        return list(dict.fromkeys(role for role, _ in self.cells))
+
+    @property
+    def blocks(self) -> list[int | None]:
+        """In order; None, for matrices outside of the blocks, is last."""
+        return sorted({block for _, block in self.cells}, key=lambda block: math.inf if block is None else block)
 
 
 @dataclass(frozen=True)
@@ -55,76 +71,71 @@ class Study:
         return [point for point in self.points if point.pruned]
 
     @property
-    def measured(self) -> list[tuple[str, tuple[MatrixRecord, ...]]]:
-        """(label, matrices with effective numbers) of each criterion, order and variant; once, unless the numbers differ."""
-        found: list[tuple[str, tuple[MatrixRecord, ...]]] = []
-        seen: set[tuple[str, tuple[float | None, ...]]] = set()
+    def measured(self) -> list[Grid]:
+        """The matrices with effective numbers of each criterion, order and variant; once, unless the numbers differ."""
+        found: dict[str, Grid] = {}
+        numbers: dict[str, list[list[float | None]]] = {}
         for point in self.points:
-            numbers = tuple(map(effective_share, point.matrices))
+            own = [effective_share(matrix) for matrix in point.matrices.values()]
             label = label_of(point).removeprefix("EMP-")
             label = label[:1].upper() + label[1:]
-            if not point.adaptive or all(number is None for number in numbers) or (label, numbers) in seen:
-                continue
-            known = any(name == label for name, _ in seen)
-            seen.add((label, numbers))
-            found.append((f"{label} ({point.name})" if known else label, point.matrices))
-        return found
+            held = numbers.setdefault(label, [])
+            if point.recipe.adaptive and own not in held and any(share is not None for share in own):
+                name = f"{label} ({point.name})" if held else label
+                found[name] = Grid(name, by_role_and_block(point.matrices))
+                held.append(own)
+        return list(found.values())
+
+    @property
+    def kept(self) -> list[Grid]:
+        """The kept fractions of the rows: for each EMP method those of the point whose β is nearest to 1.
+
+        Without EMP points, those of all points whose rows keep different fractions.
+        """
+        adaptive = [point for point in self.points if point.recipe.adaptive and point.matrices]
+        chosen: dict[str, MeasuredPoint] = {}
+        for point in sorted(adaptive, key=lambda point: abs((point.recipe.beta or 1) - 1)):
+            chosen.setdefault(label_of(point), point)
+        if not chosen:
+            uneven = [p for p in self.pruned if any(m.kept_fraction.min < m.kept_fraction.max for m in p.matrices.values())]
+            chosen = {point.name: point for point in uneven}
+        betas = {label: "" if p.recipe.beta in (None, 1.0) else f", β = {p.recipe.beta:g}" for label, p in chosen.items()}
+        return [Grid(label + betas[label], by_role_and_block(point.matrices)) for label, point in chosen.items()]
 
 
 def studies(points: Iterable[MeasuredPoint]) -> list[Study]:
     """Sort points by model and targets, in the order given. Results of a dense model belong to all of its studies."""
-    points = _identified(list(points))
-    identities = list(dict.fromkeys(point.identity for point in points))
-    titles = _titles({identity: next(p.model for p in points if p.identity == identity) for identity in identities})
-    found = []
-    for identity in identities:
-        own = [point for point in points if point.identity == identity]
-        alone = [point for point in own if point.recipe is None]
-        scopes = dict.fromkeys(point.scope for point in own if point.recipe is not None)
-        for scope in scopes or {"": None}:
-            members = _linked([point for point in own if point.recipe is not None and point.scope == scope])
-            title = titles[identity] + (f", {scope}" if len(scopes) > 1 else "")
-            found.append(Study(title, own[0].model, scope, tuple(members), _suites(members, alone)))
+    models: dict[str, list[MeasuredPoint]] = {}
+    for point in points:
+        models.setdefault(point.identity, []).append(point)
+    found: list[Study] = []
+    taken: set[str] = set()
+    for own in models.values():
+        model, dense = own[0].model, [point for point in own if point.recipe.method == "dense"]
+        titles = (short_model_name(model), model, f"{model} ({len(taken) + 1})")
+        title = next(each for each in titles if each not in taken)
+        taken.add(title)
+        scopes: dict[str, list[MeasuredPoint]] = {}
+        for point in own:
+            if point.recipe.method != "dense":
+                scopes.setdefault(scope_of(point.recipe), []).append(point)
+        for scope, members in (scopes or {"": []}).items():
+            linked = _named_apart(_linked(members))
+            name = f"{title}, {scope}" if len(scopes) > 1 else title
+            found.append(Study(name, model, scope, tuple(linked), _suites(members, dense)))
     return found
 
 
 def label_of(point: MeasuredPoint) -> str:
     """The method of a point in words, without the quantities that vary along a curve."""
-    name = _NAMES.get(point.criterion, point.criterion)
-    if point.adaptive:
-        words = [f"EMP-{name}"] + ([f"order {point.order:g}"] if point.order not in (None, 2.0) else [])
+    name = _NAMES.get(point.recipe.name, point.recipe.name)
+    if point.recipe.adaptive:
+        words = [f"EMP-{name}"] + ([f"order {point.recipe.order:g}"] if point.recipe.order != 2 else [])
     elif point.match == "matrix":
         words = [f"{name}, same total per matrix"]
     else:
         words = [f"{name}, uniform rows"]
     return ", ".join(words + ([point.variant] if point.variant else []))
-
-
-def _identified(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
-    """Give points that have only their model's name its identity, if exactly one model of that name is given."""
-    by_name: dict[str, set[str]] = {}
-    for point in points:
-        if point.identity != point.model:
-            by_name.setdefault(point.model, set()).add(point.identity)
-    return [
-        replace(point, identity=next(iter(by_name[point.model])))
-        if point.identity == point.model and len(by_name.get(point.model, ())) == 1
-        else point
-        for point in points
-    ]
-
-
-def _titles(models: dict[str, str]) -> dict[str, str]:
-    """identity -> a short, unique name."""
-    short = {identity: short_model_name(name) for identity, name in models.items()}
-    if len(set(short.values())) < len(short):
-        short = dict(models)
-    ordered = sorted(short, key=lambda identity: short[identity])
-    for _, group in groupby(ordered, key=lambda identity: short[identity]):
-        same = list(group)
-        if len(same) > 1:
-            short |= {identity: f"{short[identity]} ({number})" for number, identity in enumerate(same, 1)}
-    return short
 
 
 def short_model_name(model: str) -> str:
@@ -135,22 +146,19 @@ def short_model_name(model: str) -> str:
 
 def _linked(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
     """Link uniform points, as baselines, to an EMP point of the same criterion that removes exactly as many weights."""
-    adaptive = [point for point in points if point.adaptive and point.pruned]
+    adaptive: dict[tuple[str, bool, float | None], list[MeasuredPoint]] = {}
+    for point in points:
+        if point.recipe.adaptive and point.pruned:
+            adaptive.setdefault((point.recipe.name, point.recipe.relative, point.sparsity), []).append(point)
     linked = []
     for point in points:
         recipe = point.recipe
-        if recipe is not None and not recipe.adaptive and point.baseline_of is None and recipe.group == "row":
-            same = [
-                e
-                for e in adaptive
-                if e.recipe is not None and (e.recipe.name, e.recipe.relative) == (recipe.name, recipe.relative)
-            ]
-            same = [e for e in same if e.sparsity == point.sparsity]
-            named = [e for e in same if recipe.match and Path(recipe.match).resolve() == Path(e.id)]
-            if same:
-                point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
+        same = adaptive.get((recipe.name, recipe.relative, point.sparsity), [])
+        if same and not recipe.adaptive and recipe.group == "row" and point.baseline_of is None:
+            named = [other for other in same if recipe.match and Path(recipe.match).resolve() == Path(other.id)]
+            point = replace(point, baseline_of=(named or same)[0].id, match=point.match or "total")
         linked.append(point)
-    return _named_apart(linked)
+    return linked
 
 
 def _named_apart(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
@@ -164,19 +172,18 @@ def _named_apart(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
 
 
 def _suites(points: list[MeasuredPoint], alone: list[MeasuredPoint]) -> tuple[StudySuite, ...]:
-    pruned = [result for point in points for result in point.results]
-    dense = [result for point in points for result in point.dense] + [each for point in alone for each in point.results]
+    dense = [result for point in [*points, *alone] for result in point.dense]
+    results = [result for point in points for result in point.results] + dense
     found = []
-    for key in dict.fromkeys(result.key for result in pruned + dense):
+    for key in dict.fromkeys(result.key for result in results):
         first = next((result for result in dense if result.key == key), None)
-        members = [result for result in [*dense, *pruned] if result.key == key]
+        members = [result for result in [*dense, *results] if result.key == key]
         names = dict.fromkeys(name for result in members for name in result.values)
-        found.append(StudySuite(key, members[0].suite, first, tuple(names)))
+        found.append(StudySuite(key, members[0].suite, first.values if first else {}, tuple(names)))
     return tuple(found)
 
 
 Allocation = Literal["emp", "total", "matrix"]  # EMP, or the quantity in which a uniform baseline matches an EMP point
-_LOWER = ("perplexity", "bits_per_byte", "loss", "brier")
 
 
 @dataclass(frozen=True)
@@ -227,21 +234,16 @@ class Difference:
         """Whether the change exceeds two standard errors; None if these are unknown."""
         return None if self.change.stderr is None else abs(self.change.value) > 2 * self.change.stderr
 
-
-@dataclass(frozen=True)
-class Grid:
-    """The matrices of one point by role and block; the experts of a block are pooled."""
-
-    label: str
-    cells: dict[tuple[str, int | None], MatrixRecord]
-
     @property
-    def roles(self) -> list[str]:
-        return list(dict.fromkeys(role for role, _ in self.cells))
-
-    @property
-    def blocks(self) -> list[int | None]:
-        return ordered_blocks(self.cells)
+    def verdict(self) -> str:
+        """The better of the two. A difference below two standard errors, if they are known, is not clear."""
+        if self.better is None:
+            return "-"
+        if not self.change.value:
+            return "equal"
+        if self.clear is False:
+            return "no clear difference"
+        return "EMP" if self.better else "baseline"
 
 
 def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
@@ -253,16 +255,15 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
     of = {point.id: point for point in study.points}
     groups: dict[tuple[str, str, float | None, Allocation], list[Dot]] = {}
     for point in study.pruned:
-        result = point.result_of(suite.key)
-        value = result.values.get(measure) if result else None
+        value = point.values_of(suite.key).get(measure)
         if value is None or not math.isfinite(value.value) or point.sparsity is None:
             continue
-        allocation: Allocation = "emp" if point.adaptive else point.match or "total"
-        matched = of.get(point.baseline_of or "")
-        order = point.order if point.adaptive else matched.order if matched and allocation == "matrix" else None
-        dot = Dot(matched.beta if matched else point.beta, point.sparsity, value.value, point.name)
-        label = label_of(point) + (f", order {order:g}" if not point.adaptive and order not in (None, 2.0) else "")
-        groups.setdefault((label, point.criterion, order, allocation), []).append(dot)
+        allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
+        matched = of.get(point.baseline_of or "", point)
+        order = None if allocation == "total" else matched.recipe.order
+        dot = Dot(matched.recipe.beta, point.sparsity, value.value, point.name)
+        label = label_of(point) + (f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else "")
+        groups.setdefault((label, point.recipe.name, order, allocation), []).append(dot)
     return [Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0)))) for key, dots in groups.items()]
 
 
@@ -272,13 +273,11 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
     found = []
     for baseline in study.pruned:
         point = of.get(baseline.baseline_of or "")
-        first, second = (p.result_of(suite.key) if p else None for p in (point, baseline))
-        if point is None or first is None or second is None or baseline.match is None:
+        if point is None or baseline.match is None:
             continue
-        for measure in suite.measures:
-            value, base = first.values.get(measure), second.values.get(measure)
-            if value is None or base is None:
-                continue
+        values, bases = point.values_of(suite.key), baseline.values_of(suite.key)
+        for measure in [name for name in suite.measures if name in values and name in bases]:
+            value, base = values[measure], bases[measure]
             same = bool(point.masks) and point.masks == baseline.masks
             change = Change(0.0, 0.0) if same else change_of(measure, value, base)
             if not math.isnan(change.value):
@@ -292,7 +291,7 @@ def differences(study: Study, suite: StudySuite) -> list[Difference]:
             suite.measures.index(each.measure),
             methods.index(label_of(each.point)),
             each.match != "total",
-            each.point.beta or 0.0,
+            each.point.recipe.beta or 0.0,
         ),
     )
 
@@ -301,52 +300,4 @@ def lower_is_better(measure: str) -> bool | None:
     """True for perplexities and losses, False for accuracies, None for unknown measures."""
     if in_percent(measure):
         return False
-    return True if any(word in measure for word in _LOWER) else None
-
-
-def main_measures(suite: StudySuite) -> list[str]:
-    """The measures that have a figure: the perplexity, and the mean accuracy or the first one."""
-    perplexities = [name for name in suite.measures if lower_is_better(name)]
-    means = [name for name in suite.measures if name.startswith("mean acc of ")]
-    accuracies = [name for name in suite.measures if in_percent(name)]
-    others = [name for name in suite.measures if lower_is_better(name) is None]
-    return perplexities[:1] + (means or accuracies[:1]) or others[:1]
-
-
-def grids(study: Study) -> list[Grid]:
-    """Matrices with N_eff / N, one grid for each criterion, order and variant."""
-    found = [Grid(label, by_role_and_block(matrices)) for label, matrices in study.measured]
-    return [grid for grid in found if any(effective_share(cell) is not None for cell in grid.cells.values())]
-
-
-def boxes(study: Study) -> list[Grid]:
-    """Kept fractions of the rows: for each EMP method those of the point whose β is nearest to 1.
-
-    Without EMP points, those of all points whose rows keep different fractions.
-    """
-    chosen: dict[str, MeasuredPoint] = {}
-    for point in study.points:
-        if point.adaptive and point.matrices:
-            name = label_of(point)
-            held = chosen.get(name)
-            if held is None or abs((point.beta or 1) - 1) < abs((held.beta or 1) - 1):
-                chosen[name] = point
-    if not chosen:
-        chosen = {p.name: p for p in study.pruned if any(m.kept_fraction.min < m.kept_fraction.max for m in p.matrices)}
-    labels = {name: name if p.beta in (None, 1.0) else f"{name}, β = {p.beta:g}" for name, p in chosen.items()}
-    return [Grid(labels[name], by_role_and_block(point.matrices)) for name, point in chosen.items()]
-
-
-def masses(study: Study) -> list[Grid]:
-    """Matrices with s_eff and its bound (order 2), one grid for each criterion and variant."""
-    found = []
-    for label, matrices in study.measured:
-        if known := [each for each in matrices if each.s_eff_bound_mean is not None and each.s_eff is not None]:
-            found.append(Grid(label, by_role_and_block(known)))
-    return found
-
-
-def ordered_blocks(cells: Iterable[tuple[str, int | None]]) -> list[int | None]:
-    """The blocks of these cells in order; None, for matrices outside of the blocks, is last."""
-    blocks = {block for _, block in cells}
-    return [*sorted(block for block in blocks if block is not None), *([None] if None in blocks else [])]
+    return True if any(word in measure for word in ("perplexity", "bits_per_byte", "loss", "brier")) else None
