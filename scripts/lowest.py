@@ -16,7 +16,9 @@ TOOLS = ("ruff", "mypy", "hatchling", "pytest", "pytest-xdist", "hypothesis")
 def lowest(extra: str) -> list[str]:
     """The constraints of the dependencies and of one extra."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in project["dependencies"] + project["optional-dependencies"][extra]]
+    found = [
+        re.match(r"([\w.-]+)>=([\w.]+)", line) for line in project["dependencies"] + project["optional-dependencies"][extra]
+    ]
     return [f"{match[1]}=={match[2]}" for match in found if match is not None and match[1] not in TOOLS]
 
 
