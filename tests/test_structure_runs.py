@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
+from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 from emp_llm.report import report
-from emp_llm.structure import writing
+from emp_llm.structure import prune_structure, writing
 from emp_llm.structure.choice import choose_units
 from emp_llm.structure.units import Units, config_changes, unit_model
 from emp_llm.verify import verify
@@ -344,7 +347,7 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
     kept[first][-1] = gone
     save_file(kept, out / "emp_llm" / "structure.safetensors")
     found = "\n".join(differences(out, source))
-    for part in (name, "config.json: it has other changes", "not those with the highest scores", "BLAKE3"):
+    for part in (name, "config.json: it has other changes", "the kept units are not those that the recipe chooses", "BLAKE3"):
         assert part in found
     (out / "emp_llm" / "structure.safetensors").unlink()
     with pytest.raises(UserError, match=r"structure.safetensors: it decided which units stay, and cannot be read"):
@@ -375,7 +378,7 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="the machine stops"):
         prune(str(source), output=broken, **options)
     assert not broken.exists()
-    monkeypatch.setattr("emp_llm.structure.scores.input_gradients", None)  # the sums are not collected again
+    monkeypatch.setattr(prune_structure, "taylor_sums", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]
@@ -442,38 +445,38 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     size = min(len(each) for each in scores)
     values = [np.array(each[:size]) for each in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
-    structure = StructureRecipe(structure="neurons")
-    rule = Recipe(method="emp-magnitude", beta=beta, structure=structure)
-    choices, in_force = choose_units(every, values, rule, None)
+    zeroed = StructureRecipe(structure="neurons", keep_shapes=True)
+    rule = Recipe(method="emp-magnitude", beta=beta, structure=zeroed)
+    choices, in_force = choose_units(every, values, rule)
     assert in_force == beta
     for choice, own in zip(choices, values, strict=True):
         number = min(size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12)))))
         best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
         assert choice.kept.tolist() == sorted(best)
-    even, _ = choose_units(every, values, rule, 4)
-    mean = -(-sum(choice.count for choice in choices) // len(choices))
+    even, _ = choose_units(every, values, rule.but(structure=StructureRecipe(structure="neurons", width_multiple=4)))
+    mean = -(-sum(choice.record.rule for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
-    half = Recipe(method="magnitude", sparsity=0.5, structure=structure)
-    ratio, _ = choose_units(every, values, half, None)
+    half = Recipe(method="magnitude", sparsity=0.5, structure=zeroed)
+    ratio, _ = choose_units(every, values, half)
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 
 def test_fields_of_two_widths(models: Any) -> None:
     """A mixture with a shared expert: each kind of MLP has its own field."""
-    model = unit_model(models("qwen2_moe"), ("neurons",))
-    kept = [np.arange(16 if "experts" in units.role else 24) for units in model.units]
+    model = unit_model(models("qwen2_moe"), StructureRecipe(structure="neurons"))
+    kept = [16 if "experts" in units.role else 24 for units in model.units]
     assert config_changes(model, kept) == {("moe_intermediate_size",): 16, ("shared_expert_intermediate_size",): 24}
 
 
 def test_units_of_joined_matrices(models: Any) -> None:
     """q, k and v of Phi-3 and GPT-NeoX in one matrix each; gate and up in halves."""
-    phi = unit_model(models("phi3"), ("heads", "neurons"), "group").units
+    phi = unit_model(models("phi3"), StructureRecipe(structure="both")).units
     heads, neurons = phi[0], phi[1]
     (rows,) = heads.rows.values()
     assert rows[0].tolist() == [*range(16), *range(32, 40), *range(48, 56)]  # two query heads, their keys, their values
     (rows,) = neurons.rows.values()
     assert rows[3].tolist() == [3, 83]
-    neox = unit_model(models("gpt_neox"), ("heads",)).units[0]
+    neox = unit_model(models("gpt_neox"), StructureRecipe(structure="heads")).units[0]
     (rows,) = neox.rows.values()
     assert rows[1].tolist() == list(range(24, 48))  # q, k and v of one head beside each other
 
@@ -484,5 +487,7 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 def _plain_units(size: int, block: int) -> Units:
     each = np.arange(size)[:, None]
-    output = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
-    return Units("neurons", block, output, each, {}, np.zeros(size, dtype=np.int64))
+    layer = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
+    stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
+    output = Target(layer, Matrix(stored))
+    return Units("neurons", output, each, {}, np.zeros(size, dtype=np.int64))
