@@ -90,7 +90,7 @@ def choose_units(
         else:
             raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
         best = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
-        masks = torch.cat(best).split([row.shape[1] for row in rows])
+        masks = torch.split(torch.cat(best), [row.shape[1] for row in rows])
         counts = [int(mask.sum()) for mask in masks]
         mean = -(-sum(counts) // len(counts))
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):

@@ -135,15 +135,17 @@ def prune_structure(
     routed = next((units for units in plan.units if units.output.layer.routed), None)
     if taylor and routed is not None:
         raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
-    calibrates, data = recipe.name == "wanda" and norms is None, None
+    calibrates = recipe.name == "wanda" and norms is None
+    data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if recipe.refit or taylor or calibrates:
-        data = calibration_data(text, plan.architecture, model.trust_remote_code)
-        if not isinstance(data, CalibrationText):
+        read = calibration_data(text, plan.architecture, model.trust_remote_code)
+        if not isinstance(read, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
         if text.execution == "model" and (taylor or recipe.refit):
             what = "--method taylor" if taylor else "--refit"
             raise UserError(f"{what} runs block by block; leave out --execution model.")
+        data = read
         made_of |= calibration_signature(data, text)
     if matched is not None:
         made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
@@ -220,7 +222,6 @@ def prune_structure(
                         stopwatch.record |= done
 
             # The first rank writes, and compares with the dense model.
-            report = None  # type: ignore[assignment]
             if ranks().main:
                 with stage("prune"):
                     with stopwatch("prune"):
@@ -267,7 +268,7 @@ def prune_structure(
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
-            report = ranks().share(report)
+            report = ranks().share(report if ranks().main else None)
     if prepared is not None:
         report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return report, path

@@ -152,7 +152,7 @@ def write_shard(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
-        for piece in chain([len(text).to_bytes(8, "little") + text], content):
+        for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)], content):
             file.write(piece)
             digest.update(piece)
     sync_path(path)
