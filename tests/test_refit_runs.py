@@ -113,6 +113,17 @@ def test_a_kill_while_the_checkpoint_is_written(
     assert read_report(tmp_path / "killed" / "out").stages.keys() >= {"refit", "prune"}
 
 
+def test_a_killed_fit_of_one_group_resumes(models: Models, text: Path, tmp_path: Path) -> None:
+    """Of equal scores at the cut, those of finished blocks are still the first."""
+    options: dict[str, Any] = {"model": str(models("llama")), "method": "emp-magnitude", "refit": True, "group": "all"}
+    options |= {"samples": 3, "seqlen": 48, "calibration": str(text), "device_map": "cpu"}
+    prune(**options, output=tmp_path / "whole" / "out")
+    options["output"] = tmp_path / "killed" / "out"
+    killed_at_block(options, 1)
+    prune(**options)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
 def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at_block(options, 1)
     change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
