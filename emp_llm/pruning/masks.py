@@ -195,7 +195,8 @@ class Pruner:
     def masks(self) -> "Callable[[Target], Tensor]":
         """A function from a target to its mask: bool, shape (rows, columns), true for kept weights.
 
-        A weight whose bits are zero counts as removed. In a group of all targets, each is asked for at most once, in their order.
+        A weight whose bits are zero counts as removed. In a group of all targets, they are asked for in their order, once each;
+        some may be left out.
         """
         everything: list[GroupSelector | None] = []
         waiting = iter(self.targets)

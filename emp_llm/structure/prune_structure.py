@@ -14,28 +14,16 @@ from torch import Tensor
 from emp_llm.calibration.activations import keep_norms, kept_norms
 from emp_llm.calibration.data import CalibrationText, calibration_data
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import (
-    calibrated,
-    calibration_signature,
-    delete_progress,
-    fit_origin,
-    model_origin,
-)
+from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, command_line, versions
-from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
+from emp_llm.common.paths import REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.evaluate import (
-    evaluate_checkpoint,
-    mark_pending,
-    measures_of_baseline,
-    pending_matches,
-    prepare_suite,
-)
+from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.blockwise import BlockwiseModel
@@ -49,6 +37,7 @@ from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.options.structure import StructureOptions
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
+from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
@@ -58,6 +47,7 @@ from emp_llm.structure.scores import taylor_sums, unit_scores
 from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
 from emp_llm.structure.writing import compare, kept_parts, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
+from emp_llm.update.update import update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
@@ -146,7 +136,7 @@ def prune_structure(
             what = "--method taylor" if taylor else "--refit"
             raise UserError(f"{what} runs block by block; leave out --execution model.")
         data = read
-        made_of |= calibration_signature(data, text)
+        made_of |= calibration_signature(data, text) | {"dtype": loading.dtype, "device_map": loading.device_map}
     if matched is not None:
         made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
     signature = run_signature(checkpoint, recipe, made_of)
@@ -194,19 +184,18 @@ def prune_structure(
             with stage("choose"):
                 feature = sums.get if sums is not None else norms.norm if norms is not None else None
                 choices, beta, changes = _chosen(plan, recipe, matched, feature)
-            moved = None
+            moved, fitted = None, [each.units.output for each in choices if each.record.kept < each.record.units]
             if recipe.update is not None:
                 assert data is not None
                 with stage("refit"):
                     moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
                     done = ranks().share(out.get("refitted") if ranks().main else None)
                     if done is None:
-                        masks = {choice.units.name: _mask(choice) for choice in choices}
-                        dense = models.get(source.folder)
+                        dense, masks = models.get(source.folder), {choice.units.name: _mask(choice) for choice in choices}
                         with stopwatch("refit"):
                             update_model(
                                 dense,
-                                [each.units.output for each in choices if each.record.kept < each.record.units],
+                                fitted,
                                 data.tokens,
                                 recipe.update,
                                 moved,
@@ -244,6 +233,7 @@ def prune_structure(
                 identity = identity_of(checkpoint)
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
+                fits = {} if moved is None else moved.records()
                 about = norms.about if norms is not None else None if data is None else fit_origin(data, text, origin)
                 report = RunReport(
                     source=ModelSource(model=source.name, revision=source.revision, identity=identity),
@@ -255,20 +245,21 @@ def prune_structure(
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=[],
-                    fits={} if moved is None else moved.records(),
+                    warnings=[] if recipe.update is None else update_warnings(fits, fitted, recipe.update),
+                    fits=fits,
                     structure=record,
                     dtype=loading.dtype,
                     device_map=loading.device_map,
                 )
                 report.save(out.files / REPORT_NAME)
-                (out.files / MANIFEST_NAME).unlink(missing_ok=True)
                 digest = None if norms is None else norms.digest
                 write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
             report = ranks().share(report if ranks().main else None)
+        log_warnings(report.warnings)
+
     if prepared is not None:
         report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return report, path

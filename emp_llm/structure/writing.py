@@ -34,7 +34,7 @@ from emp_llm.models.offload import input_device
 from emp_llm.models.placement import max_context
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
-from emp_llm.structure.units import Changes, Indices, UnitModel, changed_config
+from emp_llm.structure.units import Changes, UnitModel, changed_config
 from emp_llm.update.moved import MovedWeights
 
 # Stored tensor -> expert (None: one matrix, or a bias) -> for each dimension, which of its indices stay: bool.
@@ -49,22 +49,17 @@ _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.
 def kept_parts(model: UnitModel, choices: Sequence[Choice]) -> Kept:
     """What stays of each stored tensor with rows or columns of units."""
     kept: Kept = {}
-
-    def remove(name: str, shape: Sequence[int], expert: int | None, dimension: int, indices: Tensor) -> None:
-        whole = [torch.ones(size, dtype=torch.bool) for size in shape]
-        kept.setdefault(name, {}).setdefault(expert, whole)[dimension][indices] = False
-
-    def remove_of(target: Target, outputs: bool, table: Indices, choice: Choice) -> None:
-        matrix, indices = target.matrix, choice.removed(table)
-        remove(matrix.stored.name, matrix.stored.shape[-2:], matrix.expert, int(outputs == matrix.transposed), indices)
-        bias = model.architecture.stored_names.get(f"{target.name}.bias")
-        if outputs and bias in model.checkpoint.tensors and target.layer.expert is None:
-            remove(bias, [matrix.rows], None, 0, indices)
-
     for choice in choices:
-        remove_of(choice.units.output, False, choice.units.columns, choice)
-        for target, table in choice.units.rows.items():
-            remove_of(target, True, table, choice)
+        parts = [(choice.units.output, choice.units.columns, False)]
+        parts += [(target, table, True) for target, table in choice.units.rows.items()]
+        for target, table, outputs in parts:
+            matrix, removed = target.matrix, choice.removed(table)
+            whole = [torch.ones(size, dtype=torch.bool) for size in matrix.stored.shape[-2:]]
+            stays = kept.setdefault(matrix.stored.name, {}).setdefault(matrix.expert, whole)
+            stays[int(outputs == matrix.transposed)][removed] = False
+            bias = model.architecture.stored_names.get(f"{target.name}.bias")
+            if outputs and bias in model.checkpoint.tensors and matrix.expert is None:
+                kept.setdefault(bias, {None: [torch.ones(matrix.rows, dtype=torch.bool)]})[None][0][removed] = False
     return kept
 
 

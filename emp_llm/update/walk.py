@@ -274,11 +274,13 @@ def _levels(block: _Block, number: int, update: Update) -> list[_Level]:
 
     with layer_hooks(block.model, [target.layer for target in block.targets], observe):
         block.step.output(number, block.dense)
+    first_of: dict[tuple[str, int], str] = {}  # expert's matrix in the model -> the first target that is a part of it
     for target in block.targets:  # experts in one order on all ranks, whichever of them this batch reached
         if target.layer.routed:
-            inputs = levels.setdefault(_stack(target), _Level(True)).inputs
-            first = next((name for name in inputs if shared and _same_matrix(by_name[name], target)), target.name)
-            inputs.setdefault(first, []).append(target)
+            first_name, expert = target.name, target.layer.expert
+            if shared and expert is not None:
+                first_name = first_of.setdefault((expert.parameter, expert.expert), target.name)
+            levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(first_name, []).append(target)
     found = list(levels.values())
     if found and update.target == "block":
         found[-1].closing = all(ranks().gather(_is_added(block, found[-1], number)))
@@ -289,12 +291,6 @@ def _stack(target: Target) -> str:
     """The matrix of all experts to which one belongs."""
     layer = target.layer
     return layer.expert.parameter if layer.expert is not None else layer.role
-
-
-def _same_matrix(one: Target, other: Target) -> bool:
-    """Whether two experts' targets are parts of one matrix in the model, so that they share their inputs."""
-    first, second = one.layer.expert, other.layer.expert
-    return first is not None and second is not None and (first.parameter, first.expert) == (second.parameter, second.expert)
 
 
 def _is_added(block: _Block, level: _Level, number: int) -> bool:
