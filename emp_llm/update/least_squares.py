@@ -83,7 +83,9 @@ def refit_rows(
                 break
         else:  # no damping makes it positive definite
             return Solution(fitted, mask, raised)
-        for rows in _chunks(*weight.shape):
+        step = _rows_of_a_chunk(weight.shape[1])
+        for first in range(0, len(weight), step):
+            rows = slice(first, first + step)
             start, kept = fitted[rows], mask[rows].float()
             if right is None or energy is None:
                 removed = weight[rows].float() - start
@@ -145,15 +147,11 @@ def output_error(
         dense: w, the same shape.
         gram, right, energy: those of `refit_rows`. With `right` and without `energy`, the constant is missing: v G v - 2 v C w.
     """
-    parts = []
     with full_float32(), torch.no_grad():
-        for rows in _chunks(*weight.shape):
-            v = weight[rows].float()
-            if right is None:
-                v = v - dense[rows].float()
-            part = torch.linalg.vecdot(v, v @ gram).double()
-            parts.append(part if right is None else part - 2 * torch.linalg.vecdot(v, right[rows]).double())
-    error = torch.cat(parts)
+        v = weight.float() if right is not None else weight.float() - dense.float()
+        error: Tensor = torch.linalg.vecdot(v, v @ gram).double()
+        if right is not None:
+            error -= 2 * torch.linalg.vecdot(v, right).double()
     return error if energy is None or right is None else error + energy.double()
 
 
@@ -201,8 +199,3 @@ def full_float32() -> Iterator[None]:
 
 def _rows_of_a_chunk(inputs: int) -> int:
     return max(_LEAST_ROWS, _CHUNK // max(inputs, 1))
-
-
-def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
-    step = _rows_of_a_chunk(inputs)
-    return (slice(start, min(start + step, outputs)) for start in range(0, outputs, step))

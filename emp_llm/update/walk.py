@@ -196,17 +196,12 @@ class _Level:
     def targets(self) -> list[Target]:
         return [target for targets in self.inputs.values() for target in targets]
 
-    def parts(self) -> Iterator["_Level"]:
+    def parts(self) -> list["_Level"]:
         """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one input."""
-        part, held = _Level(self.routed, {}, self.closing), 0
-        for first, targets in self.inputs.items():
-            needed = 8 * targets[0].matrix.columns ** 2  # two float32 matrices
-            if part.inputs and held + needed > MOMENT_BYTES:
-                yield part
-                part, held = _Level(self.routed, {}, self.closing), 0
-            part.inputs[first] = targets
-            held += needed
-        yield part
+        inputs = list(self.inputs.items())
+        each = 8 * self.targets[0].matrix.columns ** 2  # two float32 matrices; all targets of a level have as many inputs
+        number = max(1, MOMENT_BYTES // each)
+        return [_Level(self.routed, dict(inputs[n : n + number]), self.closing) for n in range(0, len(inputs), number)]
 
 
 def _update_block(
