@@ -124,10 +124,11 @@ def test_a_killed_fit_of_one_group_resumes(models: Models, text: Path, tmp_path:
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("options", ["refit"], indirect=True)
 def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at_block(options, 1)
-    change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
-    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit_damping|sparsity) \S+, .*--overwrite"):
+    change = {"refit_damping": 0.1}
+    with pytest.raises(UserError, match=r"unfinished run with recipe\.refit_damping \S+, .*--overwrite"):
         prune(**options | change)
     updated = count_updates(monkeypatch)
     prune(**options | change, overwrite=True)
@@ -136,6 +137,7 @@ def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, mon
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("options", ["refit"], indirect=True)
 def test_damaged_fitted_weights(options: dict[str, Any], tmp_path: Path) -> None:
     killed_at_block(options, 1)
     (kept,) = (tmp_path / "killed" / ".out.partial" / "fitted").iterdir()
