@@ -109,33 +109,21 @@ def _check_units(
     dense: "Checkpoint", options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
+    from emp_llm.common.paths import TAYLOR_NAME
     from emp_llm.pruning.counts import read_report
     from emp_llm.structure.units import unit_model
-    from emp_llm.structure.verification import UnitVerification
+    from emp_llm.structure.verification import check_units, read_tensors
 
-    recipe, folder = manifest.recipe, options.folder
-    assert recipe.structure is not None
-    named: Any = recipe.structure.structure
-    kinds: Any = ("heads", "neurons") if named == "both" else (named,)
-    head_unit = recipe.structure.head_unit or "group"
-    model = unit_model(dense.folder, kinds, head_unit, options.blocks or recipe.blocks, options.trust_remote_code)
-    check = UnitVerification(model, pruned, recipe, findings.differences.append)
-    findings.checked["heads or neurons"] += check.check_scores(_features(recipe.name, options, manifest))
-    findings.checked["choices"] += check.check_choice()
-    findings.checked["tensors of the source"] += check.check_tensors(recipe.refit)
-    structure = read_report(folder).structure
-    findings.checked["side files"] += check.check_side_files({} if structure is None else structure.config)
-
-
-def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:
-    """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
-    if criterion == "taylor":
-        from emp_llm.common.paths import TAYLOR_NAME
-        from emp_llm.structure.verification import read_tensors
-
-        return read_tensors(options.folder / TAYLOR_NAME).get
-    norms = _norms(options, manifest)
-    return (lambda name: None) if norms is None else norms.norm
+    recipe, record = manifest.recipe, read_report(options.folder).structure
+    if recipe.structure is None or record is None:
+        raise UserError(f"{options.folder}: its report names no heads or neurons. Download it again.")
+    model = unit_model(dense.folder, recipe.structure, options.blocks or recipe.blocks, options.trust_remote_code)
+    if recipe.name == "taylor":
+        feature: Any = read_tensors(options.folder / TAYLOR_NAME).get
+    else:
+        norms = _norms(options, manifest)
+        feature = None if norms is None else norms.norm
+    check_units(model, pruned, recipe, record, feature, findings)
 
 
 def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":

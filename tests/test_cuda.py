@@ -230,11 +230,11 @@ def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
     weight, mask = layer(64, 640)
     damping = 1e-4
     energy = (x @ weight.double().T).square().sum(0)
-    cross = moments(xhat, x).cuda() if two_streams else None
+    right = moments(x @ weight.double().T, xhat).cuda() if two_streams else None
     torch.set_float32_matmul_precision("high")
     try:
         found = refit_rows(
-            weight.cuda(), mask.cuda(), moments(xhat).cuda(), cross, damping=damping, energy=energy.float().cuda()
+            weight.cuda(), mask.cuda(), moments(xhat).cuda(), right, damping=damping, energy=energy.float().cuda()
         )
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -244,7 +244,7 @@ def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
     best, reached = (objective(v, weight, mask, xhat, x, damping) for v in (exact, found.weight.cpu()))
     assert float(((reached - best) / best).max()) < 1e-3
     assert found.damping == damping
-    again = refit_rows(weight.cuda(), mask.cuda(), moments(xhat).cuda(), cross, damping=damping, energy=energy.float().cuda())
+    again = refit_rows(weight.cuda(), mask.cuda(), moments(xhat).cuda(), right, damping=damping, energy=energy.float().cuda())
     assert torch.equal(found.weight, again.weight)
 
 

@@ -113,10 +113,22 @@ def test_a_kill_while_the_checkpoint_is_written(
     assert read_report(tmp_path / "killed" / "out").stages.keys() >= {"refit", "prune"}
 
 
+def test_a_killed_fit_of_one_group_resumes(models: Models, text: Path, tmp_path: Path) -> None:
+    """Of equal scores at the cut, those of finished blocks are still the first."""
+    options: dict[str, Any] = {"model": str(models("llama")), "method": "emp-magnitude", "refit": True, "group": "all"}
+    options |= {"samples": 3, "seqlen": 48, "calibration": str(text), "device_map": "cpu"}
+    prune(**options, output=tmp_path / "whole" / "out")
+    options["output"] = tmp_path / "killed" / "out"
+    killed_at_block(options, 1)
+    prune(**options)
+    assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("options", ["refit"], indirect=True)
 def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at_block(options, 1)
-    change = {"refit_damping": 0.1} if "refit" in options else {"sparsity": 0.4}
-    with pytest.raises(UserError, match=r"unfinished run with recipe\.(refit_damping|sparsity) \S+, .*--overwrite"):
+    change = {"refit_damping": 0.1}
+    with pytest.raises(UserError, match=r"unfinished run with recipe\.refit_damping \S+, .*--overwrite"):
         prune(**options | change)
     updated = count_updates(monkeypatch)
     prune(**options | change, overwrite=True)
@@ -125,6 +137,7 @@ def test_another_recipe_starts_over(options: dict[str, Any], tmp_path: Path, mon
     assert torture.snapshot(tmp_path / "killed") == torture.snapshot(tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("options", ["refit"], indirect=True)
 def test_damaged_fitted_weights(options: dict[str, Any], tmp_path: Path) -> None:
     killed_at_block(options, 1)
     (kept,) = (tmp_path / "killed" / ".out.partial" / "fitted").iterdir()

@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from emp_llm.calibration.data import token_ids
 from emp_llm.calibration.texts import find_corpus
+from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
+from emp_llm.models.architecture import Target
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.prune import prune
-from emp_llm.records.run_report import RunReport
+from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
-from emp_llm.structure import writing
+from emp_llm.structure import prune_structure, writing
 from emp_llm.structure.choice import choose_units
 from emp_llm.structure.units import Units, config_changes, unit_model
 from emp_llm.verify import verify
@@ -59,6 +62,7 @@ GEMMA_3N = {
 }
 MORE_FAMILIES["gemma3n"] = ("Gemma3nTextConfig", GEMMA_3N)
 QUIET: dict[str, Any] = {"quiet": True, "dtype": "float32"}
+SHORT: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 32}
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +90,14 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(3, 60)[None]).logits
 
 
+def removed(source: Path, out: Path, **options: Any) -> tuple[RunReport, StructureRecord]:
+    """Prune units; the report, and its part on units."""
+    run = prune(str(source), output=out, **QUIET | options)
+    assert isinstance(run, RunReport)
+    assert run.structure is not None
+    return run, run.structure
+
+
 def differences(out: Path, source: Path) -> list[str]:
     return verify(out, source=str(source), quiet=True).differences
 
@@ -99,33 +111,45 @@ def test_the_smaller_model_computes_what_the_zeroed_one_does(family: str, models
     dense = logits(source)
     for structure in kinds:
         outs = [tmp_path / f"{structure}-{how}" for how in ("small", "zero")]
-        options: dict[str, Any] = {"structure": structure, "method": "magnitude", "sparsity": 0.5} | QUIET
-        small = prune(str(source), output=outs[0], **options, **({"width_multiple": 8} if structure == "neurons" else {}))
-        prune(str(source), output=outs[1], keep_shapes=True, **options)
-        assert isinstance(small, RunReport)
-        assert small.structure is not None
-        assert small.structure.difference is not None
-        assert small.structure.difference < 1e-5
-        assert small.structure.pruned.parameters < small.structure.dense.parameters
+        options: dict[str, Any] = {"structure": structure, "method": "magnitude", "sparsity": 0.5}
+        _, small = removed(source, outs[0], **options, width_multiple=8 if structure == "neurons" else None)
+        removed(source, outs[1], keep_shapes=True, **options)
+        assert small.difference is not None
+        assert small.difference < 1e-5
+        assert small.pruned.parameters < small.dense.parameters
         computed = [logits(out) for out in outs]
-        same_width = all(each.kept == each.rule for each in small.structure.layers.values())
+        same_width = all(each.kept == each.rule for each in small.layers.values())
         if same_width:  # else the rule's exact counts were zeroed, and one width for all was removed
             torch.testing.assert_close(computed[0], computed[1], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(computed[0], dense, rtol=1e-3, atol=1e-4)
         assert [differences(out, source) for out in outs] == [[], []]
 
 
+def test_what_stays_has_the_bits_of_the_dense_model(models: Any, tmp_path: Path) -> None:
+    """The rows and columns of the kept heads and neurons; all other tensors as they were."""
+    source, out = models("llama"), tmp_path / "out"
+    removed(source, out, structure="both", method="magnitude", sparsity=0.5, width_multiple=8)
+    kept, dense, written = load_file(out / "emp_llm" / "structure.safetensors"), load_all(source), load_all(out)
+    assert dense.keys() == written.keys()
+    for name, weight in dense.items():
+        part = re.fullmatch(r"(.*)\.(self_attn|mlp)\.(\w+_proj)\.weight", name)
+        if part is not None:
+            output, number = {"self_attn": ("o_proj", 2), "mlp": ("down_proj", 80)}[part[2]]  # 2 groups of heads, 80 neurons
+            dimension = int(part[3] == output)
+            units = weight.unflatten(dimension, (number, -1))
+            stay = kept[f"{part[1]}.{part[2]}.{output}.kept"]
+            weight = units.index_select(dimension, stay).flatten(dimension, dimension + 1)
+        assert torch.equal(written[name], weight), name
+
+
 @pytest.mark.parametrize("family", [*sorted(ZERO_ONLY), "llama", "falcon", "gemma2"])
 def test_heads_set_to_zero(family: str, models: Any, tmp_path: Path) -> None:
     """Where config.json has no number of heads, removal is refused with the option that works; that one is exact."""
-    source, options = models(family), {"structure": "heads", "method": "magnitude", "sparsity": 0.5} | QUIET
+    source, options = models(family), {"structure": "heads", "method": "magnitude", "sparsity": 0.5}
     if family in ZERO_ONLY | {"falcon"}:
         with pytest.raises(UserError, match=r"config.json has no number for the heads of .*--keep-shapes"):
-            prune(str(source), output=tmp_path / "out", **options)
-    report_ = prune(str(source), output=tmp_path / "zero", keep_shapes=True, **options)
-    assert isinstance(report_, RunReport)
-    assert report_.structure is not None
-    assert report_.structure.config == {}
+            removed(source, tmp_path / "out", **options)
+    assert removed(source, tmp_path / "zero", keep_shapes=True, **options)[1].config == {}
     dense, zeroed = (load_all(folder) for folder in (source, tmp_path / "zero"))
     assert {name: tensor.shape for name, tensor in dense.items()} == {name: tensor.shape for name, tensor in zeroed.items()}
     changed = {name for name in dense if not torch.equal(dense[name], zeroed[name])}
@@ -166,13 +190,11 @@ def test_a_config_without_head_dim(structure: str, models: Any, tmp_path: Path) 
 def test_a_width_for_each_layer(models: Any, tmp_path: Path) -> None:
     """Gemma 3n has a list of widths: each layer's count is rounded up by itself. Its low-rank connections are no MLPs."""
     source, out = models("gemma3n"), tmp_path / "out"
-    run = prune(str(source), output=out, structure="neurons", method="emp-magnitude", beta=0.6, width_multiple=4, **QUIET)
-    assert isinstance(run, RunReport)
-    assert run.structure is not None
-    layers = list(run.structure.layers.values())
+    _, structure = removed(source, out, structure="neurons", method="emp-magnitude", beta=0.6, width_multiple=4)
+    layers = list(structure.layers.values())
     assert [each.units for each in layers] == [80, 80, 96, 96]
     assert [each.kept for each in layers] == [-(-each.rule // 4) * 4 for each in layers]
-    assert run.structure.config == {"intermediate_size": [each.kept for each in layers]}
+    assert structure.config == {"intermediate_size": [each.kept for each in layers]}
     assert differences(out, source) == []
 
 
@@ -181,24 +203,20 @@ def test_a_shared_norm_of_heads_is_refused(models: Any, tmp_path: Path) -> None:
         prune(str(models("olmo2")), output=tmp_path / "out", structure="heads", method="magnitude", **QUIET)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("method", ["emp-wanda", "wanda"])
+@pytest.mark.parametrize(("family", "method"), [("llama", "emp-wanda"), ("gpt2", "wanda"), ("mixtral", "emp-wanda")])
 def test_scores_with_activations(family: str, method: str, models: Any, tmp_path: Path) -> None:
     """Norms of activations are collected in the run, and verified from its own files; both kinds in one run."""
-    options: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 32} | QUIET
-    structure = "neurons" if family == "gpt2" else "both"
-    out = tmp_path / "out"
-    run = prune(str(models(family)), output=out, structure=structure, method=method, sparsity=0.4, width_multiple=8, **options)
-    assert isinstance(run, RunReport)
+    structure, source, out = "neurons" if family == "gpt2" else "both", models(family), tmp_path / "out"
+    run, _ = removed(source, out, structure=structure, method=method, sparsity=0.4, width_multiple=8, **SHORT)
     assert run.calibration is not None
-    assert differences(out, models(family)) == []
+    assert differences(out, source) == []
 
 
 def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: Path) -> None:
     """Block by block as in a backward pass of the whole model: sum over tokens of |dL/dY * Y| for the inputs of o and down."""
     source, out = models("gemma2"), tmp_path / "out"
-    options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4} | QUIET
-    run = prune(str(source), output=out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options)
+    options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4}
+    removed(source, out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options)
     sums = load_file(out / "emp_llm" / "taylor.safetensors")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = token_ids(find_corpus("demo,samples=6,seqlen=40"), tiny.make_tokenizer())
@@ -223,26 +241,27 @@ def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: P
     assert set(sums) == {f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")}
     for name, each in sums.items():
         torch.testing.assert_close(each, wanted[name], rtol=2e-4, atol=1e-9)
-    assert isinstance(run, RunReport)
     assert differences(out, source) == []
 
 
 def test_refit_makes_up_for_removed_units(models: Any, tmp_path: Path) -> None:
     """The output layer is fitted on the calibration text; the report says how well, and nothing else changes."""
     source = models("llama")
-    options: dict[str, Any] = {"calibration": "demo", "samples": 16, "seqlen": 64, "width_multiple": 8, "sparsity": 0.5} | QUIET
+    options: dict[str, Any] = {"structure": "both", "method": "wanda", "refit": True, "width_multiple": 8, "sparsity": 0.5}
     out = tmp_path / "fitted"
-    run = prune(str(source), output=out, structure="both", method="wanda", refit=True, **options)
-    assert isinstance(run, RunReport)
+    run, structure = removed(source, out, calibration="demo", samples=16, seqlen=64, **options)
     assert set(run.fits) == {f"model.layers.{i}.{leaf}" for i in (0, 1) for leaf in ("self_attn.o_proj", "mlp.down_proj")}
     for fit in run.fits.values():
         assert fit.error_before is not None
         assert fit.error_after is not None
         assert fit.error_after < fit.error_before
-    assert run.structure is not None
-    assert run.structure.difference is not None
-    assert run.structure.difference < 1e-5
+    assert structure.difference is not None
+    assert structure.difference < 1e-5
     assert differences(out, source) == []
+    assert run.warnings == []
+    short, _ = removed(source, tmp_path / "short", **options | SHORT | {"samples": 2})
+    (said,) = short.warnings
+    assert said.startswith("2 of 4 matrices were fitted on fewer tokens than they have inputs")
 
 
 def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> None:
@@ -255,17 +274,8 @@ def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> Non
         scores.append((gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).numpy())
     for group in ("layer", "all"):
         out = tmp_path / group
-        run = prune(
-            str(source),
-            output=out,
-            structure="neurons",
-            structure_group=group,
-            method="emp-magnitude",
-            keep_shapes=True,
-            **QUIET,
-        )
-        assert isinstance(run, RunReport)
-        assert run.structure is not None
+        options = {"structure": "neurons", "structure_group": group, "method": "emp-magnitude", "keep_shapes": True}
+        _, structure = removed(source, out, **options)
         groups = scores if group == "layer" else [np.concatenate(scores)]
         kept = []
         for each in groups:
@@ -275,9 +285,9 @@ def test_emp_counts_over_layers_and_over_all(models: Any, tmp_path: Path) -> Non
             kept.append(mask)
         masks = kept if group == "layer" else np.split(kept[0], 2)
         number = groups[0].sum() ** 2 / (groups[0] ** 2).sum()
-        for entry in run.structure.layers.values():
+        for entry in structure.layers.values():
             assert entry.n_eff_together == (None if group == "layer" else pytest.approx(number))
-        for (name, entry), mask in zip(run.structure.layers.items(), masks, strict=True):
+        for (name, entry), mask in zip(structure.layers.items(), masks, strict=True):
             assert entry.kept == mask.sum()
             zero = (load_all(out)[f"{name}.weight"] == 0).all(0).numpy()
             assert (zero == ~mask).all()
@@ -294,34 +304,22 @@ def test_options_without_effect_are_named(method: str, models: Any, tmp_path: Pa
 def test_matched_uniform_baseline(models: Any, tmp_path: Path) -> None:
     """--match removes as many neurons as an earlier structured run; a run of weights is refused."""
     source, first = models("llama"), tmp_path / "first"
-    options: dict[str, Any] = {"structure": "neurons", "keep_shapes": True} | QUIET
-    one = prune(str(source), output=first, method="emp-magnitude", **options)
-    two = prune(str(source), output=tmp_path / "second", method="magnitude", match=first, **options)
-    assert isinstance(one, RunReport)
-    assert isinstance(two, RunReport)
-    assert one.structure is not None
-    assert two.structure is not None
-    counts = [[each.kept for each in run.structure.layers.values()] for run in (one, two) if run.structure]
+    options: dict[str, Any] = {"structure": "neurons", "keep_shapes": True}
+    runs = [removed(source, first, method="emp-magnitude", **options)]
+    runs += [removed(source, tmp_path / "second", method="magnitude", match=first, **options)]
+    counts = [[each.kept for each in structure.layers.values()] for _, structure in runs]
     assert sum(counts[0]) == sum(counts[1])
     assert max(counts[1]) - min(counts[1]) <= 1
     prune(str(source), output=tmp_path / "weights", method="magnitude", quiet=True)
     with pytest.raises(UserError, match="that run removed weights, not heads or neurons"):
-        prune(str(source), output=tmp_path / "third", method="magnitude", match=tmp_path / "weights", **options)
+        removed(source, tmp_path / "third", method="magnitude", match=tmp_path / "weights", **options)
+    assert differences(tmp_path / "second", source) == []
 
 
 def test_requested_sparsity_finds_beta(models: Any, tmp_path: Path) -> None:
-    run = prune(
-        str(models("llama")),
-        output=tmp_path / "out",
-        structure="neurons",
-        method="emp-magnitude",
-        sparsity=0.25,
-        keep_shapes=True,
-        **QUIET,
-    )
-    assert isinstance(run, RunReport)
-    assert run.structure is not None
-    assert sum(each.kept for each in run.structure.layers.values()) == 120  # of 160
+    options: dict[str, Any] = {"structure": "neurons", "method": "emp-magnitude", "sparsity": 0.25, "keep_shapes": True}
+    run, structure = removed(models("llama"), tmp_path / "out", **options)
+    assert sum(each.kept for each in structure.layers.values()) == 120  # of 160
     assert run.recipe.beta is not None
     assert run.recipe.sparsity == 0.25
 
@@ -344,7 +342,7 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
     kept[first][-1] = gone
     save_file(kept, out / "emp_llm" / "structure.safetensors")
     found = "\n".join(differences(out, source))
-    for part in (name, "config.json: it has other changes", "not those with the highest scores", "BLAKE3"):
+    for part in (name, "config.json: it has other changes", "the kept units are not those that the recipe chooses", "BLAKE3"):
         assert part in found
     (out / "emp_llm" / "structure.safetensors").unlink()
     with pytest.raises(UserError, match=r"structure.safetensors: it decided which units stay, and cannot be read"):
@@ -354,14 +352,7 @@ def test_damage_is_found(models: Any, tmp_path: Path) -> None:
 def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error between two shards, the same command resumes and gives the same bytes."""
     source, whole, broken = models("llama"), tmp_path / "whole", tmp_path / "broken"
-    options: dict[str, Any] = {
-        "structure": "both",
-        "method": "taylor",
-        "width_multiple": 8,
-        "calibration": "demo",
-        "samples": 4,
-        "seqlen": 32,
-    } | QUIET
+    options: dict[str, Any] = {"structure": "both", "method": "taylor", "width_multiple": 8} | SHORT | QUIET
     prune(str(source), output=whole, **options)
     real, calls = writing.write_shard, []
 
@@ -375,7 +366,9 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="the machine stops"):
         prune(str(source), output=broken, **options)
     assert not broken.exists()
-    monkeypatch.setattr("emp_llm.structure.scores.input_gradients", None)  # the sums are not collected again
+    with pytest.raises(UserError, match=r"unfinished run with activations\.dtype float32, this one has bfloat16"):
+        prune(str(source), output=broken, **options | {"dtype": "bfloat16"})
+    monkeypatch.setattr(prune_structure, "taylor_sums", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]
@@ -442,38 +435,38 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     size = min(len(each) for each in scores)
     values = [np.array(each[:size]) for each in scores]
     every = [_plain_units(size, block) for block in range(len(values))]
-    structure = StructureRecipe(structure="neurons")
-    rule = Recipe(method="emp-magnitude", beta=beta, structure=structure)
-    choices, in_force = choose_units(every, values, rule, None)
+    zeroed = StructureRecipe(structure="neurons", keep_shapes=True)
+    rule = Recipe(method="emp-magnitude", beta=beta, structure=zeroed)
+    choices, in_force = choose_units(every, values, rule)
     assert in_force == beta
     for choice, own in zip(choices, values, strict=True):
         number = min(size, max(1, int(np.floor(beta * own.sum() ** 2 / (own**2).sum() * (1 + 1e-12)))))
         best = sorted(range(size), key=lambda unit, own=own: (-own[unit], unit))[:number]  # type: ignore[misc]
         assert choice.kept.tolist() == sorted(best)
-    even, _ = choose_units(every, values, rule, 4)
-    mean = -(-sum(choice.count for choice in choices) // len(choices))
+    even, _ = choose_units(every, values, rule.but(structure=StructureRecipe(structure="neurons", width_multiple=4)))
+    mean = -(-sum(choice.record.rule for choice in choices) // len(choices))
     assert {len(choice.kept) for choice in even} == {min(size, -(-mean // 4) * 4)}
-    half = Recipe(method="magnitude", sparsity=0.5, structure=structure)
-    ratio, _ = choose_units(every, values, half, None)
+    half = Recipe(method="magnitude", sparsity=0.5, structure=zeroed)
+    ratio, _ = choose_units(every, values, half)
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 
 def test_fields_of_two_widths(models: Any) -> None:
     """A mixture with a shared expert: each kind of MLP has its own field."""
-    model = unit_model(models("qwen2_moe"), ("neurons",))
-    kept = [np.arange(16 if "experts" in units.role else 24) for units in model.units]
+    model = unit_model(models("qwen2_moe"), StructureRecipe(structure="neurons"))
+    kept = [16 if "experts" in units.role else 24 for units in model.units]
     assert config_changes(model, kept) == {("moe_intermediate_size",): 16, ("shared_expert_intermediate_size",): 24}
 
 
 def test_units_of_joined_matrices(models: Any) -> None:
     """q, k and v of Phi-3 and GPT-NeoX in one matrix each; gate and up in halves."""
-    phi = unit_model(models("phi3"), ("heads", "neurons"), "group").units
+    phi = unit_model(models("phi3"), StructureRecipe(structure="both")).units
     heads, neurons = phi[0], phi[1]
     (rows,) = heads.rows.values()
     assert rows[0].tolist() == [*range(16), *range(32, 40), *range(48, 56)]  # two query heads, their keys, their values
     (rows,) = neurons.rows.values()
     assert rows[3].tolist() == [3, 83]
-    neox = unit_model(models("gpt_neox"), ("heads",)).units[0]
+    neox = unit_model(models("gpt_neox"), StructureRecipe(structure="heads")).units[0]
     (rows,) = neox.rows.values()
     assert rows[1].tolist() == list(range(24, 48))  # q, k and v of one head beside each other
 
@@ -484,5 +477,7 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 def _plain_units(size: int, block: int) -> Units:
     each = np.arange(size)[:, None]
-    output = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
-    return Units("neurons", block, output, each, {}, np.zeros(size, dtype=np.int64))
+    layer = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
+    stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
+    output = Target(layer, Matrix(stored))
+    return Units("neurons", output, each, {}, np.zeros(size, dtype=np.int64))

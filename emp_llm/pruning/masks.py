@@ -201,9 +201,11 @@ class Pruner:
     def masks(self) -> "Callable[[Target], Tensor]":
         """A function from a target to its mask: bool, shape (rows, columns), true for kept weights.
 
-        A weight whose bits are zero counts as removed. In a group of all targets, each is asked for once, in their order.
+        A weight whose bits are zero counts as removed. In a group of all targets, they are asked for in their order, once each;
+        some may be left out.
         """
         everything: list[GroupSelector | None] = []
+        waiting = iter(self.targets)
 
         def mask_of(target: Target) -> "Tensor":
             import torch
@@ -213,6 +215,11 @@ class Pruner:
                 if self.counts.group == "all":
                     everything.extend([] if everything else [self.search(self.targets, files)])
                     selector = everything[0]
+                    for other in waiting:
+                        if other.name == target.name:
+                            break
+                        for _ in self.pruned(other, files, selector):  # of equal scores, its own come first
+                            pass
                 else:
                     selector = self.search([target], files)
                 for chunk in self.pruned(target, files, selector):

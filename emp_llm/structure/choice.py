@@ -1,4 +1,4 @@
-"""The choice of heads and neurons: Algorithm 1, or a fixed share, with the counts of the weights.
+"""The choice of units: Algorithm 1, or a fixed share, with the counts of the weights.
 
 The rule decides how many units stay. Where they are set to zero, this is exact. Where they are removed, all layers get one
 width, because config.json has one number for all: the mean of the rule's counts, rounded up to a multiple; each layer keeps its
@@ -6,7 +6,7 @@ best.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,15 @@ import torch
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import UnitsRecord
 from emp_llm.selection.effective import effective_mass, effective_mass_bound
 from emp_llm.selection.reference import Moments, largest_mask
 from emp_llm.selection.rule import beta_keeping, floor_count, spread_counts, uniform_counts
 from emp_llm.structure.scores import Scores
-from emp_llm.structure.units import Indices, UnitKind, Units
+from emp_llm.structure.units import Indices, Units
 
 logger = logging.getLogger(__name__)
+Removed = Mapping[tuple[str, str], tuple[int, int]]  # kind and role of units -> (removed, total) in all blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,50 +31,35 @@ class Choice:
 
     Attributes:
         units, scores: of the dense model.
-        count: the rule's; `kept` may be more where all layers get one width.
         kept: numbers of the kept units, ascending.
-        n_eff, s_eff, bound: effective number, effective mass and its lower bound (order 2 only) of the scores.
-        n_eff_together: effective number of the scores of all layers, if they are one group; else None.
+        record: the same in numbers.
     """
 
     units: Units
     scores: Scores
-    count: int
     kept: Indices
-    n_eff: float
-    s_eff: float
-    bound: float | None
-    n_eff_together: float | None
+    record: UnitsRecord
 
-    @property
-    def removes(self) -> bool:
-        return len(self.kept) < len(self.units)
-
-    @property
-    def columns(self) -> torch.Tensor:
-        """Whether each input of the output layer stays: bool, shape (inputs,)."""
-        stays = torch.ones(self.units.columns.max() + 1, dtype=torch.bool)
-        stays[torch.from_numpy(np.delete(self.units.columns, self.kept, 0).ravel())] = False
-        return stays
+    def removed(self, table: Indices) -> torch.Tensor:
+        """The inputs or outputs of removed units, int64; `table` holds those of each unit."""
+        return torch.from_numpy(np.delete(table, self.kept, 0).ravel())
 
 
 def choose_units(
     every: Sequence[Units],
     scores: Sequence[Scores],
     recipe: Recipe,
-    multiple: int | None,
     width_by_block: bool = False,
-    removed: Mapping[tuple[str, str], tuple[int, int]] | None = None,
+    matched: Removed | None = None,
 ) -> tuple[list[Choice], float | None]:
     """Decide which units stay.
 
     Args:
         every, scores: the units and their scores.
-        recipe: beta, or sparsity; and whether the units of a layer, or those of a role (`Units.role`) in all layers, compete.
-        multiple: removed units leave one width, and the number of neurons is rounded up to a multiple of this. None: any number
-            of units may stay in each layer.
+        recipe: beta, or sparsity; whether the units of a layer, or those of a role (`Units.role`) in all layers, compete; and
+            whether they are removed, so that layers need one width.
         width_by_block: each layer has a width of its own.
-        removed: of a matched run: (kind, role) -> (removed, total) of its units.
+        matched: of the run that `recipe.match` names.
 
     Returns:
         The choices, in order; and the beta in force: None for a fixed share, or if a requested sparsity has several.
@@ -80,16 +67,16 @@ def choose_units(
     Raises:
         UserError: a requested sparsity would leave a layer without units.
     """
-    assert recipe.structure is not None
-    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.group == "all"
+    structure, order = recipe.structure, 2.0 if recipe.order is None else recipe.order
+    assert structure is not None
     choices: dict[int, Choice] = {}
     betas: set[float | None] = set()
-    by_role: dict[tuple[UnitKind, str], list[int]] = {}
+    by_role: dict[tuple[str, str], list[int]] = {}
     for number, units in enumerate(every):
         by_role.setdefault((units.kind, units.role), []).append(number)
     for (kind, role), members in by_role.items():
         rows = [torch.from_numpy(scores[number])[None] for number in members]
-        groups = [torch.cat(rows, 1)] if together else rows
+        groups = [torch.cat(rows, 1)] if structure.group == "all" else rows
         moments = [Moments.of_rows(group, order) for group in groups]
         sizes = np.array([group.shape[1] for group in groups])
         beta = _beta_of(recipe, moments)
@@ -98,30 +85,42 @@ def choose_units(
             kept = [int(each.counts(beta)[0]) for each in moments]
         elif recipe.match is None:
             kept = uniform_counts(sizes, recipe.sparsity or 0.0).tolist()
-        elif removed is not None and (kind, role) in removed:
-            kept = spread_counts(sizes, *removed[kind, role]).tolist()
+        elif matched is not None and (kind, role) in matched:
+            kept = spread_counts(sizes, *matched[kind, role]).tolist()
         else:
             raise UserError(f"--match {recipe.match}: that run has no {kind} of {role}.")
-        masks = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
-        if together:
-            masks = list(torch.split(masks[0], [row.shape[1] for row in rows]))
+        best = [largest_mask(group, torch.tensor([count]))[0] for group, count in zip(groups, kept, strict=True)]
+        masks = torch.split(torch.cat(best), [row.shape[1] for row in rows])
         counts = [int(mask.sum()) for mask in masks]
         mean = -(-sum(counts) // len(counts))
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
-            if multiple is not None:
-                mask = _widened(every[number], row, count if width_by_block else mean, multiple)
+            units = every[number]
+            if not structure.keep_shapes:
+                mask = _widened(units, row, count if width_by_block else mean, structure.width_multiple or 1)
             n_eff = float(Moments.of_rows(row, order).number()[0])
-            choices[number] = Choice(
-                units=every[number],
-                scores=row[0].numpy(),
-                count=count,
-                kept=np.flatnonzero(mask.numpy()),
+            record = UnitsRecord(
+                kind=kind,
+                role=role,
+                block=units.output.layer.block or 0,
+                units=len(units),
+                kept=int(mask.sum()),
+                rule=count,
                 n_eff=n_eff,
                 s_eff=float(effective_mass(row, order=order)[0]),
-                bound=float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None,
-                n_eff_together=float(moments[0].number()[0]) if together else None,
+                s_eff_bound=float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None,
+                n_eff_together=float(moments[0].number()[0]) if structure.group == "all" else None,
             )
+            choices[number] = Choice(units, row[0].numpy(), np.flatnonzero(mask.numpy()), record)
     return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None
+
+
+def removed_by_role(records: Iterable[UnitsRecord]) -> Removed:
+    """How many units a run has removed, of how many."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for each in records:
+        gone, total = found.get((each.kind, each.role), (0, 0))
+        found[each.kind, each.role] = gone + each.units - each.kept, total + each.units
+    return found
 
 
 def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:

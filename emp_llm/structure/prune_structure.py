@@ -2,12 +2,11 @@
 
 import logging
 import os
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -15,31 +14,18 @@ from torch import Tensor
 from emp_llm.calibration.activations import keep_norms, kept_norms
 from emp_llm.calibration.data import CalibrationText, calibration_data
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
-from emp_llm.calibration.passes import (
-    calibrated,
-    calibration_signature,
-    delete_progress,
-    fit_origin,
-    model_origin,
-)
+from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, command_line, versions
-from emp_llm.common.paths import MANIFEST_NAME, REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
+from emp_llm.common.paths import REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.evaluate import (
-    evaluate_checkpoint,
-    mark_pending,
-    measures_of_baseline,
-    pending_matches,
-    prepare_suite,
-)
+from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
-from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
@@ -51,14 +37,16 @@ from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.options.structure import StructureOptions
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
+from emp_llm.pruning.outcome import log_warnings
 from emp_llm.pruning.writing import run_signature, write_manifest
-from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
+from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
-from emp_llm.structure.choice import Choice, choose_units
+from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
 from emp_llm.structure.scores import taylor_sums, unit_scores
 from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
-from emp_llm.structure.writing import Edits, Fitted, SideBySide, edits_of, side_by_side, size_of, write_checkpoint
+from emp_llm.structure.writing import compare, kept_parts, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
+from emp_llm.update.update import update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
@@ -101,44 +89,53 @@ def prune_structure(
     Raises:
         UserError: the options do not fit the model or the output.
     """
-    structure = recipe.structure
+    structure, taylor, stopwatch = recipe.structure, recipe.name == "taylor", Stopwatch()
     assert structure is not None
-    norms, stopwatch = given_norms(text, recipe) if recipe.name != "taylor" else None, Stopwatch()
+    norms = None if taylor else given_norms(text, recipe)
     suite = None if evaluation.evaluate is None else find_suite(evaluation.evaluate)
     source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=dry_run)
-    kinds: Any = ("heads", "neurons") if structure.structure == "both" else (structure.structure,)
-    plan = unit_model(source.folder, kinds, structure.head_unit or "group", recipe.blocks, model.trust_remote_code)
+
+    # Which units.
+    plan = unit_model(source.folder, structure, recipe.blocks, model.trust_remote_code)
     checkpoint, path = plan.checkpoint, output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
-    removed = None if recipe.match is None else _matched(Path(recipe.match))
-    multiple = None if structure.keep_shapes else structure.width_multiple or 1
+    matched = None if recipe.match is None else _matched(Path(recipe.match))
     if dry_run:
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
-        notes = [units_line(plan.units)]
+        notes = [_units_line(plan.units)]
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
-            scores = unit_scores(plan.units, "magnitude", plan.matrices)
-            choices, _ = choose_units(plan.units, scores, recipe, multiple, plan.width_by_block, removed)
-            _check_removes(choices, recipe)
-            changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
-            notes += choice_lines(choices, changes)
-        return _planned(plan, recipe, path, overwrite, push_to_hub, notes), path
+            choices, _, changes = _chosen(plan, recipe, matched)
+            notes += _choice_lines(choices, changes)
+        planned = DryRun(
+            layers=planned_layers(plan.targets),
+            coverage=plan.architecture.coverage(plan.targets),
+            output=str(path),
+            disk_bytes=checkpoint.output_bytes,
+            needs_overwrite=os.path.lexists(path) and not overwrite,
+            model_bytes=sum(size for size, _ in checkpoint.states.values()),
+            push_to_hub=push_to_hub,
+            recipe=recipe.method,
+            notes=notes,
+        )
+        return planned, path
 
     # What is needed later is checked now: the text, the suite, the output.
-    routed = next((units for units in plan.units if units.output.routed), None)
-    if recipe.name == "taylor" and routed is not None:
+    routed = next((units for units in plan.units if units.output.layer.routed), None)
+    if taylor and routed is not None:
         raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
-    calibrates, data = recipe.name == "wanda" and norms is None, None
-    if recipe.refit or recipe.name == "taylor" or calibrates:
-        data = calibration_data(text, plan.architecture, model.trust_remote_code)
-        if not isinstance(data, CalibrationText):
-            raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
-        if text.execution == "model" and (recipe.name == "taylor" or recipe.refit):
-            what = "--method taylor" if recipe.name == "taylor" else "--refit"
-            raise UserError(f"{what} runs block by block; leave out --execution model.")
+    calibrates = recipe.name == "wanda" and norms is None
+    data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
-    if data is not None:
-        made_of |= calibration_signature(data, text)
-    if removed is not None:
-        made_of |= {"matched": [[*role, *counts] for role, counts in removed.items()]}
+    if recipe.refit or taylor or calibrates:
+        read = calibration_data(text, plan.architecture, model.trust_remote_code)
+        if not isinstance(read, CalibrationText):
+            raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
+        if text.execution == "model" and (taylor or recipe.refit):
+            what = "--method taylor" if taylor else "--refit"
+            raise UserError(f"{what} runs block by block; leave out --execution model.")
+        data = read
+        made_of |= calibration_signature(data, text) | {"dtype": loading.dtype, "device_map": loading.device_map}
+    if matched is not None:
+        made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
     signature = run_signature(checkpoint, recipe, made_of)
     prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
     measured = None if prepared is None else measures_of_baseline(evaluation.baseline, source, prepared, loading)
@@ -153,62 +150,87 @@ def prune_structure(
             if ranks().main:
                 out.begin(signature)
 
-            # Numbers of the inputs of each last layer: norms, or sums of gradients times inputs.
-            features: dict[str, Tensor] | None = None
-            if recipe.name == "taylor":
-                assert isinstance(data, CalibrationText)
+            # A number for each input of a last layer: the sum of gradients times inputs, or the norm.
+            sums: dict[str, Tensor] | None = None
+            if taylor:
+                assert data is not None
                 with stage("taylor"):
-                    features = _kept_taylor(out, stopwatch)
-                    if features is None:
-                        dense = models.get(source.folder)
+                    sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)  # of an interrupted run
+                    if sums is None:
+                        runner = BlockwiseModel(models.get(source.folder), recipe.blocks, text.hidden_states)
                         with stopwatch("taylor"):
-                            runner = BlockwiseModel(dense, recipe.blocks, text.hidden_states)
-                            features = taylor_sums(runner, plan.units, data.tokens, text.batch_size)
-                            del runner
+                            sums = taylor_sums(runner, plan.units, data.tokens, text.batch_size)
+                        del runner
+                        if ranks().main:
+                            write_bytes(out.files / TAYLOR_NAME, save(sums))
+                            out.note(taylor=dict(stopwatch.record))
+            if calibrates:
+                assert data is not None
+                with stage("calibrate"):
+                    norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
+                    if norms is None:
+                        dense, outputs = models.get(source.folder), [units.output.layer for units in plan.units]
+                        with stopwatch("calibrate"):
+                            norms = calibrated(dense, data, outputs, text, origin, blocks=recipe.blocks, resume=out.calibration)
                         del dense
                         if ranks().main:
-                            (out.files / TAYLOR_NAME).parent.mkdir(parents=True, exist_ok=True)
-                            write_bytes(out.files / TAYLOR_NAME, save(features))
-                            out.note(taylor=dict(stopwatch.record))
-            elif recipe.name == "wanda":
-                if calibrates:
-                    assert data is not None
-                    with stage("calibrate"):
-                        norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
-                        if norms is None:
-                            dense = models.get(source.folder)
-                            layers, resume = [units.output for units in plan.units], out.calibration
-                            with stopwatch("calibrate"):
-                                norms = calibrated(dense, data, layers, text, origin, blocks=recipe.blocks, resume=resume)
-                            del dense
-                            if ranks().main:
-                                keep_norms(out, norms, stopwatch)
-                        delete_progress(out.calibration)
-                assert norms is not None
-                found = {units.name: norms.norm(units.name) for units in plan.units}
-                features = {name: norm for name, norm in found.items() if norm is not None}
+                            keep_norms(out, norms, stopwatch)
+                    delete_progress(out.calibration)
 
             # Which units stay, and the values of the last layers.
             with stage("choose"):
-                scores = unit_scores(plan.units, recipe.name, plan.matrices, features)
-                choices, beta = choose_units(plan.units, scores, recipe, multiple, plan.width_by_block, removed)
-                _check_removes(choices, recipe)
-                changes = None if structure.keep_shapes else config_changes(plan, [choice.kept for choice in choices])
-            moved = None
-            if recipe.refit:
-                assert isinstance(data, CalibrationText)
+                feature = sums.get if sums is not None else norms.norm if norms is not None else None
+                choices, beta, changes = _chosen(plan, recipe, matched, feature)
+            moved, fitted = None, [each.units.output for each in choices if each.record.kept < each.record.units]
+            if recipe.update is not None:
+                assert data is not None
                 with stage("refit"):
-                    moved = _moved(models, source.folder, plan, choices, recipe, data.tokens, text, out, stopwatch)
+                    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
+                    done = ranks().share(out.get("refitted") if ranks().main else None)
+                    if done is None:
+                        dense, masks = models.get(source.folder), {choice.units.name: _mask(choice) for choice in choices}
+                        with stopwatch("refit"):
+                            update_model(
+                                dense,
+                                fitted,
+                                data.tokens,
+                                recipe.update,
+                                moved,
+                                mask_of=lambda target: masks[target.name],
+                                batch_size=text.batch_size,
+                                hidden_states=text.hidden_states,
+                                blocks=recipe.blocks,
+                            )
+                        del dense
+                        if ranks().main:
+                            out.note(refitted=dict(stopwatch.record))
+                    else:
+                        stopwatch.record |= done
 
             # The first rank writes, and compares with the dense model.
-            written = None
             if ranks().main:
                 with stage("prune"):
-                    written = _written(models, source.folder, loading, model, plan, choices, changes, moved, out, stopwatch)
+                    with stopwatch("prune"):
+                        hashes = write_checkpoint(plan, choices, changes, moved, out)
+                        tensors = {f"{choice.units.name}.kept": torch.from_numpy(choice.kept) for choice in choices}
+                        tensors |= {f"{choice.units.name}.scores": torch.from_numpy(choice.scores) for choice in choices}
+                        write_bytes(out.files / STRUCTURE_NAME, save(tensors))
+                    targets, record = _records(plan, choices, changes)
+                    dense, small = models.get(source.folder), None
+                    with stopwatch("compare"):
+                        if not is_offloaded(dense):
+                            small = load_model(out.files, loading.device_map, loading.dtype, model.trust_remote_code)
+                        if small is not None and not is_offloaded(small):
+                            compare(dense, small, choices, moved, record)
+                        else:
+                            logger.warning(
+                                "warning: both models do not fit in memory together; speed and logits are not compared."
+                            )
+                    del dense, small
                 identity = identity_of(checkpoint)
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
-                targets, units_record, hashes = written
+                fits = {} if moved is None else moved.records()
                 about = norms.about if norms is not None else None if data is None else fit_origin(data, text, origin)
                 report = RunReport(
                     source=ModelSource(model=source.name, revision=source.revision, identity=identity),
@@ -220,257 +242,125 @@ def prune_structure(
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=[],
-                    fits={} if moved is None else moved.records(),
-                    structure=units_record,
+                    warnings=[] if recipe.update is None else update_warnings(fits, fitted, recipe.update),
+                    fits=fits,
+                    structure=record,
                     dtype=loading.dtype,
                     device_map=loading.device_map,
                 )
                 report.save(out.files / REPORT_NAME)
-                (out.files / MANIFEST_NAME).unlink(missing_ok=True)
                 digest = None if norms is None else norms.digest
                 write_manifest(out.files, checkpoint, identity, report.recipe, digest, hashes)
                 if prepared is not None:
                     mark_pending(out.files, signature)
                 out.complete()
             report = ranks().share(report if ranks().main else None)
+        log_warnings(report.warnings)
+
     if prepared is not None:
         report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
     return report, path
 
 
-def _kept_taylor(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | None:
-    """The sums of an interrupted run of the same command."""
-    noted = ranks().share(out.get("taylor") if ranks().main else None)
-    if noted is None:
+def _matched(run: Path) -> Removed:
+    """What an earlier run has removed, by its report."""
+    structure = read_report(run).structure
+    if structure is None:
+        raise UserError(f"--match {run}: that run removed weights, not heads or neurons. Give one with --structure.")
+    return removed_by_role(structure.layers.values())
+
+
+def _kept_sums(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | None:
+    """The sums of an interrupted run of the same command; None if it did not finish them."""
+    if out.get("taylor") is None:
         return None
-    stopwatch.record |= noted
-    sums: dict[str, Tensor] = ranks().share(load_file(out.files / TAYLOR_NAME) if ranks().main else None)
+    stopwatch.record |= out.get("taylor")
+    sums: dict[str, Tensor] = load_file(out.files / TAYLOR_NAME)
     return sums
 
 
-def _moved(
-    models: OneModel,
-    folder: Path,
-    plan: UnitModel,
-    choices: list[Choice],
-    recipe: Recipe,
-    tokens: Tensor,
-    text: NormOptions,
-    out: OutputFolder,
-    stopwatch: Stopwatch,
-) -> MovedWeights:
-    """The last layer of each unit, refitted so that it makes up for the removed units."""
-    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-    done = ranks().share(out.get("refitted") if ranks().main else None)
-    if done is not None:
-        stopwatch.record |= done
-        return moved
-    of_layer = {choice.units.name: choice for choice in choices}
-
-    def mask(target: Target) -> Tensor:
-        stays = of_layer[target.name].columns
-        kept = torch.ones(target.matrix.columns, dtype=torch.bool)
-        kept[: len(stays)] = stays
-        return kept.expand(target.matrix.rows, -1)
-
-    targets = [Target(c.units.output, plan.matrices[c.units.output]) for c in choices if c.removes]
-    dense, update = models.get(folder), recipe.update
-    assert update is not None
-    with stopwatch("refit"):
-        update_model(
-            dense,
-            targets,
-            tokens,
-            update,
-            moved,
-            mask_of=mask,
-            batch_size=text.batch_size,
-            hidden_states=text.hidden_states,
-            blocks=recipe.blocks,
+def _chosen(
+    plan: UnitModel, recipe: Recipe, matched: Removed | None, feature: Callable[[str], Tensor | None] | None = None
+) -> tuple[list[Choice], float | None, Changes | None]:
+    """The choices and the beta of `choose_units`, and the fields of config.json that change; None if all shapes stay."""
+    structure, scores = recipe.structure, unit_scores(plan.units, recipe.name, feature)
+    assert structure is not None
+    choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
+    total, rule, kept = (sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept"))
+    if rule == total:
+        raise UserError(f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity.")
+    if kept == total:
+        raise UserError(
+            f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing is removed. Use "
+            "--keep-shapes, which sets them to zero where they are, a lower --beta, --sparsity, or a smaller --width-multiple."
         )
-    if ranks().main:
-        out.note(refitted=dict(stopwatch.record))
-    return moved
+    counts = [choice.record.kept for choice in choices]
+    return choices, beta, None if structure.keep_shapes else config_changes(plan, counts)
 
 
-def _written(
-    models: OneModel,
-    folder: Path,
-    loading: LoadingOptions,
-    model: ModelOptions,
-    plan: UnitModel,
-    choices: list[Choice],
-    changes: Changes | None,
-    moved: MovedWeights | None,
-    out: OutputFolder,
-    stopwatch: Stopwatch,
-) -> tuple[TargetsRecord, StructureRecord, dict[str, str]]:
-    """Write the shards and the kept units, and compare the written model with the dense one, if both fit in memory."""
-    edits, fitted = edits_of(plan, choices), _fitted(moved, choices)
-    with stopwatch("prune"):
-        hashes = write_checkpoint(
-            plan, edits, changes, fitted, out.files, out.get("shards") or {}, lambda done: out.note(shards=done)
-        )
-        save_structure(out.files / STRUCTURE_NAME, choices)
-    dense = models.get(folder)
-    with stopwatch("compare"):
-        compared = None
-        if not is_offloaded(dense):
-            smaller = load_model(out.files, loading.device_map, loading.dtype, model.trust_remote_code)
-            if not is_offloaded(smaller):
-                compared = side_by_side(dense, smaller, choices, fitted)
-        if compared is None:
-            logger.warning("warning: both models do not fit in memory together; speed and logits are not compared.")
-    return _targets_record(plan, edits, changes), _structure_record(plan, choices, changes, edits, compared), hashes
+def _mask(choice: Choice) -> Tensor:
+    """Which weights of the last layer read units that stay: bool, shape (outputs, inputs)."""
+    matrix = choice.units.output.matrix
+    kept = torch.ones(matrix.columns, dtype=torch.bool)
+    kept[choice.removed(choice.units.columns)] = False
+    return kept.expand(matrix.rows, -1)
 
 
-def _fitted(moved: MovedWeights | None, choices: list[Choice]) -> Fitted:
-    """Returns the fitted weight of a layer, read one block at a time; None without a refit."""
-    blocks = {choice.units.name: choice.units.block for choice in choices}
-
-    @lru_cache(maxsize=1)
-    def of_block(block: int) -> Any:
-        return moved.block(block) if moved is not None and moved.has(block) else {}
-
-    def weight(layer: str) -> Tensor | None:
-        found = of_block(blocks[layer]).get(layer)
-        return None if found is None else found.weight
-
-    return weight
-
-
-def _targets_record(plan: UnitModel, edits: Edits, changes: Changes | None) -> TargetsRecord:
-    """Counts over the matrices of all units."""
-    weights, kept = plan.weights, 0
-    for matrix in plan.matrices.values():
-        shape = list(matrix.stored.shape[-2:])
-        for axis, indices in edits[matrix.stored.name][matrix.expert].kept.items():
-            shape[axis] = len(indices)
-        kept += shape[0] * shape[1]
-    coverage = plan.architecture.coverage([Target(layer, matrix) for layer, matrix in plan.matrices.items()])
-    parameters = plan.checkpoint.parameters
-    return TargetsRecord(
-        matrices=len(plan.matrices),
+def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None) -> tuple[TargetsRecord, StructureRecord]:
+    """The matrices of all units; the units, and the sizes of both models."""
+    kept_of, checkpoint, coverage = kept_parts(plan, choices), plan.checkpoint, plan.architecture.coverage(plan.targets)
+    kept, weights = 0, coverage.target_parameters
+    for target in plan.targets:
+        rows, columns = kept_of[target.matrix.stored.name][target.matrix.expert]
+        kept += int(rows.sum()) * int(columns.sum())
+    targets = TargetsRecord(
+        matrices=coverage.targets,
         matrices_in_blocks=coverage.matrices,
         weights=weights,
         kept=kept,
         zeros=0 if changes is not None else weights - kept,
         sparsity_of_targets=1 - kept / weights,
-        sparsity_of_all_parameters=(weights - kept) / parameters,
-        parameters=parameters,
-        share_of_all_parameters=weights / parameters,
+        sparsity_of_all_parameters=(weights - kept) / coverage.parameters,
+        parameters=coverage.parameters,
+        share_of_all_parameters=weights / coverage.parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
-
-
-def _structure_record(
-    plan: UnitModel, choices: list[Choice], changes: Changes | None, edits: Edits, compared: SideBySide | None
-) -> StructureRecord:
-    tensors = plan.checkpoint.tensors
-    costs = [size_of(tensors, {}), size_of(tensors, {} if changes is None else edits)]
-    dense, pruned = (CostRecord(parameters=parameters, bytes=size) for parameters, size in costs)
-    if compared is not None:
-        for cost, flops, speed in zip((dense, pruned), compared.flops, compared.speed, strict=True):
-            cost.flops_per_token, cost.tokens_per_second = flops, speed
-    layers = {
-        choice.units.name: UnitsRecord(
-            kind=choice.units.kind,
-            role=choice.units.role,
-            block=choice.units.block,
-            units=len(choice.units),
-            kept=len(choice.kept),
-            rule=choice.count,
-            n_eff=choice.n_eff,
-            s_eff=choice.s_eff,
-            s_eff_bound=choice.bound,
-            n_eff_together=choice.n_eff_together,
-        )
-        for choice in choices
-    }
-    return StructureRecord(
-        layers=layers,
+    sizes = [size_of(checkpoint, {}), size_of(checkpoint, {} if changes is None else kept_of)]
+    dense, pruned = (CostRecord(parameters=parameters, bytes=size) for parameters, size in sizes)
+    structure = StructureRecord(
+        layers={choice.units.name: choice.record for choice in choices},
         dense=dense,
         pruned=pruned,
-        prompt_tokens=None if compared is None else compared.tokens,
-        difference=None if compared is None else compared.difference,
         config={".".join(path): value for path, value in (changes or {}).items()},
     )
+    return targets, structure
 
 
-def save_structure(path: Path, choices: list[Choice]) -> None:
-    """Write the kept units and all scores: NAME.kept, int64, and NAME.scores, float64, for each layer that reads units."""
-    tensors = {}
-    for choice in choices:
-        tensors[f"{choice.units.name}.kept"] = torch.from_numpy(choice.kept.astype(np.int64))
-        tensors[f"{choice.units.name}.scores"] = torch.from_numpy(choice.scores)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, save(tensors))
-
-
-def _matched(run: Path) -> "dict[tuple[str, str], tuple[int, int]]":
-    """(removed, total) of the units of each kind and role in an earlier run, by its report."""
-    matched = read_report(run).structure
-    if matched is None:
-        raise UserError(f"--match {run}: that run removed weights, not heads or neurons. Give one with --structure.")
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in matched.layers.values():
-        gone, total = found.get((each.kind, each.role), (0, 0))
-        found[each.kind, each.role] = gone + each.units - each.kept, total + each.units
-    return found
-
-
-def _planned(plan: UnitModel, recipe: Recipe, path: Path, overwrite: bool, push_to_hub: str | None, notes: list[str]) -> DryRun:
-    """The plan of a run; for scores that need no calibration, with the numbers of heads and neurons that stay."""
-    targets = [Target(layer, matrix) for layer, matrix in plan.matrices.items()]
-    return DryRun(
-        layers=planned_layers(targets),
-        coverage=plan.architecture.coverage(targets),
-        output=str(path),
-        disk_bytes=plan.checkpoint.output_bytes,
-        needs_overwrite=os.path.lexists(path) and not overwrite,
-        model_bytes=sum(size for size, _ in plan.checkpoint.states.values()),
-        push_to_hub=push_to_hub,
-        recipe=recipe.method,
-        notes=notes,
-    )
-
-
-def units_line(every: list[Units]) -> str:
+def _units_line(every: Sequence[Units]) -> str:
     """The numbers of heads and neurons of a model."""
-    roles: dict[tuple[str, str], list[Units]] = {}
+    roles: dict[str, list[Units]] = {}
     for units in every:
-        roles.setdefault((units.kind, units.role), []).append(units)
-    parts = []
-    for (kind, role), members in roles.items():
-        words = f"groups of {members[0].heads} heads" if members[0].heads > 1 else kind
-        parts.append(f"{count_of(len(members), 'layer')} with {len(members[0])} {words} ({role})")
+        roles.setdefault(units.role, []).append(units)
+    parts = [
+        f"{count_of(len(members), 'layer')} with {len(members[0])} {_words(members[0])} ({role})"
+        for role, members in roles.items()
+    ]
     return f"found: {'; '.join(parts)}"
 
 
-def choice_lines(choices: list[Choice], changes: Changes | None) -> list[str]:
+def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[str]:
     """How many heads and neurons stay, and what changes in config.json."""
+    kinds: dict[str, list[Choice]] = {}
+    for choice in choices:
+        kinds.setdefault(_words(choice.units), []).append(choice)
     lines = []
-    for kind in ("heads", "neurons"):
-        own = [choice for choice in choices if choice.units.kind == kind]
-        if own:
-            total, rule = sum(len(choice.units) for choice in own), sum(choice.count for choice in own)
-            units = f"groups of {own[0].units.heads} heads" if own[0].units.heads > 1 else kind
-            lines.append(f"{units}: {sum(len(c.kept) for c in own):,} of {total:,} stay (the rule keeps {rule:,})")
+    for words, members in kinds.items():
+        kept, units, rule = (sum(getattr(each.record, name) for each in members) for name in ("kept", "units", "rule"))
+        lines.append(f"{words}: {kept:,} of {units:,} stay (the rule keeps {rule:,})")
     if changes:
         lines.append(f"config.json: {', '.join(f'{path[-1]} {value}' for path, value in changes.items())}")
     return lines
 
 
-def _check_removes(choices: list[Choice], recipe: Recipe) -> None:
-    """Raise UserError if every unit stays."""
-    if any(choice.removes for choice in choices):
-        return
-    assert recipe.structure is not None
-    rule, total = sum(choice.count for choice in choices), sum(len(choice.units) for choice in choices)
-    if recipe.structure.keep_shapes or rule == total:
-        raise UserError(f"the rule keeps all {total} {recipe.structure.structure}. Give a lower --beta, or --sparsity.")
-    raise UserError(
-        f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing is removed. Use --keep-shapes, "
-        "which sets them to zero where they are, a lower --beta, --sparsity, or a smaller --width-multiple."
-    )
+def _words(units: Units) -> str:
+    return f"groups of {units.heads} heads" if units.heads > 1 else units.kind

@@ -15,27 +15,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.checkpoint.files import read_json
-from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture
-from emp_llm.models.layers import Layer
-from emp_llm.models.loading import read_config
+from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.layers import Shape
+from emp_llm.models.loading import build_skeleton
+from emp_llm.options.recipe import StructureRecipe
 
 Indices = NDArray[np.int64]
-UnitKind = Literal["heads", "neurons"]
-Shapes = dict[str, tuple[int, ...]]
-Field = tuple[str, ...]  # the names of a field of config.json and of the parts around it, outermost first
-Changes = dict[Field, Any]
+Changes = dict[tuple[str, ...], Any]  # the names of a field of config.json and of the parts around it -> its new value
 
 _OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # of attention
 _JOINED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
 _BY_GROUP = ("query_key_value",)  # for each group of heads its queries, its key and its value
 _HALVES = ("gate_up_proj",)  # all gates, then all features
 _NARROW = 4  # a part narrower than this share of the hidden states is a low-rank connection, not an MLP
-_KEEP = "Keep all shapes and set the removed ones to zero: --keep-shapes."
 # Fields that hold the number of neurons, by a word in the name of the MLP; the first that has the number is taken.
 _WIDTHS = (
     ("shared_expert", ("shared_expert_intermediate_size",)),
@@ -43,14 +39,18 @@ _WIDTHS = (
     ("", ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")),
 )
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+_MISSING = {
+    "heads": "no attention whose heads can be told apart (each head must have outputs of its own in layers of usual names)",
+    "neurons": "no MLP whose neurons can be told apart (a layer that reads one activation for each neuron)",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The heads of one attention, or the neurons of one MLP or expert; and which of them stay, once that is chosen.
+    """The heads of one attention, or the neurons of one MLP or expert.
 
     Attributes:
-        kind, block: what they are, and the number of their decoder block.
+        kind: what they are.
         output: the layer that reads them (o_proj, down_proj).
         columns: inputs of `output` that belong to each unit, shape (units, columns).
         rows: layer -> outputs that belong to each unit, shape (units, rows).
@@ -59,11 +59,10 @@ class Units:
         keys: heads of keys and values in a unit.
     """
 
-    kind: UnitKind
-    block: int
-    output: Layer
+    kind: Literal["heads", "neurons"]
+    output: Target
     columns: Indices
-    rows: dict[Layer, Indices]
+    rows: dict[Target, Indices]
     places: Indices
     heads: int = 0
     keys: int = 0
@@ -75,59 +74,48 @@ class Units:
     @property
     def role(self) -> str:
         """The name within the block, shared by the units of all blocks."""
-        return self.output.role
+        return self.output.layer.role
 
     def __len__(self) -> int:
         return len(self.columns)
 
     @property
-    def layers(self) -> list[Layer]:
+    def targets(self) -> list[Target]:
         """All layers with rows or columns of the units; the output last."""
         return [*self.rows, self.output]
 
 
 @dataclass(frozen=True, eq=False)
 class UnitModel:
-    """A checkpoint and its units. No weight is read.
+    """A checkpoint and its units, in the model's order; `skeleton` is its model without weights."""
 
-    Attributes:
-        units: in the model's order.
-        matrices: layer -> stored weight, for all layers of the units.
-        shapes: of the parameters of transformers' model.
-    """
-
-    checkpoint: Checkpoint
+    skeleton: PreTrainedModel
     architecture: Architecture
     units: list[Units]
-    matrices: dict[Layer, Matrix]
-    shapes: Shapes
-    config: Any
-    build: Any
 
     @property
-    def weights(self) -> int:
-        """The number of weights in the matrices of all units."""
-        return sum(matrix.numel for matrix in self.matrices.values())
+    def checkpoint(self) -> Checkpoint:
+        return self.architecture.checkpoint
+
+    @property
+    def targets(self) -> list[Target]:
+        """All layers with rows or columns of units."""
+        return list(dict.fromkeys(target for units in self.units for target in units.targets))
 
     @property
     def width_by_block(self) -> bool:
         """Whether config.json has a width of the MLP for each block."""
-        return isinstance(getattr(self.config.get_text_config(), "intermediate_size", None), list)
+        return isinstance(getattr(self.skeleton.config.get_text_config(), "intermediate_size", None), list)
 
 
 def unit_model(
-    folder: Path,
-    kinds: Sequence[UnitKind],
-    head_unit: str = "group",
-    blocks: str | None = None,
-    trust_remote_code: bool = False,
+    folder: Path, structure: StructureRecipe, blocks: str | None = None, trust_remote_code: bool = False
 ) -> UnitModel:
-    """The heads and neurons of a model.
+    """The heads and neurons of a model. No weight is read.
 
     Args:
         folder: of the model.
-        kinds: "heads", "neurons", or both.
-        head_unit: "group": query heads with the keys and values that they share; "query": single query heads.
+        structure: which units.
         blocks: name of the list of decoder blocks; None: detected.
         trust_remote_code: run code from the model's folder.
 
@@ -137,268 +125,192 @@ def unit_model(
     checkpoint = Checkpoint(folder)
     if checkpoint.config.get("quantization_config") is not None:
         raise UserError(f"{folder}: it is quantised, and --structure needs plain weights. Prune the original model.")
-    config, auto = read_config(folder, trust_remote_code)
-    if getattr(config, "is_encoder_decoder", False):
+    skeleton = build_skeleton(folder, trust_remote_code)
+    if getattr(skeleton.config, "is_encoder_decoder", False):
         raise UserError(f"{folder}: --structure is for decoder-only models, and this one has an encoder.")
-
-    def build(of: Any) -> Any:
-        with torch.device("meta"):
-            return auto.from_config(of, trust_remote_code=trust_remote_code)
-
-    model = build(config)
-    architecture = Architecture.of_model(checkpoint, model, blocks)
-    shapes = shapes_of(model)
-    units = _find_units(architecture.layers, shapes, config.get_text_config(), kinds, head_unit)
-    missing = {
-        "heads": "no attention whose heads can be told apart (each head must have outputs of its own in layers of usual names)",
-        "neurons": "no MLP whose neurons can be told apart (a layer that reads one activation for each neuron)",
-    }
-    for kind in kinds:
-        if not any(each.kind == kind for each in units):
-            raise UserError(f"--structure {kind}: {type(model).__name__} has {missing[kind]}.")
-    wanted = {layer for each in units for layer in each.layers}
-    matrices = {t.layer: t.matrix for t in architecture.select("all-linear", tower="all") if t.layer in wanted}
-    for layer in wanted:
-        if layer not in matrices:
+    architecture = Architecture.of_model(checkpoint, skeleton, blocks)
+    config = skeleton.config.get_text_config()
+    stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
+    wanted = {"heads": ("attention",), "neurons": ("mlp",)}.get(structure.structure, ("attention", "mlp"))
+    groups: dict[tuple[int, bool, bool, str], list[Target]] = {}  # of a block: its attention, then its MLPs, then its experts
+    for layer in architecture.layers:
+        if layer.block is None or layer.tower != "language" or layer.kind not in wanted:
+            continue
+        if layer not in stored:
             raise UserError(f"{layer.name}: its weight is not stored by itself, so its units cannot be pruned.")
-        if matrices[layer].scales is not None:
+        if stored[layer].matrix.scales is not None:
             raise UserError(f"{layer.name} is stored in FP8, and --structure needs plain weights. Use the unquantised model.")
-    return UnitModel(checkpoint, architecture, units, matrices, shapes, config, build)
+        module = "" if layer.kind == "attention" else layer.name.rpartition(".")[0]
+        groups.setdefault((layer.block, layer.kind == "mlp", layer.expert is not None, module), []).append(stored[layer])
+    units = []
+    for (_, is_mlp, _, _), members in sorted(groups.items(), key=lambda item: item[0][:3]):
+        by_query = structure.head_unit == "query"
+        found = _neurons(members, config) if is_mlp else _heads(members, config, architecture.shapes, by_query)
+        units += [] if found is None else [found]
+    for kind, missing in _MISSING.items():
+        if structure.structure in (kind, "both") and not any(each.kind == kind for each in units):
+            raise UserError(f"--structure {kind}: {type(skeleton).__name__} has {missing}.")
+    return UnitModel(skeleton, architecture, units)
 
 
-def shapes_of(model: Any) -> Shapes:
-    """The shapes of a model's parameters."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def _find_units(layers: Sequence[Layer], shapes: Shapes, config: Any, kinds: Sequence[UnitKind], head_unit: str) -> list[Units]:
-    """The units of all decoder blocks, block by block: heads, then neurons, then those of experts."""
-    found: list[Units | None] = []
-    of_block: dict[int, list[Layer]] = {}
-    for layer in layers:
-        if layer.block is not None and layer.tower == "language":
-            of_block.setdefault(layer.block, []).append(layer)
-    for block, own in of_block.items():
-        plain = [layer for layer in own if layer.expert is None]
-        if "heads" in kinds:
-            found.append(_heads(block, [layer for layer in plain if layer.kind == "attention"], shapes, config, head_unit))
-        if "neurons" in kinds:
-            found += _neurons(block, [layer for layer in plain if layer.kind == "mlp"], shapes, int(config.hidden_size))
-            found += _expert_neurons(block, [layer for layer in own if layer.expert is not None])
-    return [units for units in found if units is not None]
-
-
-def _size(layer: Layer, shapes: Shapes) -> tuple[int, int]:
-    """(outputs, inputs) of a layer."""
-    first, second = shapes[layer.parameter]
-    return (second, first) if layer.transposed else (first, second)
-
-
-def _heads(block: int, layers: list[Layer], shapes: Shapes, config: Any, head_unit: str) -> Units | None:
+def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool) -> Units | None:
     """The heads of a block's attention; None if its layers have other names, or its shapes do not fit."""
-    by_leaf = {layer.leaf: layer for layer in layers}
+    by_leaf = {target.layer.leaf: target for target in targets}
     output = next((by_leaf[leaf] for leaf in _OUTPUTS if leaf in by_leaf), None)
     number = getattr(config, "num_attention_heads", None)
-    if output is None or not isinstance(number, int) or _size(output, shapes)[1] % number:
+    if output is None or not isinstance(number, int) or output.matrix.columns % number:
         return None
-    width = _size(output, shapes)[1] // number  # of a head
-    every = np.arange
+    width = output.matrix.columns // number  # of a head
     joined = next((by_leaf[leaf] for leaf in (*_JOINED, *_BY_GROUP) if leaf in by_leaf), None)
     if joined is not None:
-        rows = _size(joined, shapes)[0]
-        keys, rest = divmod(rows - number * width, 2 * width)
+        keys, rest = divmod(joined.matrix.rows - number * width, 2 * width)
         if rest or keys < 1 or number % keys:
             return None
-        if joined.leaf in _BY_GROUP:
-            grid = every(rows).reshape(keys, number // keys + 2, width)
+        rows = np.arange(joined.matrix.rows, dtype=np.int64).reshape(-1, width)
+        if joined.layer.leaf in _BY_GROUP:
+            grid = rows.reshape(keys, number // keys + 2, width)
             parts = [(joined, grid[:, :-2].reshape(number, width)), (joined, grid[:, -2]), (joined, grid[:, -1])]
         else:
-            first, second = number * width, (number + keys) * width
-            parts = [
-                (joined, every(first).reshape(number, width)),
-                (joined, every(first, second).reshape(keys, width)),
-                (joined, every(second, rows).reshape(keys, width)),
-            ]
+            parts = [(joined, each) for each in np.split(rows, [number, number + keys])]
     elif {"q_proj", "k_proj", "v_proj"} <= by_leaf.keys():
-        sizes = [_size(by_leaf[leaf], shapes)[0] for leaf in ("q_proj", "k_proj", "v_proj")]
-        keys, rest = divmod(sizes[2], width)
-        if rest or keys < 1 or number % keys or sizes[0] % number or sizes[1] % keys:
+        layers = [by_leaf[leaf] for leaf in ("q_proj", "k_proj", "v_proj")]
+        queries, key_rows, value_rows = (layer.matrix.rows for layer in layers)
+        keys, rest = divmod(value_rows, width)
+        if rest or keys < 1 or number % keys or queries % number or key_rows % keys:
             return None
+        counts = (number, keys, keys)
         parts = [
-            (by_leaf[leaf], every(size).reshape(count, -1))
-            for leaf, size, count in zip(("q_proj", "k_proj", "v_proj"), sizes, (number, keys, keys), strict=True)
+            (layer, np.arange(layer.matrix.rows, dtype=np.int64).reshape(count, -1))
+            for layer, count in zip(layers, counts, strict=True)
         ]
     else:
         return None
     module = output.name.rpartition(".")[0]
-    shared_norms = {len(parts[0][1]) * parts[0][1].shape[1], len(parts[1][1]) * parts[1][1].shape[1]}
-    for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
-        if number > 1 and math.prod(shapes.get(f"{module}.{norm}.weight", ())) in shared_norms - {width}:
+    for norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):  # over all heads, they cannot be told apart
+        size = math.prod(shapes.get(f"{module}.{norm}.weight", ()))
+        if number > 1 and size != width and size in (parts[0][1].size, parts[1][1].size):
             return None
-    if keys == 1 < number or (head_unit == "query" and keys < number):  # keys and values belong to all heads, so that they stay
-        parts, together = parts[:1], 1
-    else:
-        together = number // keys
-    units = number // together
-    rows_of: dict[Layer, Indices] = {}
-    for layer, each in parts:
-        own = each.reshape(units, -1).astype(np.int64)
-        rows_of[layer] = np.concatenate([rows_of[layer], own], 1) if layer in rows_of else own
-    places = np.arange(number) // (number // keys) if len(parts) == 1 and 1 < keys < number else np.zeros(units)
-    columns = np.arange(number * width, dtype=np.int64).reshape(units, -1)
-    return Units("heads", block, output, columns, rows_of, places.astype(np.int64), together, int(len(parts) > 1))
+    places, together = np.zeros(keys, dtype=np.int64), number // keys
+    if keys == 1 < number or (by_query and keys < number):  # keys and values belong to all heads, so that they stay
+        places, together, parts = np.arange(number) // (number // keys), 1, parts[:1]
+    rows_of: dict[Target, Indices] = {}
+    for target, part in parts:
+        own = part.reshape(number // together, -1)
+        rows_of[target] = np.concatenate([rows_of[target], own], 1) if target in rows_of else own
+    columns = np.arange(number * width, dtype=np.int64).reshape(number // together, -1)
+    return Units("heads", output, columns, rows_of, places, together, int(len(parts) > 1))
 
 
-def _neurons(block: int, layers: list[Layer], shapes: Shapes, hidden: int) -> list[Units]:
-    """The neurons of the MLPs of a block: the layers of one module that map hidden states to features, and these back."""
-    by_module: dict[str, list[Layer]] = {}
-    for layer in layers:
-        by_module.setdefault(layer.name.rpartition(".")[0], []).append(layer)
-    found = []
-    for own in by_module.values():
-        output = next((layer for layer in reversed(own) if _size(layer, shapes)[0] == hidden and layer is not own[0]), None)
-        if output is None:
-            continue
-        width = _size(output, shapes)[1]
-        each = np.arange(width, dtype=np.int64)[:, None]
-        rows: dict[Layer, Indices] = {}
-        for layer in own[: own.index(output)]:
-            outputs, inputs = _size(layer, shapes)
-            if inputs == hidden and outputs == width:
-                rows[layer] = each
-            elif inputs == hidden and outputs == 2 * width and layer.leaf in _HALVES:
-                rows[layer] = np.concatenate([each, each + width], 1)
-        if rows and _NARROW * width > hidden:
-            found.append(Units("neurons", block, output, each, rows, np.zeros(width, dtype=np.int64)))
-    return found
+def _neurons(targets: list[Target], config: Any) -> Units | None:
+    """The neurons of an MLP or expert: some of its layers map hidden states to features, and a later one maps them back."""
+    hidden, routed = int(config.hidden_size), targets[0].layer.expert is not None
+    output = next((each for each in reversed(targets[1:]) if each.matrix.rows == hidden), None)
+    if output is None or (not routed and _NARROW * output.matrix.columns <= hidden):
+        return None
+    width = output.matrix.columns
+    each = np.arange(width, dtype=np.int64)[:, None]
+    rows: dict[Target, Indices] = {}
+    for target in targets[: targets.index(output)]:
+        if target.matrix.columns == hidden and target.matrix.rows == width:
+            rows[target] = each
+        elif (
+            target.matrix.columns == hidden and target.matrix.rows == 2 * width and target.layer.leaf in _HALVES and not routed
+        ):
+            rows[target] = np.concatenate([each, each + width], 1)
+    return Units("neurons", output, each, rows, np.zeros(width, dtype=np.int64)) if rows else None
 
 
-def _expert_neurons(block: int, layers: list[Layer]) -> list[Units]:
-    """The neurons of a mixture's experts in a block: one `Units` for each expert with gate, up and down."""
-    by_expert: dict[tuple[str, int], list[Layer]] = {}
-    for layer in layers:
-        assert layer.expert is not None
-        by_expert.setdefault((layer.name.rpartition(".")[0], layer.expert.expert), []).append(layer)
-    found = []
-    for own in by_expert.values():
-        of_parameter: dict[str, list[Layer]] = {}
-        for layer in own:
-            assert layer.expert is not None
-            of_parameter.setdefault(layer.expert.parameter, []).append(layer)
-        joined = [each for each in of_parameter.values() if len(each) == 2]
-        single = [each[0] for each in of_parameter.values() if len(each) == 1]
-        if len(joined) != 1 or len(single) != 1:
-            continue
-        output, sources = single[0], joined[0]
-        assert output.expert is not None
-        width = output.expert.inputs
-        if all(e.expert is not None and e.expert.last - e.expert.first == width for e in sources):
-            each = np.arange(width, dtype=np.int64)[:, None]
-            found.append(Units("neurons", block, output, each, dict.fromkeys(sources, each), np.zeros(width, dtype=np.int64)))
-    return found
-
-
-def config_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
-    """The fields of config.json that change if only these units stay.
+def config_changes(model: UnitModel, kept: Sequence[int]) -> Changes:
+    """The fields of config.json that change if only some units stay.
 
     Args:
         model: dense.
-        kept: numbers of the units that stay, for each of `model.units`.
+        kept: how many units stay, of each of `model.units`.
 
     Raises:
         UserError: config.json has no number for such units, or the smaller model would need other shapes.
     """
-    stored = read_json(model.checkpoint.folder / "config.json")
+    stored, config = model.checkpoint.config, model.skeleton.config
+    text, changes = config.get_text_config(), Changes()
     part = ("text_config",) if isinstance(stored.get("text_config"), dict) else ()
-    text = model.config.get_text_config()
-    wanted = _smaller_shapes(model, kept)
-    changes: Changes = {}
 
     def put(name: str, value: Any) -> None:
-        field = (*part, getattr(text, "attribute_map", {}).get(name, name))
-        if field_of(stored, field) != value:
-            changes[field] = value
+        name = getattr(text, "attribute_map", {}).get(name, name)
+        if (stored["text_config"] if part else stored).get(name) != value:
+            changes[*part, name] = value
 
-    changed = [(units, stay) for units, stay in zip(model.units, kept, strict=True) if len(stay) < len(units)]
-    roles: dict[str, list[tuple[Units, Indices]]] = {}
-    for units, stay in changed:
-        roles.setdefault(units.role, []).append((units, stay))
+    roles: dict[str, list[tuple[Units, int]]] = {}
+    for units, stay in zip(model.units, kept, strict=True):
+        if stay < len(units):
+            roles.setdefault(units.role, []).append((units, stay))
     for role, members in sorted(roles.items(), key=lambda each: each[1][0][0].kind, reverse=True):  # neurons, then heads
         units, stay = members[0]
         if units.kind == "heads":
-            put("num_attention_heads", len(stay) * units.heads)
+            put("num_attention_heads", stay * units.heads)
             if units.keys:
-                put(next((name for name in _KEY_HEADS if hasattr(text, name)), _KEY_HEADS[0]), len(stay))
+                put(next((name for name in _KEY_HEADS if hasattr(text, name)), _KEY_HEADS[0]), stay)
             put("head_dim", units.columns.shape[1] // units.heads)
             continue
         names = next(names for word, names in _WIDTHS if word in role)
-        field = next((name for name in names if _holds(getattr(text, name, 0), len(units))), None)
-        if field is None:
-            raise _no_number("neurons", role)
-        before = getattr(text, field)
-        if isinstance(before, list):
-            by_block = {each.block: len(stays) for each, stays in members}
-            put(field, [by_block.get(number, value) for number, value in enumerate(before)])
+        for name in names:
+            before = getattr(text, name, 0)
+            if isinstance(before, list) and len(units) in before:
+                by_block = {each.output.layer.block: stays for each, stays in members}
+                put(name, [by_block.get(number, value) for number, value in enumerate(before)])
+                break
+            if before is None or before == len(units):  # None: left to the default of the model
+                put(name, stay)
+                break
         else:
-            put(field, len(stay))
+            raise _no_number(units)
+    changed = [units for members in roles.values() for units, _ in members]
     try:
-        shapes = shapes_of(model.build(type(model.config).from_dict(changed_config(stored, changes))))
+        with torch.device("meta"):
+            smaller: Any = type(model.skeleton)(type(config).from_dict(changed_config(stored, changes)))
     except Exception as error:  # of the model's own code, for numbers that do not fit together
-        raise _no_number(changed[0][0].kind, changed[0][0].role) from error
-    for units, _ in changed:
-        if any(shapes.get(layer.parameter) != wanted[layer.parameter] for layer in units.layers):
-            raise _no_number(units.kind, units.role)
-    other = next((name for name in wanted if shapes.get(name) != wanted[name]), None)
-    if other is not None:
-        raise UserError(f"the smaller model would need another {other} too, of shape {shapes.get(other)}. {_KEEP}")
+        raise _no_number(changed[0]) from error
+    shapes = {name: tuple(each.shape) for name, each in smaller.named_parameters(remove_duplicate=False)}
+    for name, shape in _smaller_shapes(model, kept).items():
+        if shapes.get(name) != shape:
+            owner = next((each for each in changed if name in {t.layer.parameter for t in each.targets}), changed[0])
+            raise _no_number(owner, f" (its model would need another {name})")
     return changes
 
 
-def _no_number(kind: str, role: str) -> UserError:
-    return UserError(f"config.json has no number for the {kind} of {role} in this form. {_KEEP}")
+def _no_number(units: Units, why: str = "") -> UserError:
+    return UserError(
+        f"config.json has no number for the {units.kind} of {units.role} in this form{why}. Keep all shapes and set the "
+        "removed ones to zero: --keep-shapes."
+    )
 
 
-def _holds(value: Any, number: int) -> bool:
-    """Whether a field may hold a number of neurons: it does, in a list or alone, or is left to the model's default."""
-    return value is None or value == number or (isinstance(value, list) and number in value)
-
-
-def field_of(config: Mapping[str, Any], field: Field) -> Any:
-    """The value of a field; None if it is missing."""
-    for name in field[:-1]:
-        config = config.get(name) or {}
-    return config.get(field[-1])
-
-
-def changed_config(config: Mapping[str, Any], changes: Mapping[Field, Any]) -> dict[str, Any]:
+def changed_config(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     """A copy of a configuration with some values replaced or added."""
     changed = copy.deepcopy(dict(config))
-    for field, value in changes.items():
+    for (*parts, name), value in changes.items():
         part = changed
-        for name in field[:-1]:
-            part = part.setdefault(name, {})
-        part[field[-1]] = value
+        for outer in parts:
+            part = part[outer]
+        part[name] = value
     return changed
 
 
-def _smaller_shapes(model: UnitModel, kept: Sequence[Indices]) -> Shapes:
+def _smaller_shapes(model: UnitModel, kept: Sequence[int]) -> dict[str, Shape]:
     """The shape of every parameter of transformers' model after the removal."""
-    wanted = dict(model.shapes)
-
-    def shrink(layer: Layer, outputs: int, inputs: int) -> None:
-        *stack, first, second = wanted[layer.parameter]
-        transposed = layer.transposed if layer.expert is None else layer.expert.transposed
-        less = (inputs, outputs) if transposed else (outputs, inputs)
-        wanted[layer.parameter] = (*stack, first - less[0], second - less[1])
-        bias = f"{layer.name}.bias"
-        if layer.expert is None and outputs and bias in wanted:
-            wanted[bias] = (wanted[bias][0] - outputs,)
-
+    wanted = dict(model.architecture.shapes)
     for units, stay in zip(model.units, kept, strict=True):
-        if units.output.expert is not None and units.output.expert.expert > 0:
-            continue  # all experts have the width of the first
-        gone = len(units) - len(stay)
-        shrink(units.output, 0, gone * units.columns.shape[1])
-        for layer, rows in units.rows.items():
-            shrink(layer, gone * rows.shape[1], 0)
+        gone = len(units) - stay
+        for target in units.targets:
+            layer, expert = target.layer, target.layer.expert
+            if expert is not None and expert.expert > 0:
+                continue  # all experts have the width of the first
+            rows = gone * units.rows[target].shape[1] if target in units.rows else 0
+            columns = gone * units.columns.shape[1] if target is units.output else 0
+            transposed = layer.transposed if expert is None else expert.transposed
+            *stack, first, second = wanted[layer.parameter]
+            first, second = (first - columns, second - rows) if transposed else (first - rows, second - columns)
+            wanted[layer.parameter] = (*stack, first, second)
+            bias = f"{layer.name}.bias"
+            if expert is None and bias in wanted:
+                wanted[bias] = (wanted[bias][0] - rows,)
     return wanted

@@ -13,22 +13,12 @@ the output. The penalty rho grows in stages. While it is small the mask moves fr
 weight would take away more of the error, by its gradient, than the least of the kept weights is worth.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import (
-    Solution,
-    check_finite,
-    check_moments,
-    check_pattern,
-    full_float32,
-    right_side,
-    workspace_bytes,
-)
+from emp_llm.update.least_squares import Solution, check_finite, check_products, full_float32, workspace_bytes
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
@@ -41,8 +31,7 @@ def admm(
     *,
     counts: Tensor | None = None,
     pattern: tuple[int, int] | None = None,
-    cross: Tensor | None = None,
-    wanted: Tensor | None = None,
+    right: Tensor | None = None,
     damping: float = 0.01,
 ) -> Solution:
     """Choose the kept weights of a layer, and their values, by ADMM.
@@ -54,27 +43,23 @@ def admm(
         gram: second moments of the inputs, sum_t x_t x_t^T, float32, shape (inputs, inputs). Its scale does not matter.
         counts: int64; shape (outputs,): how many weights of each row are kept; shape (1,): of the matrix.
         pattern: (N, M): N of every M consecutive inputs are kept. Instead of counts.
-        cross, wanted: what the layer shall return, as in `refit_rows`; None: what the dense weights return on the same inputs.
+        right: what the layer shall return, as in `refit_rows`; None: what the dense weights return on the same inputs.
         damping: pull towards the dense weights, as a share of the mean diagonal of `gram`; above 0.
 
     Raises:
-        ValueError: shapes do not fit; or not exactly one of counts and pattern is given; or a value is out of range.
         NonFiniteError: an argument holds NaN or infinity, or values too large for their products, or `gram` is no matrix of
             second moments.
     """
-    check_moments(weight, gram, cross, wanted, damping)
-    if not damping > 0:
-        raise ValueError(f"damping must be above 0, got {damping:g}")
-    choose = _choice(weight, counts, pattern)
+    check_finite(weight=weight, gram=gram, right=right)
     with full_float32(), torch.no_grad():
         point = weight.float()
         scale = float(gram.diagonal().double().mean()) or 1.0
-        right = right_side(point, gram, cross, wanted).div_(scale).add_(point, alpha=damping)
+        aim = ((point @ gram if right is None else right) / scale).add_(point, alpha=damping)
         system = gram / scale
         system.diagonal().add_(damping)
         root = system.diagonal().sqrt()
         system.div_(root).div_(root[:, None])
-        right.div_(root)
+        aim.div_(root)
         point = point * root
         dual, before = torch.zeros_like(point), _PENALTIES[0]
         for penalty in _PENALTIES:
@@ -86,14 +71,14 @@ def admm(
             dual.mul_(before / penalty)  # it is relative to the penalty
             for _ in range(_STEPS):
                 point.add_(dual)
-                mask = choose(point)
+                mask = _largest(point, counts, pattern)
                 kept = point * mask
                 torch.sub(point, kept, out=dual)
                 torch.sub(kept, dual, out=point)
-                point.mul_(penalty).add_(right)
+                point.mul_(penalty).add_(aim)
                 point = torch.cholesky_solve(point.T, factor).T
             before = penalty
-        check_finite(kept.div_(root))
+        check_products(kept.div_(root))
         return Solution(kept, mask, damping)
 
 
@@ -102,18 +87,11 @@ def admm_workspace_bytes(outputs: int, inputs: int) -> int:
     return max(4 * (5 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
-def _choice(weight: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Callable[[Tensor], Tensor]:
-    """Returns the mask of the largest values of a matrix."""
-    outputs, inputs = weight.shape
-    if (counts is None) == (pattern is None):
-        raise ValueError("give counts or a pattern, and not both")
-    if counts is None:
-        assert pattern is not None
-        check_pattern(pattern, inputs)
-        return lambda values: pattern_mask(order_keys(values), *pattern)
-    most = inputs if counts.shape == (outputs,) else weight.numel()
-    if counts.shape not in ((outputs,), (1,)) or bool(((counts < 0) | (counts > most)).any()):
-        raise ValueError(f"counts must be one of each of {outputs} rows, or one of the matrix, each from 0 to {most}")
+def _largest(values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Tensor:
+    """The mask of the largest values of a matrix."""
+    if pattern is not None:
+        return pattern_mask(order_keys(values), *pattern)
+    assert counts is not None
     if len(counts) == 1:
-        return lambda values: largest_mask(values.reshape(1, -1), counts).reshape(values.shape)
-    return lambda values: largest_mask(values, counts)
+        return largest_mask(values.reshape(1, -1), counts).reshape(values.shape)
+    return largest_mask(values, counts)

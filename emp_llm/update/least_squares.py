@@ -50,11 +50,10 @@ def refit_rows(
     weight: Tensor,
     mask: Tensor,
     gram: Tensor,
-    cross: Tensor | None = None,
+    right: Tensor | None = None,
     *,
     damping: float = 0.01,
     energy: Tensor | None = None,
-    wanted: Tensor | None = None,
 ) -> Solution:
     """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
 
@@ -65,65 +64,49 @@ def refit_rows(
         weight: the dense weights, shape (outputs, inputs), any floating dtype.
         mask: bool, the same shape, true where kept.
         gram: G, float32, shape (inputs, inputs).
-        cross: C, float32, shape (inputs, inputs), rows xhat and columns x; None: equal to G.
+        right: C w_r of each row, float32, shape (outputs, inputs): sum_t omega_t y_tr xhat_t for the outputs y_t to return.
+            None: those of the dense weights on the same inputs.
         damping: lambda as a share of the mean diagonal of G.
-        energy: sum_t omega_t (w_r . x_t)^2 of each row, shape (outputs,). Needed with `cross` and with `wanted`.
-        wanted: sum_t omega_t y_t xhat_t^T, float32, shape (outputs, inputs): the outputs y_t to return in place of w . x_t.
-            Instead of `cross`; `energy` is then sum_t omega_t y_tr^2.
+        energy: sum_t omega_t y_tr^2 of each row, shape (outputs,). Needed with `right`.
 
     Raises:
-        ValueError: shapes do not fit, or the damping is negative.
-        NonFiniteError: weight, gram, cross or wanted holds NaN or infinity, or values too large for their products.
+        NonFiniteError: weight, gram or right holds NaN or infinity, or values too large for their products.
     """
-    if mask.shape != weight.shape or mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool of shape {tuple(weight.shape)}, got {mask.dtype} {tuple(mask.shape)}")
-    if (cross is not None or wanted is not None) and energy is None:
-        raise ValueError("energy must be given with cross or wanted")
-    check_moments(weight, gram, cross, wanted, damping)
-    fitted, most = (weight * mask).float(), 0
+    check_finite(weight=weight, gram=gram, right=right)
+    fitted, most, raised = (weight * mask).float(), 0, damping
     scale = float(gram.diagonal().double().mean())
     with full_float32(), torch.no_grad():
-        system, damping = _definite_system(gram, scale, damping)
-        if system is None:
-            return Solution(fitted, mask, damping)
-        for rows in _chunks(*weight.shape):
-            kept = mask[rows].float()
-            residual, error = _unfitted(weight[rows].float(), fitted[rows], gram, cross, wanted, energy, rows)
+        for raised in raised_dampings(damping) if scale > 0 else ():
+            system = gram / scale
+            system.diagonal().add_(raised)
+            if not int(torch.linalg.cholesky_ex(system).info):
+                break
+        else:  # no damping makes it positive definite
+            return Solution(fitted, mask, raised)
+        step = _rows_of_a_chunk(weight.shape[1])
+        for first in range(0, len(weight), step):
+            rows = slice(first, first + step)
+            start, kept = fitted[rows], mask[rows].float()
+            if right is None or energy is None:
+                removed = weight[rows].float() - start
+                residual = removed @ gram
+                error = torch.linalg.vecdot(removed, residual)
+            else:
+                product = start @ gram
+                error = torch.linalg.vecdot(start, product - 2 * right[rows]) + energy[rows].float()
+                residual = right[rows] - product
             change, steps = _solve(system, kept, residual.div_(scale).mul_(kept), error / scale)
             fitted[rows] += change
             most = max(most, steps)
-    check_finite(fitted)
-    return Solution(fitted, mask, damping, most)
+    check_products(fitted)
+    return Solution(fitted, mask, raised, most)
 
 
-def _definite_system(gram: Tensor, scale: float, damping: float) -> tuple[Tensor | None, float]:
-    """A = G / scale + damping I, with a damping that makes it positive definite to float32; None if none of twelve does."""
-    for _ in range(_MOST_RAISES if scale > 0 else 0):
-        system = gram / scale
-        system.diagonal().add_(damping)
-        if not int(torch.linalg.cholesky_ex(system).info):
-            return system, damping
+def raised_dampings(damping: float) -> Iterator[float]:
+    """The damping that is asked for, and higher ones to try until a matrix is positive definite to float32."""
+    for _ in range(_MOST_RAISES):
+        yield damping
         damping = max(10 * damping, _FIRST_RAISE)
-    return None, damping
-
-
-def _unfitted(
-    dense: Tensor,
-    start: Tensor,
-    gram: Tensor,
-    cross: Tensor | None,
-    wanted: Tensor | None,
-    energy: Tensor | None,
-    rows: slice,
-) -> tuple[Tensor, Tensor]:
-    """C w - G v and E(v) for the unmoved kept weights v of some rows."""
-    if energy is None or (cross is None and wanted is None):
-        removed = dense - start
-        right = removed @ gram
-        return right, torch.linalg.vecdot(removed, right)
-    right, product = right_side(dense, gram, cross, wanted, rows), start @ gram
-    error = torch.linalg.vecdot(start, product - 2 * right) + energy[rows].float()
-    return right.sub_(product), error
 
 
 def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) -> tuple[Tensor, int]:
@@ -154,72 +137,41 @@ def _solve(system: Tensor, mask: Tensor, residual: Tensor, objective: Tensor) ->
     return change, step
 
 
-def right_side(dense: Tensor, gram: Tensor, cross: Tensor | None, wanted: Tensor | None, rows: slice = slice(None)) -> Tensor:
-    """C w for some rows, in memory of its own: float32, shape (rows, inputs). Arguments as in `refit_rows`."""
-    if wanted is not None:
-        return wanted[rows].clone()
-    return dense @ (gram if cross is None else cross).T
-
-
 def output_error(
-    weight: Tensor,
-    dense: Tensor,
-    gram: Tensor,
-    cross: Tensor | None = None,
-    energy: Tensor | None = None,
-    wanted: Tensor | None = None,
+    weight: Tensor, dense: Tensor, gram: Tensor, right: Tensor | None = None, energy: Tensor | None = None
 ) -> Tensor:
-    """E of each row: sum_t omega_t (v . xhat_t - w . x_t)^2, float64, shape (outputs,).
+    """E of each row: sum_t omega_t (v . xhat_t - y_tr)^2, float64, shape (outputs,).
 
     Args:
         weight: v, shape (outputs, inputs).
         dense: w, the same shape.
-        gram, cross, energy, wanted: those of `refit_rows`. With `cross` or `wanted` and without `energy`, the constant is
-            missing: v G v - 2 v C w.
+        gram, right, energy: those of `refit_rows`. With `right` and without `energy`, the constant is missing: v G v - 2 v C w.
     """
-    parts = []
     with full_float32(), torch.no_grad():
-        for rows in _chunks(*weight.shape):
-            v, w = weight[rows].float(), dense[rows].float()
-            if cross is None and wanted is None:
-                parts.append(_dot(v - w, (v - w) @ gram))
-            else:
-                parts.append(_dot(v, v @ gram) - 2 * _dot(v, right_side(w, gram, cross, wanted, rows)))
-    error = torch.cat(parts)
-    return error if energy is None or (cross is None and wanted is None) else error + energy.double()
+        v = weight.float() if right is not None else weight.float() - dense.float()
+        error: Tensor = torch.linalg.vecdot(v, v @ gram).double()
+        if right is not None:
+            error -= 2 * torch.linalg.vecdot(v, right).double()
+    return error if energy is None or right is None else error + energy.double()
 
 
 def workspace_bytes(outputs: int, inputs: int) -> int:
-    """The memory that `refit_rows` needs beside its arguments, in bytes, with the weights that it returns."""
-    return 4 * inputs * (2 * inputs + outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
+    """The memory that `refit_rows` needs beside its arguments, in bytes, with `right` and the weights that it returns."""
+    return 4 * inputs * (2 * inputs + 2 * outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
 
 
-def check_moments(weight: Tensor, gram: Tensor, cross: Tensor | None, wanted: Tensor | None, damping: float) -> None:
-    """Raise ValueError for wrong shapes, dtypes or damping, and NonFiniteError for a tensor with NaN or infinity."""
-    inputs = weight.shape[1]
-    for name, moments in (("gram", gram), ("cross", cross)):
-        if moments is not None and (moments.shape != (inputs, inputs) or moments.dtype != torch.float32):
-            raise ValueError(f"{name} must be float32 of shape {(inputs, inputs)}, got {moments.dtype} {tuple(moments.shape)}")
-    if wanted is not None and (wanted.shape != weight.shape or wanted.dtype != torch.float32 or cross is not None):
-        raise ValueError(f"wanted must be float32 of shape {tuple(weight.shape)}, and given without cross")
-    if not 0 <= damping < float("inf"):
-        raise ValueError(f"damping must be at least 0, got {damping:g}")
-    for name, values in (("weight", weight), ("gram", gram), ("cross", cross), ("wanted", wanted)):
+def check_finite(**tensors: Tensor | None) -> None:
+    """Raise NonFiniteError for an argument with NaN or infinity."""
+    for name, values in tensors.items():
         # The float64 sum is finite if and only if all values are. One pass, without a copy.
         if values is not None and not bool(values.sum(dtype=torch.float64).isfinite()):
             raise NonFiniteError(f"{name} holds NaN or infinity")
 
 
-def check_finite(weight: Tensor) -> None:
+def check_products(weight: Tensor) -> None:
     """Raise NonFiniteError if a solver's weights hold NaN or infinity: a product went beyond float32."""
     if not bool(weight.isfinite().all()):
         raise NonFiniteError("weight and gram are too large: their products go beyond float32")
-
-
-def check_pattern(pattern: tuple[int, int], inputs: int) -> None:
-    """Raise ValueError if N:M does not keep N of every M of some inputs."""
-    if not 1 <= pattern[0] < pattern[1] or inputs % pattern[1]:
-        raise ValueError(f"pattern {pattern[0]}:{pattern[1]} must keep N of every M weights of {inputs} inputs, 1 <= N < M")
 
 
 @contextmanager
@@ -247,13 +199,3 @@ def full_float32() -> Iterator[None]:
 
 def _rows_of_a_chunk(inputs: int) -> int:
     return max(_LEAST_ROWS, _CHUNK // max(inputs, 1))
-
-
-def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
-    step = _rows_of_a_chunk(inputs)
-    return (slice(start, min(start + step, outputs)) for start in range(0, outputs, step))
-
-
-def _dot(first: Tensor, second: Tensor) -> Tensor:
-    products: Tensor = torch.linalg.vecdot(first, second)
-    return products.double()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,20 +44,6 @@ class _About(msgspec.Struct):
     kept_mass: float | None
 
 
-class _BlockFile:
-    """The file of a block, open."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            weights: Any = safe_open(path, framework="pt")
-            self.about = msgspec.json.decode(weights.metadata()[_KEY], type=dict[str, _About])
-        except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
-            raise UserError(
-                f"{path}: the fitted weights cannot be read ({reason(error)}). Delete {path.parents[1]}."
-            ) from error
-        self.weights, self.names = weights, frozenset(weights.keys())
-
-
 class MovedWeights:
     """The moved weights of a run.
 
@@ -71,19 +56,17 @@ class MovedWeights:
     def __init__(self, folder: Path | None = None, on_put: Callable[[int], None] | None = None) -> None:
         self.folder = folder
         self._on_put = on_put
-        self._held: dict[int, dict[str, Moved]] = {}  # in memory
-        self._open: tuple[int, _BlockFile] | None = None  # the block that was read last
+        self._blocks: dict[int, dict[str, Moved]] = {}  # in memory: all of them, or the one whose file was read last
 
     def has(self, block: int) -> bool:
         """Whether a block is finished."""
-        return block in self._held or (self.folder is not None and self._path(block).is_file())
+        return block in self._blocks or (self.folder is not None and self._path(block).is_file())
 
     def put(self, block: int, moved: dict[str, Moved]) -> None:
         """Keep what became of the targets of a block, by name."""
         if self.folder is None:
-            self._held[block] = moved
+            self._blocks[block] = moved
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         weights = {name: each.weight.contiguous() for name, each in moved.items() if each.weight is not None}
         about = {name: _About(each.record, each.kept_mass) for name, each in moved.items()}
         write_bytes(self._path(block), save(weights, {_KEY: msgspec.json.encode(about).decode()}))
@@ -91,42 +74,43 @@ class MovedWeights:
             self._on_put(block)
 
     def block(self, block: int) -> dict[str, Moved]:
-        """What became of the targets of a finished block, by name.
+        """What became of the targets of a finished block, by name. Weights of a file are read from it when they are used.
 
         Raises:
             UserError: its file cannot be read.
         """
-        if self.folder is None:
-            return self._held[block]
-        file, moved = self._file(block), {}
-        for name, about in file.about.items():
-            weight = file.weights.get_tensor(name) if name in file.names else None
-            moved[name] = Moved(weight, about.record, about.kept_mass)
-        return moved
+        if block not in self._blocks:
+            path = self._path(block)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    about = msgspec.json.decode(file.metadata()[_KEY], type=dict[str, _About])
+                    names = file.keys()
+                    weights = {name: file.get_tensor(name) for name in names}
+            except (SafetensorError, OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
+                raise UserError(
+                    f"{path}: the fitted weights cannot be read ({reason(error)}). Delete {path.parents[1]}."
+                ) from error
+            found = {name: Moved(weights.get(name), each.record, each.kept_mass) for name, each in about.items()}
+            self._blocks = {block: found}
+        return self._blocks[block]
 
     def records(self) -> dict[str, FitRecord]:
         """The records of all targets, by name, in the order of the blocks."""
-        if self.folder is None:
-            return {name: each.record for moved in self._held.values() for name, each in moved.items()}
-        blocks = [int(path.stem.partition("-")[2]) for path in sorted(self.folder.glob("block-*.safetensors"))]
-        return {name: about.record for block in blocks for name, about in self._file(block).about.items()}
+        blocks = list(self._blocks)
+        if self.folder is not None:
+            blocks = [int(path.stem.partition("-")[2]) for path in sorted(self.folder.glob("block-*.safetensors"))]
+        return {name: each.record for block in blocks for name, each in self.block(block).items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that an update in memory moved, by the name of the target."""
-        moved = [(name, each.weight) for block in self._held.values() for name, each in block.items()]
+        moved = [(name, each.weight) for block in self._blocks.values() for name, each in block.items()]
         return {name: weight for name, weight in moved if weight is not None}
 
     def rows(self, target: Target, first: int, last: int) -> Tensor | None:
         """Rows first to last - 1 of a target in the dtype in which it is stored; None if its kept weights did not move."""
         block = target.layer.block
-        if block is None or not self.has(block):
-            return None
-        if self.folder is None:
-            moved = self._held[block].get(target.name)
-            return None if moved is None or moved.weight is None else moved.weight[first:last]
-        file = self._file(block)
-        rows: Tensor | None = file.weights.get_slice(target.name)[first:last] if target.name in file.names else None
-        return rows
+        moved = self.block(block).get(target.name) if block is not None and self.has(block) else None
+        return None if moved is None or moved.weight is None else moved.weight[first:last]
 
     def replace(self, target: Target, first: int, words: Words, figures: RowFigures) -> RowFigures:
         """Put the moved rows in the place of pruned rows, in memory.
@@ -147,15 +131,9 @@ class MovedWeights:
         words[:] = rows.contiguous().view(_INTEGER[rows.element_size()]).numpy().view(WORD[rows.element_size()])
         kept = np.count_nonzero(words, axis=1)
         changed = figures._replace(zeros=words.shape[1] - kept)
-        held = self._held if self.folder is None else {target.layer.block: self._file(target.layer.block).about}
-        share = held[target.layer.block][target.name].kept_mass
+        share = self.block(target.layer.block)[target.name].kept_mass
         return changed if share is None else changed._replace(kept=kept, kept_mass=share * figures.mass)
 
     def _path(self, block: int) -> Path:
         assert self.folder is not None
         return self.folder / f"block-{block:05d}.safetensors"
-
-    def _file(self, block: int) -> _BlockFile:
-        if self._open is None or self._open[0] != block:
-            self._open = block, _BlockFile(self._path(block))
-        return self._open[1]

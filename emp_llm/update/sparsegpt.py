@@ -15,11 +15,9 @@ from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import Solution, check_finite, check_moments, check_pattern, full_float32
+from emp_llm.update.least_squares import Solution, check_finite, check_products, full_float32, raised_dampings
 
 _BLOCK = 128  # columns of a block
-_MOST_RAISES = 12
-_FIRST_RAISE = 1e-3  # the damping after 0
 
 
 def sparsegpt(
@@ -46,19 +44,10 @@ def sparsegpt(
         damping: lambda as a share of the mean diagonal of the gram. The paper's is 0.01.
 
     Raises:
-        ValueError: shapes do not fit; or not exactly one of count and pattern is given; or a value is out of range.
         NonFiniteError: weight or gram holds NaN or infinity, or `gram` is no matrix of second moments.
     """
-    check_moments(weight, gram, None, None, damping)
+    check_finite(weight=weight, gram=gram)
     outputs, inputs = weight.shape
-    if (count is None) == (pattern is None):
-        raise ValueError("give a count or a pattern, and not both")
-    if count is not None and not 0 <= count <= weight.numel():
-        raise ValueError(f"count must be from 0 to {weight.numel()}, got {count}")
-    if pattern is not None:
-        check_pattern(pattern, inputs)
-    if block < 1 or block % (pattern or (0, 1))[1]:
-        raise ValueError(f"block must be at least 1, and a multiple of M of a pattern, got {block}")
     with full_float32(), torch.no_grad():
         weight = weight.float().clone()
         dead = gram.diagonal() <= 0
@@ -75,7 +64,7 @@ def sparsegpt(
                 mask[:, here] = largest_mask(scores, torch.tensor([kept], device=weight.device)).reshape(outputs, -1)
             errors = _prune_block(weight[:, here], mask[:, here], factor[here, here], pattern)
             weight[:, end:].addmm_(errors, factor[here, end:], alpha=-1)
-    check_finite(weight)
+    check_products(weight)
     return Solution(weight, mask, damping)
 
 
@@ -87,15 +76,14 @@ def _inverse_factor(gram: Tensor, dead: Tensor, damping: float) -> tuple[Tensor,
     """
     scale = float(gram.diagonal().double().mean()) or 1.0
     identity = torch.eye(len(gram), device=gram.device)
-    for _ in range(_MOST_RAISES):
+    for raised in raised_dampings(damping):
         hessian = gram / scale
-        hessian.diagonal().add_(dead.float() + damping)
+        hessian.diagonal().add_(dead.float() + raised)
         lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
         if not int(failed):
             factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
             if bool(factor.isfinite().all()):
-                return factor, damping
-        damping = max(10 * damping, _FIRST_RAISE)
+                return factor, raised
     raise NonFiniteError("gram is no matrix of second moments: it stays indefinite at any damping")
 
 

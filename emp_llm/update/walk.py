@@ -28,7 +28,7 @@ from emp_llm.options.update import Update
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
-from emp_llm.update.least_squares import Solution, output_error, refit_rows
+from emp_llm.update.least_squares import full_float32, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.update.update import MOMENT_BYTES, updatable
@@ -85,9 +85,10 @@ def update_model(
             members = [target for target in targets if target.name.startswith(f"{step.name}.")]
             block = _Block(model, step, members, walk, pruned)
             if ranks().share(moved.has(step.index)):
-                weights = ranks().share(_weights_of(moved, step.index) if ranks().main else None)
+                found = ranks().share(moved.block(step.index) if ranks().main else None)
                 for target in members:
-                    block.change(target, mask_of(target) if weights[target.name] is None else None, weights[target.name])
+                    weight = found[target.name].weight
+                    block.change(target, mask_of(target) if weight is None else None, weight)
                 step.run()
             elif members:
                 found = _update_block(block, update, seen, held_out, mask_of, counts_of)
@@ -100,21 +101,18 @@ def update_model(
                     pruned.put(number, step.output(number, pruned))
 
 
-def _weights_of(moved: MovedWeights, block: int) -> dict[str, Tensor | None]:
-    return {name: each.weight for name, each in moved.block(block).items()}
-
-
 class _Block:
     """A block whose weights are loaded, and the hidden states of all batches in both streams.
 
     Attributes:
         dense: the hidden states that enter the dense block, and after its pass those that leave it.
         pruned: those that enter the pruned block.
+        masks: of the targets that were pruned by one, by name, on the CPU.
     """
 
     def __init__(self, model: nn.Module, step: Step, targets: list[Target], walk: Walk, pruned: HiddenStates) -> None:
         self.model, self.step, self.targets, self.walk = model, step, targets, walk
-        self.dense, self.pruned = walk.hidden, pruned
+        self.dense, self.pruned, self.masks = walk.hidden, pruned, dict[str, Tensor]()
         self._parameters = {name: model.get_parameter(name) for name in dict.fromkeys(t.layer.parameter for t in targets)}
         self._values = {name: parameter.data.clone() for name, parameter in self._parameters.items()}  # pruned and moved
 
@@ -139,6 +137,7 @@ class _Block:
         with self.pruned_weights():
             values = weight_of(self.model, target.layer)
             if mask is not None:
+                self.masks[target.name] = mask
                 set_to_zero(values, ~mask.to(values.device))
             if weight is not None:
                 values.copy_(weight)
@@ -197,17 +196,12 @@ class _Level:
     def targets(self) -> list[Target]:
         return [target for targets in self.inputs.values() for target in targets]
 
-    def parts(self) -> Iterator["_Level"]:
+    def parts(self) -> list["_Level"]:
         """The level in parts whose moments take at most MOMENT_BYTES each, or belong to one input."""
-        part, held = _Level(self.routed, closing=self.closing), 0
-        for first, targets in self.inputs.items():
-            needed = 8 * targets[0].matrix.columns ** 2  # two float32 matrices
-            if part.inputs and held + needed > MOMENT_BYTES:
-                yield part
-                part, held = _Level(self.routed, closing=self.closing), 0
-            part.inputs[first] = targets
-            held += needed
-        yield part
+        inputs = list(self.inputs.items())
+        each = 8 * self.targets[0].matrix.columns ** 2  # two float32 matrices; all targets of a level have as many inputs
+        number = max(1, MOMENT_BYTES // each)
+        return [_Level(self.routed, dict(inputs[n : n + number]), self.closing) for n in range(0, len(inputs), number)]
 
 
 def _update_block(
@@ -223,38 +217,32 @@ def _update_block(
     Args:
         seen, held_out: numbers of the batches that the weights are fitted to, and of those that only measure the error.
     """
-    masks: dict[str, Tensor] = {}
     if update.search is None:  # a level sees the block with all its masks
-        masks = {target.name: mask_of(target) for target in block.targets}
         for target in block.targets:
-            block.change(target, masks[target.name], None)
+            block.change(target, mask_of(target), None)
     levels = _levels(block, seen[0], update)
+    found = {target.name: Moved(None, FitRecord(tokens=0)) for target in block.targets}
     called = {target.name for level in levels for target in level.targets}
-    found: dict[str, Moved] = {}
     for target in block.targets:
-        if target.name not in called:  # the block uses the weight without calling the layer
-            found[target.name] = Moved(None, FitRecord(tokens=0))
-            if update.search is not None:
-                block.change(target, mask_of(target), None)
+        if target.name not in called and target.name not in block.masks:  # the block uses the weight without calling the layer
+            block.change(target, mask_of(target), None)
     with closing(_DenseCalls(block, levels, update)) as dense:
         for part in (part for level in levels for part in level.parts()):
             moments = _moments(block, dense, part, seen, update)
             pairs = [(target, moments.get(first)) for first, targets in part.inputs.items() for target in targets]
-            mine = {
-                target.name: _updated(block, target, each, update, masks.get(target.name), mask_of, counts_of)
-                for target, each in ranks().part(pairs)
-            }
+            mine = {target.name: _updated(block, target, each, update, counts_of) for target, each in ranks().part(pairs)}
             results = {name: result for each in ranks().gather(mine) for name, result in each.items()}
             for target in part.targets:
                 found[target.name], mask = results[target.name]
+                if mask is None and target.name not in block.masks:  # it saw too few tokens for a search
+                    mask = mask_of(target)
                 block.change(target, mask, found[target.name].weight)
             del moments, pairs
-            moments = _moments(block, dense, part, held_out, update)
-            for first, targets in part.inputs.items():
-                for target in targets if first in moments else ():
-                    record = found[target.name].record
-                    errors = _errors(block, target, results[target.name][1], found[target.name].weight, moments[first])
-                    record.held_out_before, record.held_out_after = errors or (None, None)
+            for first, sums in _moments(block, dense, part, held_out, update).items():
+                for target in part.inputs[first]:
+                    moved = found[target.name]
+                    errors = _errors(block, target, block.masks[target.name], moved.weight, sums)
+                    moved.record.held_out_before, moved.record.held_out_after = errors or (None, None)
     return found
 
 
@@ -281,11 +269,13 @@ def _levels(block: _Block, number: int, update: Update) -> list[_Level]:
 
     with layer_hooks(block.model, [target.layer for target in block.targets], observe):
         block.step.output(number, block.dense)
+    first_of: dict[tuple[str, int], str] = {}  # expert's matrix in the model -> the first target that is a part of it
     for target in block.targets:  # experts in one order on all ranks, whichever of them this batch reached
         if target.layer.routed:
-            inputs = levels.setdefault(_stack(target), _Level(True)).inputs
-            first = next((name for name in inputs if shared and _same_matrix(by_name[name], target)), target.name)
-            inputs.setdefault(first, []).append(target)
+            first_name, expert = target.name, target.layer.expert
+            if shared and expert is not None:
+                first_name = first_of.setdefault((expert.parameter, expert.expert), target.name)
+            levels.setdefault(_stack(target), _Level(True)).inputs.setdefault(first_name, []).append(target)
     found = list(levels.values())
     if found and update.target == "block":
         found[-1].closing = all(ranks().gather(_is_added(block, found[-1], number)))
@@ -296,12 +286,6 @@ def _stack(target: Target) -> str:
     """The matrix of all experts to which one belongs."""
     layer = target.layer
     return layer.expert.parameter if layer.expert is not None else layer.role
-
-
-def _same_matrix(one: Target, other: Target) -> bool:
-    """Whether two experts' targets are parts of one matrix in the model, so that they share their inputs."""
-    first, second = one.layer.expert, other.layer.expert
-    return first is not None and second is not None and (first.parameter, first.expert) == (second.parameter, second.expert)
 
 
 def _is_added(block: _Block, level: _Level, number: int) -> bool:
@@ -333,45 +317,13 @@ def _is_added(block: _Block, level: _Level, number: int) -> bool:
     return len(calls) == 1 and float(difference.norm()) <= _SAME * float(change.float().norm())
 
 
-@dataclass
-class _Moments:
-    """Sums over the tokens t of a level, for the targets that share its inputs. w_t are the weights of the tokens.
-
-    Attributes:
-        gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape (inputs, inputs).
-        cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32; None: the targets shall return W xhat_t.
-        wanted: sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs), in place of `cross`.
-        energy: sum_t w_t y_tr^2 of each wanted output r by target, float64, shape (outputs,).
-        tokens: number of tokens.
-    """
-
-    gram: Tensor
-    cross: Tensor | None
-    wanted: Tensor | None
-    energy: dict[str, Tensor]
-    tokens: int = 0
-
-    @classmethod
-    def zeros(cls, level: _Level, target: Target, inputs: Tensor) -> "_Moments":
-        """For a target's inputs, shape (tokens, inputs)."""
-        size = inputs.shape[1]
-        cross = None if level.routed or level.closing else inputs.new_zeros(size, size)
-        wanted = inputs.new_zeros(target.matrix.rows, size) if level.closing else None
-        return cls(inputs.new_zeros(size, size), cross, wanted, {})
-
-    def add(self, other: "_Moments") -> "_Moments":
-        """Add the sums over other tokens, in place."""
-        for mine, theirs in ((self.gram, other.gram), (self.cross, other.cross), (self.wanted, other.wanted)):
-            if mine is not None and theirs is not None:
-                mine.add_(theirs)
-        self.energy = {name: energy + other.energy[name] for name, energy in self.energy.items()}
-        self.tokens += other.tokens
-        return self
-
-    def to(self, device: torch.device) -> "_Moments":
-        cross, wanted = (None if each is None else each.to(device) for each in (self.cross, self.wanted))
-        energy = {name: each.to(device) for name, each in self.energy.items()}
-        return _Moments(self.gram.to(device), cross, wanted, energy, self.tokens)
+# Sums over the tokens t of a level, for the targets that share its inputs, by name. w_t are the weights of the tokens.
+#   gram: sum_t w_t xhat_t xhat_t^T over the inputs xhat in the pruned model, float32, shape (inputs, inputs).
+#   cross: sum_t w_t xhat_t x_t^T with the inputs x in the dense model, float32; without it, the targets shall return W xhat_t.
+#   wanted: sum_t w_t y_t xhat_t^T with the wanted outputs y, float32, shape (outputs, inputs), in place of `cross`.
+#   tokens: their number.
+#   The name of a target: sum_t w_t y_tr^2 of each wanted output r, float64, shape (outputs,).
+_Moments = dict[str, Tensor]
 
 
 class _DenseCalls:
@@ -441,7 +393,7 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
         firsts = [targets[0] for targets in level.inputs.values()]
         inputs, returned, output = block.calls(firsts, number, pruned=True, whole=level.routed or level.closing)
         for first, x in inputs.items():
-            x = x.float()
+            x, sums = x.float(), found.setdefault(first, {})
             for target in level.inputs[first]:
                 name, y = target.name, None
                 if level.routed:  # other tokens may be routed to it in the dense model
@@ -455,25 +407,24 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
                     y = missing.flatten(0, -2) + returned[first].float()
                     y = y if bias is None else y - bias.float()
                 if name == first:
-                    sums = found.setdefault(first, _Moments.zeros(level, target, x))
-                    sums.tokens += len(x)
+                    _add(sums, "tokens", torch.tensor(len(x)))
                     left = x.T if shares is None else (x * shares[:, None]).T
-                    sums.gram.addmm_(left, x)
-                    if sums.cross is not None:
-                        sums.cross.addmm_(left, dense.inputs(number, first, x.device))
-                    if sums.wanted is not None and y is not None:
-                        sums.wanted.addmm_((y if shares is None else y * shares[:, None]).T, x)
-                energy = dense.energy[number, name] if y is None else _energy(y, shares)
-                sums.energy[name] = sums.energy.get(name, 0) + energy
+                    _add_product(sums, "gram", left, x)
+                    if level.closing and y is not None:
+                        _add_product(sums, "wanted", (y if shares is None else y * shares[:, None]).T, x)
+                    elif not level.routed:
+                        _add_product(sums, "cross", left, dense.inputs(number, first, x.device))
+                _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
     if ranks().count > 1:
         device = block.weight(level.targets[0]).device
-        shared = ranks().gather({first: sums.to(torch.device("cpu")) for first, sums in found.items()})
+        own = {first: {key: value.cpu() for key, value in sums.items()} for first, sums in found.items()}
         found = {}
-        for first, sums in (item for each in shared for item in each.items()):
-            found[first] = found[first].add(sums) if first in found else sums
-        found = {first: sums.to(device) for first, sums in found.items()}
+        for first, sums in (item for each in ranks().gather(own) for item in each.items()):
+            for key, value in sums.items():
+                _add(found.setdefault(first, {}), key, value)
+        found = {first: {key: value.to(device) for key, value in sums.items()} for first, sums in found.items()}
     for first, sums in found.items():
-        if not all(bool(each.isfinite().all()) for each in (sums.gram, sums.cross, sums.wanted) if each is not None):
+        if not all(bool(sums[key].isfinite().all()) for key in ("gram", "cross", "wanted") if key in sums):
             raise UserError(
                 f"{first}: the second moments of its inputs hold NaN or infinity, so it cannot be fitted. Try --dtype float32, "
                 "or prune without a fit."
@@ -481,62 +432,73 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
     return found
 
 
+def _add(sums: _Moments, key: str, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
+def _add_product(sums: _Moments, key: str, left: Tensor, right: Tensor) -> None:
+    if key not in sums:
+        sums[key] = left.new_zeros(left.shape[0], right.shape[1])
+    sums[key].addmm_(left, right)
+
+
+def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
+    """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the weights on the same inputs."""
+    if "cross" not in moments:
+        return moments.get("wanted")
+    with full_float32():
+        return weight @ moments["cross"].T
+
+
 def _updated(
-    block: _Block,
-    target: Target,
-    moments: _Moments | None,
-    update: Update,
-    mask: Tensor | None,
-    mask_of: OfTarget,
-    counts_of: OfTarget | None,
-) -> tuple[Moved, Tensor]:
-    """Update a target. Returns what became of it, and its mask, on the CPU.
+    block: _Block, target: Target, moments: _Moments | None, update: Update, counts_of: OfTarget | None
+) -> tuple[Moved, Tensor | None]:
+    """Update a target. Returns what became of it, and the mask of a search, on the CPU; None if there was none.
 
     Args:
         moments: of its inputs; None if it saw no token.
-        mask: bool, shape (outputs, inputs); None: to be searched.
     """
-    tokens = 0 if moments is None else moments.tokens
+    tokens = 0 if moments is None else int(moments["tokens"])
     if moments is None or tokens < (max(1, update.min_expert_tokens) if target.layer.routed else 1):
-        return Moved(None, FitRecord(tokens=tokens)), (mask_of(target) if mask is None else mask).cpu()
+        return Moved(None, FitRecord(tokens=tokens)), None
     weight = block.weight(target)
     if not bool(weight.isfinite().all()):
         raise UserError(f"{target.matrix.stored.name} holds NaN or infinity. The checkpoint is damaged; download it again.")
-    damping, kept_mass = update.damping_of(target.matrix.columns, tokens), None
-    gram, cross, wanted, energy = moments.gram, moments.cross, moments.wanted, moments.energy[target.name]
-    found: Solution | None = None
+    damping, kept_mass, searched = update.damping_of(target.matrix.columns, tokens), None, None
+    gram, right = moments["gram"], _right(weight, moments)
     try:
-        if update.search is not None:
+        if update.search is None:
+            found = refit_rows(
+                weight, block.masks[target.name].to(weight.device), gram, right, damping=damping, energy=moments[target.name]
+            )
+        else:
             counts = None if update.pattern is not None or counts_of is None else counts_of(target).to(weight.device)
             if update.search == "sparsegpt":
-                count = None if counts is None else int(counts.sum())
-                found = sparsegpt(weight, gram, count=count, pattern=update.pattern)
+                found = sparsegpt(weight, gram, count=None if counts is None else int(counts.sum()), pattern=update.pattern)
             else:
-                aim = {"cross": cross, "wanted": wanted}
-                found = admm(weight, gram, counts=counts, pattern=update.pattern, damping=damping, **aim)
-            mask, total = found.mask, float(weight.abs().sum(dtype=torch.float64))
-            kept_mass = float((weight.abs() * mask).sum(dtype=torch.float64)) / total if total else 1.0
-        mask = (mask_of(target) if mask is None else mask).to(weight.device)
-        if found is None or update.refit:
-            found = refit_rows(weight, mask, gram, cross, damping=damping, energy=energy, wanted=wanted)
+                found = admm(weight, gram, counts=counts, pattern=update.pattern, right=right, damping=damping)
+            searched, total = found.mask.cpu(), float(weight.abs().sum(dtype=torch.float64))
+            kept_mass = float((weight.abs() * found.mask).sum(dtype=torch.float64)) / total if total else 1.0
+            if update.refit:
+                found = refit_rows(weight, found.mask, gram, right, damping=damping, energy=moments[target.name])
     except NonFiniteError as error:
         raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32, or prune without a fit.") from error
     dtype = torch_dtype(target.matrix.stored.dtype)
     most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # values beyond the dtype's range become its largest
-    stored = found.weight.clamp(-most, most).to(dtype).masked_fill_(~mask, 0).cpu()  # not -0.0
-    before, after = _errors(block, target, mask, stored, moments) or (0.0, 0.0)
+    stored = found.weight.clamp(-most, most).to(dtype).masked_fill_(~found.mask, 0).cpu()  # not -0.0
+    before, after = _errors(block, target, found.mask, stored, moments) or (0.0, 0.0)
     record = FitRecord(tokens=tokens, damping=found.damping, error_before=before, error_after=after)
-    return Moved(stored, record, kept_mass), mask.cpu()
+    return Moved(stored, record, kept_mass), searched
 
 
 def _errors(block: _Block, target: Target, mask: Tensor, moved: Tensor | None, moments: _Moments) -> tuple[float, float] | None:
     """sum w ||What xhat - y||^2 / sum w ||y||^2 of the masked and of the moved weights; None where all y are 0."""
-    weight, energy = block.weight(target), moments.energy[target.name]
+    weight, energy = block.weight(target), moments[target.name]
     total = float(energy.sum())
     if total <= 0:
         return None
-    masked = weight * mask.to(weight.device)
+    masked, right = weight * mask.to(weight.device), _right(weight, moments)
     new = masked if moved is None else moved.to(weight.device).float()
-    errors = (output_error(each, weight, moments.gram, moments.cross, energy, moments.wanted) for each in (masked, new))
+    errors = (output_error(each, weight, moments["gram"], right, energy) for each in (masked, new))
     before, after = (max(0.0, float(each.sum()) / total) for each in errors)
     return before, after
