@@ -126,12 +126,11 @@ class InputSums:
         self.tokens |= other.tokens
         self._finite |= other._finite
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The sums, float64, on the CPU, and for each the number of batches for which it stayed finite.
-
-        With `input_of` and `tokens` this is all that `restore` needs.
-        """
-        return {name: total.cpu() for name, total in self.sums.items()}, {n: int(good) for n, good in self._finite.items()}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The sums on the CPU, and what else `restore` needs, as JSON."""
+        finite = {name: int(batches) for name, batches in self._finite.items()}
+        sums = {name: total.cpu().contiguous() for name, total in self.sums.items()}
+        return sums, {"input_of": self.input_of, "finite": finite, "tokens": self.tokens}
 
     def restore(
         self, sums: dict[str, Tensor], input_of: dict[str, str], finite: dict[str, int], tokens: dict[str, int]
@@ -140,9 +139,8 @@ class InputSums:
         # In the order of the layers, as in an uninterrupted run.
         names = [name for layer, leader in input_of.items() for name in (leader, relative_name(layer)) if name in sums]
         self.sums = {name: sums[name] for name in dict.fromkeys(names)}
-        self.input_of = dict(input_of)
-        self.tokens = dict(tokens)
-        self._finite = {name: torch.tensor(good, dtype=torch.int32) for name, good in finite.items()}
+        self.input_of, self.tokens = input_of, tokens
+        self._finite = {name: torch.tensor(batches, dtype=torch.int32) for name, batches in finite.items()}
 
     def observe(self, layer: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add one call of a layer: inputs of shape (..., inputs), outputs of shape (..., outputs)."""

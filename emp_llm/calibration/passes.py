@@ -272,7 +272,7 @@ def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: Calibrati
                 yield
 
         rows = ranks().part(data.rows)
-        batches = (_with_dtype(data.processor.inputs(row), model.dtype) for row in rows)
+        batches = (_with_dtype(data.inputs(row), model.dtype) for row in rows)
         return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=(len(rows), "batch"))[0]
 
 
