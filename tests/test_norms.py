@@ -31,7 +31,6 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.layers["up"] == pytest.approx((0.2, 0.1))
     assert found.layers["down"] == pytest.approx((0.01 / 1.01, 0.01 / 1.01), rel=1e-5)
     assert found.layers["q"] == (0, 0)
-    assert found.largest == pytest.approx(0.2)
     assert found.only == ["new", "odd"]
     assert found.about == [("dtype", "bfloat16", "float32")]
     show(found)
@@ -39,7 +38,8 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 layers: 0.2 at most" in printed
     assert "dtype: bfloat16 | float32" in printed
     same = calibrate(compare=(one, one))
-    assert (same.largest, same.mean, same.relative, same.only, same.about) == (0, 0, {}, [], [])
+    assert {*same.layers.values()} == {(0, 0)}
+    assert (same.relative, same.only, same.about) == ({}, [], [])
 
 
 def test_relative_norms_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_relative_norms_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     Activations({"q": ones}, input_of).save(tmp_path / "old")
     found = calibrate(compare=(tmp_path / "one", tmp_path / "two"))
     assert found.relative == {"q": pytest.approx((0.2, 0.2)), "k": (0, 0)}
-    assert (found.largest, found.only) == (0, [])
+    assert (found.layers, found.only) == ({"k": (0, 0), "q": (0, 0)}, [])
     show(found)
     assert "of the norms relative to the outputs of 2 layers: 0.2 at most, 0.1 on average" in capsys.readouterr().out
     assert calibrate(compare=(tmp_path / "one", tmp_path / "old")).relative == {}

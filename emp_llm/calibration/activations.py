@@ -7,7 +7,6 @@ output; each layer has its own.
 
 import hashlib
 import json
-from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,16 +144,6 @@ class NormsDifference:
     only: list[str]
     about: list[tuple[str, str, str]]
 
-    @property
-    def largest(self) -> float:
-        """The largest relative difference."""
-        return _overall(self.layers)[0]
-
-    @property
-    def mean(self) -> float:
-        """The mean over layers of their mean relative differences."""
-        return _overall(self.layers)[1]
-
 
 def compare_norms(first: Path, second: Path) -> NormsDifference:
     """Compare two activations files.
@@ -163,38 +152,25 @@ def compare_norms(first: Path, second: Path) -> NormsDifference:
         UserError: one is missing, or is not an activations file.
     """
     a, b = Activations.load(first), Activations.load(second)
-    layers, only = _differences(a.input_of.keys(), b.input_of.keys(), a.norm, b.norm)
-    relative, _ = _differences(
-        a.relative.keys(), b.relative.keys(), lambda layer: a.norm(layer, True), lambda layer: b.norm(layer, True)
-    )
+    plain_a, plain_b = ({layer: each.norms[name] for layer, name in each.input_of.items()} for each in (a, b))
+    layers = _differences(plain_a, plain_b)
     one, other = a.about.as_dict(), b.about.as_dict()
     differ = [(field, str(one.get(field)), str(other.get(field))) for field in dict.fromkeys([*one, *other])]
-    return NormsDifference(layers, relative, only, [entry for entry in differ if entry[1] != entry[2]])
+    about = [entry for entry in differ if entry[1] != entry[2]]
+    only = sorted((plain_a.keys() | plain_b.keys()) - layers.keys())
+    return NormsDifference(layers, _differences(a.relative, b.relative), only, about)
 
 
-def _differences(
-    first: Set[str], second: Set[str], norm_a: Callable[[str], Tensor | None], norm_b: Callable[[str], Tensor | None]
-) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """The differences of the layers in both files, the worst first; and the other layers."""
+def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """The differences of the layers that have as many inputs in both files, the worst first."""
     layers: dict[str, tuple[float, float]] = {}
-    only = sorted(first ^ second)
-    for layer in sorted(first & second):
-        a, b = norm_a(layer), norm_b(layer)
-        assert a is not None
-        assert b is not None
-        if a.shape != b.shape:
-            only.append(layer)
-            continue
-        larger = torch.maximum(a, b).double()
-        share = torch.where(larger > 0, (a.double() - b.double()).abs() / larger, 0.0)
-        layers[layer] = (float(share.max()), float(share.mean()))
-    return dict(sorted(layers.items(), key=lambda item: -item[1][0])), only
-
-
-def _overall(layers: dict[str, tuple[float, float]]) -> tuple[float, float]:
-    """The largest of the differences, and the mean of their means."""
-    means = [mean for _, mean in layers.values()]
-    return max((largest for largest, _ in layers.values()), default=0.0), sum(means) / len(means) if means else 0.0
+    for layer in sorted(first.keys() & second.keys()):
+        a, b = first[layer].double(), second[layer].double()
+        if a.shape == b.shape:
+            larger = torch.maximum(a, b)
+            differences = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
+            layers[layer] = (float(differences.max()), float(differences.mean()))
+    return dict(sorted(layers.items(), key=lambda item: -item[1][0]))
 
 
 def difference_table(difference: NormsDifference) -> str:
@@ -202,14 +178,15 @@ def difference_table(difference: NormsDifference) -> str:
     rows = [["layer", "largest", "mean"]]
     rows += [[name, f"{largest:.3g}", f"{mean:.3g}"] for name, (largest, mean) in list(difference.layers.items())[:10]]
     lines = [table(rows)] if difference.layers else []
-    lines.append(
-        f"relative differences of the norms of {count_of(len(difference.layers), 'layer')}: {difference.largest:.3g} at most, "
-        f"{difference.mean:.3g} on average"
-    )
-    if difference.relative:
-        largest, mean = _overall(difference.relative)
-        count = count_of(len(difference.relative), "layer")
-        lines.append(f"of the norms relative to the outputs of {count}: {largest:.3g} at most, {mean:.3g} on average")
+    for what, layers in (
+        ("of the norms of", difference.layers),
+        ("of the norms relative to the outputs of", difference.relative),
+    ):
+        if layers:
+            largest = max(largest for largest, _ in layers.values())
+            mean = sum(mean for _, mean in layers.values()) / len(layers)
+            count = count_of(len(layers), "layer")
+            lines.append(f"relative differences {what} {count}: {largest:.3g} at most, {mean:.3g} on average")
     if difference.only:
         names = ", ".join(difference.only[:3])
         lines.append(f"only in one file, or with another number of inputs: {count_of(len(difference.only), 'layer')} ({names})")

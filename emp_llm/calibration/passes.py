@@ -94,41 +94,32 @@ def calibrated(
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
     """
-    record = msgspec.structs.replace(
-        _with_data(about, data, how),
-        tokens=data.number,
-        dtype=str(model.dtype).removeprefix("torch."),
-        ranks=ranks().count,
-        versions=versions(),
-    )
+    record = msgspec.structs.replace(fit_origin(data, how, about), dtype=str(model.dtype).removeprefix("torch."))
+    if isinstance(data, CalibrationRows) and how.batch_size != CalibrationOptions.batch_size:
+        logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
     with in_evaluation_mode(model):
         if isinstance(data, CalibrationRows):
-            if how.batch_size != CalibrationOptions.batch_size:
-                logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
-            norms = _calibrate_rows(model, layers, data, blocks)
-            return replace(norms, about=msgspec.structs.replace(record, execution="model", propagate="dense"))
-        by_itself = is_offloaded(model) and not reads_twice(model)
-        by_blocks = how.execution == "blocks" or masker is not None or (how.execution == "auto" and by_itself)
-        logger.debug(
-            "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
-            count_of(len(layers), "layer"),
-            *data.tokens.shape,
-            how.batch_size,
-            "block by block" if by_blocks else "the whole model at once",
-        )
-        if not by_blocks:
-            norms = calibrate_model(model, layers, data.tokens, how.batch_size, blocks)
+            norms, by_blocks = _calibrate_rows(model, layers, data, blocks), False
         else:
-            progress = None
-            if resume is not None and how.resumable_calibration:
-                made_of = {
-                    "layers": [layer.name for layer in layers],
-                    "config": model.config.to_json_string(),
-                    "ids": data.signature,
-                }
-                progress = CalibrationProgress(resume, record.as_dict() | made_of)
-            runner = BlockwiseModel(model, blocks, how.hidden_states)
-            norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+            by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
+            by_blocks = how.execution == "blocks" or masker is not None or by_itself
+            logger.debug(
+                "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
+                count_of(len(layers), "layer"),
+                *data.tokens.shape,
+                how.batch_size,
+                "block by block" if by_blocks else "the whole model at once",
+            )
+            if by_blocks:
+                progress = None
+                if resume is not None and how.resumable_calibration:
+                    names, config = [layer.name for layer in layers], model.config.to_json_string()
+                    made_of = {"layers": names, "config": config, "ids": data.signature}
+                    progress = CalibrationProgress(resume, record.as_dict() | made_of)
+                runner = BlockwiseModel(model, blocks, how.hidden_states)
+                norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+            else:
+                norms = calibrate_model(model, layers, data.tokens, how.batch_size, blocks)
     if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
         record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
     record.execution, record.propagate = ("blocks" if by_blocks else "model"), ("dense" if masker is None else "pruned")
@@ -242,54 +233,52 @@ def calibrate_model(
         UserError: a norm is not finite, memory runs out, or the model does not run on text alone.
     """
     batches = own_batches(tokens, batch_size)
+    hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
     with current_block(model, blocks) as where:
-
-        @contextmanager
-        def guard(ids: Tensor) -> Iterator[None]:
-            hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
-            with _explained(model, hint) if find_towers(model).others else nullcontext(), enough_memory(where, ids):
-                yield
-
+        guard = partial(_explained, model, where, hint if find_towers(model).others else None, "")
         total = sum(batch.numel() for batch in batches), "tok"
         return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
 
 
 def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows, blocks: str | None) -> Activations:
     """The norms over rows with images. Their inputs are made again, row by row; images have the dtype of the model."""
+    rows = ranks().part(data.rows)
     if len(data.rows) < ranks().count:
         raise UserError(
             f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise --samples, or use fewer."
         )
+
+    def inputs(row: Any) -> dict[str, Any]:
+        made = data.inputs(row)
+        floats = [name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()]
+        return made | {name: made[name].to(model.dtype) for name in floats}
+
+    hint = (
+        "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; copy them "
+        "from the original."
+    )
     with current_block(model, blocks) as where:
-
-        @contextmanager
-        def guard(ids: Tensor) -> Iterator[None]:
-            hint = (
-                "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; "
-                "copy them from the original."
-            )
-            with _explained(model, hint), enough_memory(where, ids, ", or use smaller images"):
-                yield
-
-        rows = ranks().part(data.rows)
-        batches = (_with_dtype(data.inputs(row), model.dtype) for row in rows)
-        return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=(len(rows), "batch"))[0]
-
-
-def _with_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    floats = {
-        name: value.to(dtype) for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    return inputs | floats
+        guard = partial(_explained, model, where, hint, ", or use smaller images")
+        return norms_of_batches(model, layers, map(inputs, rows), shared=True, guard=guard, total=(len(rows), "batch"))[0]
 
 
 @contextmanager
-def _explained(model: PreTrainedModel, hint: str) -> Iterator[None]:
-    """Turn an error of a model that does not take its inputs into a UserError."""
+def _explained(
+    model: PreTrainedModel, where: Callable[[], tuple[str, torch.device]], hint: str | None, or_else: str, ids: Tensor
+) -> Iterator[None]:
+    """Turn an error of a model that does not take its inputs, or a lack of memory, into a UserError.
+
+    Args:
+        where: returns the name of the running module, and its device.
+        hint: the sentence for inputs that the model does not take; None: their errors are not turned.
+        or_else: a further remedy for a lack of memory.
+        ids: of the batch.
+    """
     try:
-        yield
+        with enough_memory(where, ids, or_else):
+            yield
     except (TypeError, ValueError, AttributeError) as error:
-        if ran_out(error) or isinstance(error, UserError):
+        if hint is None or ran_out(error) or isinstance(error, UserError):
             raise
         raise UserError(f"{type(model).__name__}: {hint.format(reason(error))}") from error
 
@@ -308,7 +297,9 @@ def norms_of_batches(
     Args:
         model: on any devices.
         layers: linear layers, and matrices of experts.
-        data: as for `batches_of`.
+        data: batches, such as those of a DataLoader: mappings with `input_ids` and other arguments of the model, tensors, or
+            lists and tuples that begin with a tensor. Labels are left out, and the tokens that `attention_mask` leaves out do
+            not count.
         shared: the data is this rank's share; the sums of all ranks are added.
         guard: explains errors of the model.
         total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches, if it is known.
@@ -324,56 +315,44 @@ def norms_of_batches(
     total = total or (len(data) if isinstance(data, Sized) else 0, "batch")
     device, tokens, bar = execution_device(model), 0, progress_bar(total[0], "calibrate", total[1])
     with input_hooks(model, layers) as collected, in_evaluation_mode(model), torch.no_grad(), bar:
-        for arguments, counted in batches_of(data):
-            collected.counted = counted
-            first = next(iter(arguments.values()))
+        for batch in data:
+            inputs = _inputs(batch)
+            mask, first = inputs.get("attention_mask"), next(iter(inputs.values()))
+            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            collected.counted = mask.bool() if padded else None
             with guard(first):
-                _call(body, arguments, device)
-            seen = int(counted.sum()) if counted is not None else _tokens(first)
+                _call(body, inputs, device)
+            seen = _tokens(first) if collected.counted is None else int(collected.counted.sum())
             tokens += seen
             bar.update(seen if total[1] == "tok" else 1)
+    if tokens == 0:
+        raise UserError("data: it gives no batches.")
     if shared:
         collected.reduce()
     collected.complete(model, layers)
     return collected.activations(layers), tokens
 
 
-def batches_of(data: Any) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
-    """(keyword arguments for the model, the tokens that count) of each batch of a DataLoader or another iterable.
-
-    A batch is a mapping with `input_ids` and optionally more, a tensor, or a list or tuple that begins with one. The tokens
-    that `attention_mask` leaves out do not count. Labels are left out.
-
-    Raises:
-        UserError: a batch is none of these, or there is none.
-    """
-    empty = True
-    for batch in data:
-        empty = False
-        if isinstance(batch, Mapping):
-            if "input_ids" not in batch and "inputs_embeds" not in batch:
-                raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
-            arguments = {name: value for name, value in batch.items() if name != "labels" and value is not None}
-            mask = arguments.get("attention_mask")
-            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
-            yield arguments, mask.bool() if isinstance(mask, Tensor) and padded else None
-            continue
-        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-        if not isinstance(first, Tensor):
-            raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
-        yield {"": first}, None
-    if empty:
-        raise UserError("data: it gives no batches.")
+def _inputs(batch: Any) -> dict[str, Any]:
+    """The arguments of a model in a batch, the token ids first; "" is the name of a tensor without one."""
+    if isinstance(batch, Mapping):
+        name = next((name for name in ("input_ids", "inputs_embeds") if name in batch), None)
+        if name is None:
+            raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
+        others = {name: value for name, value in batch.items() if name != "labels" and value is not None}
+        return {name: batch[name]} | others
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(first, Tensor):
+        raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
+    return {"": first}
 
 
-def _call(body: nn.Module, arguments: dict[str, Any], device: torch.device) -> None:
+def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None:
     """Call a model with a batch, moved to its device. Arguments that it does not take are left out."""
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     if not isinstance(body, PreTrainedModel):
-        if set(moved) == {""}:
-            body(moved[""])
-        else:
-            body(**moved)
+        positional = [moved.pop("")] if "" in moved else []
+        body(*positional, **moved)
         return
     if "" in moved:
         moved["input_ids"] = moved.pop("")
@@ -444,28 +423,11 @@ def calibrate_blocks(
         progress: saves the state between blocks, and restores it.
 
     Returns:
-        Norms over all tokens of all samples; `about` holds the execution, the propagation and the place of the hidden states.
+        Norms over all tokens of all samples; `about` holds the place of the hidden states.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
     """
-    with propagated(runner, layers, tokens, batch_size, masker, progress) as (collected, walk):
-        place = walk.place
-    propagate = "dense" if masker is None else "pruned"
-    about = CalibrationRecord(execution="blocks", propagate=propagate, hidden_states=place)
-    return replace(collected.activations(layers), about=about)
-
-
-@contextmanager
-def propagated(
-    runner: BlockwiseModel,
-    layers: list[Layer],
-    tokens: Tensor,
-    batch_size: int,
-    masker: Masker | None,
-    progress: CalibrationProgress | None = None,
-) -> Iterator[tuple[InputSums, Walk]]:
-    """`calibrate_blocks`; yields the sums, and the walk after the last block, from which logits can be computed."""
     model = runner.model
     batches = own_batches(tokens, batch_size)
     runner.prepare(batches[0])  # before the hooks, so that its passes do not count
@@ -489,7 +451,8 @@ def propagated(
                 progress.save(step.index + 1, collected, walk)
         collected.paused = True
         _run_tail(runner, walk, layers, collected)
-        yield collected, walk
+        about = CalibrationRecord(hidden_states=walk.place)
+    return replace(collected.activations(layers), about=about)
 
 
 def _mask_of(target: Target, masker: Masker, collected: InputSums) -> Tensor:
