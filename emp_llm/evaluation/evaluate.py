@@ -62,10 +62,6 @@ class PreparedSuite:
     tokens: "Tensor | None"
     harness: Harness | None
 
-    def missing(self, measures: Measures) -> list[str | None]:
-        """The parts that are not measured yet: None for the perplexity, then the names of tasks."""
-        return missing(self.suite, measures)
-
 
 def prepare_suite(
     suite: Suite, tokenizer: Any, batch_size: int | str = BATCH_SIZE, harness: Harness | None = None
@@ -111,7 +107,7 @@ def measure(
         `measures`.
     """
     measures, suite, wrapped = measures or Measures(), prepared.suite, None
-    for part in prepared.missing(measures):
+    for part in missing(suite, measures):
         start = time.perf_counter()
         if part is None:
             assert suite.corpus is not None
@@ -229,7 +225,7 @@ def evaluate_checkpoint(
             except UserError as error:
                 logger.info("%s Measuring again.", error)
                 results = open_results(path, results, overwrite=True)
-            if prepared.missing(results.measures):
+            if missing(prepared.suite, results.measures):
                 with stage(f"evaluate {name}"):
                     loaded = models.get(model.folder)
                     with stopwatch(f"evaluate {name}"):
