@@ -236,9 +236,7 @@ def test_activations_that_are_not_finite(models: Models, mode: Any) -> None:
     ids[3, 0] = 255  # in the second batch
     with torch.no_grad():
         model.model.embed_tokens.weight[255] = float("inf")
-    with pytest.raises(
-        UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity, first in batch 2. Try --dtype"
-    ):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*NaN or infinity\. Try --dtype"):
         calibrated(mode, model, ids)
 
 

@@ -81,6 +81,7 @@ def test_the_length_and_the_number_that_parts_name() -> None:
         (f"a.txt:{'9' * 30}", [], "too short for 999999"),
         (":64", [], "':64' is not a recipe"),
         ("a.txt,a.txt", [], "--calibration names a text twice"),
+        ("a.txt,samples=3,a.txt:2", [], "--calibration names a text twice"),
         ("rows.jsonl,column=body:3", [], "no column 'body:3'; it has body"),
         ("a.txt:2,absent.txt:2", [], "absent.txt: no such file"),
         ("a.txt:2,absent:2", [], "--calibration 'absent' is not a recipe"),

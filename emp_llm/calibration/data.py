@@ -258,10 +258,9 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
 
 def _tokenise(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> Tensor:
     ids: list[int] = []
-    remaining = iter(documents)
-    while batch := list(islice(remaining, 256)):
+    for start in range(0, len(documents), 256):
         # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
-        for document in tokenizer(batch, verbose=False, add_special_tokens=not chat)["input_ids"]:
+        for document in tokenizer(documents[start : start + 256], verbose=False, add_special_tokens=not chat)["input_ids"]:
             ids.extend(document)
         if wanted is not None and len(ids) >= wanted:
             break
@@ -269,16 +268,11 @@ def _tokenise(documents: list[str], tokenizer: Any, wanted: int | None, chat: bo
 
 
 def _content_key(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> str:
-    digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    digest.update((backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)).encode())
-    settings = {name: getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "special_tokens_map")}
-    digest.update(f"{type(tokenizer).__name__} {settings} {wanted}{' chat' if chat else ''}".encode())
-    for document in documents:
-        raw = document.encode()
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-    return digest.hexdigest()
+    rules = tokenizer.get_vocab() if backend is None else backend.to_str()
+    settings = [str(getattr(tokenizer, name, None)) for name in ("add_bos_token", "add_eos_token", "special_tokens_map")]
+    made_of = [type(tokenizer).__name__, rules, settings, wanted, chat, documents]
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
 def _from_cache(path: Path) -> Tensor | None:

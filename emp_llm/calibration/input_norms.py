@@ -58,41 +58,24 @@ class InputSums:
         self.tokens: dict[str, int] = {}
         self.paused = False
         self.counted: Tensor | None = None
-        self._finite: dict[str, Tensor] = {}
         self._last: _Seen | None = None
 
-    def norms(self, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The norms so far by name, float32, shape (inputs,), on the CPU.
-
-        Args:
-            layers: keys of `sums`; None: all.
+    def norms(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The norms so far of these keys of `sums`, float32, shape (inputs,), on the CPU.
 
         Raises:
             UserError: a norm is not finite.
         """
         norms = {}
-        for name in self.sums if layers is None else layers:
+        for name in names:
             norms[name] = self.sums[name].sqrt().float().cpu()
             if not bool(torch.isfinite(norms[name]).all()):
                 layer = name.removesuffix(relative_name(""))
                 raise UserError(
-                    f"{layer}: its input activations hold NaN or infinity, first in batch {int(self._finite[name]) + 1}. Try "
-                    "--dtype float32; if it does not help, the weights are damaged."
+                    f"{layer}: its input activations hold NaN or infinity. Try --dtype float32; if it does not help, the "
+                    "weights are damaged."
                 )
         return norms
-
-    def norm(self, layer: str, relative: bool = False) -> Tensor | None:
-        """The norms of a layer's inputs so far, float32, shape (inputs,); None for a layer that was not called.
-
-        Args:
-            relative: to the outputs.
-        """
-        name = relative_name(layer) if relative else self.input_of.get(layer)
-        return None if name not in self.sums else self.norms([name])[name]
-
-    def tokens_of(self, layer: str) -> int | None:
-        """The number of tokens that a layer saw so far; None for a layer that was not called."""
-        return self.tokens.get(self.input_of.get(layer, ""))
 
     def reduce(self, layers: Iterable[str] | None = None) -> None:
         """Add up the sums of all ranks, for these keys of `sums` or for all. A collective call, once for each key.
@@ -103,20 +86,17 @@ class InputSums:
         Raises:
             RankLost: another rank has ended.
         """
-        count = ranks().count
-        if count == 1:
+        if ranks().count == 1:
             return
         own = [name for name in (self.sums if layers is None else layers) if name in self.sums]
-        state = {name: (self.sums[name].cpu(), int(self._finite[name]), self.tokens[name]) for name in own}
-        shares = ranks().gather((state, self.input_of))
+        shares = ranks().gather(({name: (self.sums[name].cpu(), self.tokens[name]) for name in own}, self.input_of))
         for _, input_of in shares:
-            self.input_of |= {layer: leader for layer, leader in input_of.items() if layer not in self.input_of}
+            for layer, leader in input_of.items():
+                self.input_of.setdefault(layer, leader)
         for name in dict.fromkeys(name for share, _ in shares for name in share):  # a rank may not have seen all of them
-            held = {rank: share[name] for rank, (share, _) in enumerate(shares) if name in share}
-            broken = [good * count + rank for rank, (total, good, _) in held.items() if not bool(torch.isfinite(total).all())]
-            self._finite[name] = torch.tensor(min(broken, default=0))
-            self.tokens[name] = sum(tokens for _, _, tokens in held.values())
-            total = torch.stack([total for total, _, _ in held.values()]).sum(0)
+            held = [share[name] for share, _ in shares if name in share]
+            self.tokens[name] = sum(tokens for _, tokens in held)
+            total = torch.stack([total for total, _ in held]).sum(0)
             self.sums[name] = total.to(self.sums[name].device) if name in self.sums else total
 
     def add(self, other: "InputSums") -> None:
@@ -124,28 +104,16 @@ class InputSums:
         self.sums |= other.sums
         self.input_of |= other.input_of
         self.tokens |= other.tokens
-        self._finite |= other._finite
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The sums on the CPU, and what else `restore` needs, as JSON."""
-        finite = {name: int(batches) for name, batches in self._finite.items()}
-        sums = {name: total.cpu().contiguous() for name, total in self.sums.items()}
-        return sums, {"input_of": self.input_of, "finite": finite, "tokens": self.tokens}
-
-    def restore(
-        self, sums: dict[str, Tensor], input_of: dict[str, str], finite: dict[str, int], tokens: dict[str, int]
-    ) -> None:
-        """Restore an earlier state."""
+    def restore(self, sums: dict[str, Tensor], input_of: dict[str, str], tokens: dict[str, int]) -> None:
+        """Restore the `sums`, `input_of` and `tokens` of an earlier run."""
         # In the order of the layers, as in an uninterrupted run.
         names = [name for layer, leader in input_of.items() for name in (leader, relative_name(layer)) if name in sums]
         self.sums = {name: sums[name] for name in dict.fromkeys(names)}
         self.input_of, self.tokens = input_of, tokens
-        self._finite = {name: torch.tensor(batches, dtype=torch.int32) for name, batches in finite.items()}
 
     def observe(self, layer: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add one call of a layer: inputs of shape (..., inputs), outputs of shape (..., outputs)."""
-        if self.paused:
-            return
         last = self._last if self._last is not None and self._last.inputs() is inputs else None
         last = last if last is not None and last.version == inputs._version else None
         leader = self.input_of.get(layer)
@@ -162,12 +130,6 @@ class InputSums:
             relative = _relative_sum(last.squares[0], self._that_count(outputs))
             self._add(relative_name(layer), relative, last.squares[0].shape[0])
 
-    def observe_expert(self, layers: list[Layer], inputs: Tensor, outputs: Tensor) -> None:
-        """As `observe`, for layers whose weights are one matrix in the model: they share their inputs."""
-        for layer in layers:
-            assert layer.expert is not None
-            self.observe(layer.name, inputs, outputs[:, layer.expert.first : layer.expert.last])
-
     def _that_count(self, features: Tensor) -> Tensor:
         """The features of the tokens that count, shape (tokens, features)."""
         if self.counted is not None and self.counted.shape == features.shape[:-1]:
@@ -181,9 +143,6 @@ class InputSums:
             self.sums[name] += squares.to(self.sums[name].device)
         else:
             self.sums[name] = squares
-        # The number of batches for which the sum stayed finite, counted on its device, so that no batch waits for a transfer.
-        good = torch.isfinite(self.sums[name]).all().int()
-        self._finite[name] = self._finite[name] + good if name in self._finite else good
 
     def complete(self, model: nn.Module, layers: Iterable[Layer]) -> None:
         """Record sums of zero, over no tokens, for experts to which no token was routed.
@@ -206,7 +165,7 @@ class InputSums:
             leader = self.input_of[layer.name] = leaders.setdefault(place, layer.name)
             for name in [relative_name(layer.name)] + ([leader] if leader == layer.name else []):
                 self.sums[name] = torch.zeros(inputs_of(model, layer), dtype=torch.float64)
-                self.tokens[name], self._finite[name] = 0, torch.tensor(0)
+                self.tokens[name] = 0
 
     def activations(self, layers: Iterable[Layer]) -> Activations:
         """The norms of these layers, in their order.
@@ -250,10 +209,9 @@ def input_hooks(model: nn.Module, layers: Iterable[Layer]) -> Iterator[InputSums
     collected = InputSums()
 
     def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
-        if layers[0].expert is None:
-            collected.observe(layers[0].name, inputs, outputs)
-        else:
-            collected.observe_expert(layers, inputs, outputs)
+        for layer in layers:  # several whose weights are one matrix in the model share their inputs
+            own = outputs if layer.expert is None else outputs[:, layer.expert.first : layer.expert.last]
+            collected.observe(layer.name, inputs, own)
 
     with layer_hooks(model, layers, observe, lambda: collected.paused):
         yield collected

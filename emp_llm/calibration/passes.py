@@ -439,12 +439,12 @@ def calibrate_blocks(
             step.run(advance=not targets)
             seen = [name for name in collected.sums if name.startswith(f"{step.name}.")]
             collected.reduce(seen)  # so that all ranks compute the same masks
-            collected.norms(seen)  # stop here if one is not finite
-            collected.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
+            inside = [layer for layer in layers if layer.name.startswith(f"{step.name}.")]
+            collected.complete(model, inside)
+            norms = collected.activations(inside)  # stops here if one is not finite
             if masker is not None and targets:
                 collected.paused = True
-                masks = {t: _mask_of(t, masker, collected) for t in targets}
-                with _masked(model, masks):
+                with _masked(model, {target: _mask_of(target, masker, norms) for target in targets}):
                     step.run()
                 collected.paused = False
             if progress is not None and step.index + 1 < len(runner.blocks):
@@ -455,11 +455,11 @@ def calibrate_blocks(
     return replace(collected.activations(layers), about=about)
 
 
-def _mask_of(target: Target, masker: Masker, collected: InputSums) -> Tensor:
-    norm = collected.norm(target.name, masker.relative)
+def _mask_of(target: Target, masker: Masker, norms: Activations) -> Tensor:
+    norm = norms.norm(target.name, masker.relative)
     if norm is None:
         raise UserError(f"{target.name}: the forward pass does not call this layer. Leave it out with --ignore.")
-    return masker.mask(target, norm, collected.tokens_of(target.name))
+    return masker.mask(target, norm, norms.tokens_of(target.name))
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class CalibrationProgress:
         state = ranks().share(self._read_state() if ranks().main else None)
         if state is None:
             return 0
-        done, sums, others = state
+        done, sums, input_of, tokens = state
         paths = [self._path(done, number) for number in range(len(walk.batches))]
         if not all(ranks().gather(all(path.is_file() for path in paths))):  # those of another rank may be on another disk
             logger.info("%s: the files of some ranks are missing; the calibration starts over.", self.folder)
@@ -72,14 +72,14 @@ class CalibrationProgress:
                 walk.hidden.put(number, load_file(path)["hidden"].to(walk.device))
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
-        collected.restore(sums, **others)
+        collected.restore(sums, input_of, tokens)
         walk.bar.update(done * sum(batch.numel() for batch in walk.batches))
         logger.info("resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
         self._saved_at = time.monotonic()
         return done
 
-    def _read_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-        """The number of finished blocks, and the state of the sums; None if no run with this signature has saved one."""
+    def _read_state(self) -> tuple[int, dict[str, Tensor], dict[str, str], dict[str, int]] | None:
+        """The number of finished blocks, and the sums; None if no run with this signature has saved them."""
         try:
             with safe_open(self.folder / _STATE, framework="pt") as file:
                 metadata = file.metadata()
@@ -89,7 +89,7 @@ class CalibrationProgress:
         if metadata["signature"] != self._signature:
             logger.info("%s: it holds the progress of another calibration; this one starts over.", self.folder)
             return None
-        return int(metadata["blocks"]), sums, json.loads(metadata["others"])
+        return int(metadata["blocks"]), sums, json.loads(metadata["input_of"]), json.loads(metadata["tokens"])
 
     def _path(self, done: int, number: int) -> Path:
         """The file of a batch of this rank; batches are numbered over all ranks."""
@@ -136,9 +136,9 @@ class CalibrationProgress:
 
     def _write_state(self, done: int, collected: InputSums) -> int:
         """Replace the state, and delete the hidden states of the one before; returns its size in bytes."""
-        sums, others = collected.state()
-        metadata = {"signature": self._signature, "blocks": str(done), "others": json.dumps(others)}
-        content = save(sums, metadata)
+        metadata = {"signature": self._signature, "blocks": str(done)}
+        metadata |= {"input_of": json.dumps(collected.input_of), "tokens": json.dumps(collected.tokens)}
+        content = save({name: total.cpu() for name, total in collected.sums.items()}, metadata)
         write_bytes(self.folder / _STATE, content)
         for path in self.folder.glob("hidden-*"):
             if not path.name.startswith(f"hidden-{done}-"):

@@ -44,12 +44,12 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         context: the model's context length in tokens; a recipe's seqlen is shortened to it. None: unknown.
 
     Raises:
-        UserError: a part is no text; the numbers of sequences are wrong, or given twice; --seqlen exceeds the model's context,
-            or the parts differ in their seqlen.
+        UserError: a part is no text, or is named twice; the numbers of sequences are wrong, or given twice; --seqlen exceeds
+            the model's context, or the parts differ in their seqlen.
     """
     parts = _parts(options.text_name)
     corpora = {part: find_corpus(part) for part in parts}
-    if len(corpora) < len(parts):
+    if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(parts):
         raise UserError("--calibration names a text twice; name it once, with the sum of the sequences.")
     given = {part: corpus.samples for part, corpus in corpora.items() if re.search(r",\s*samples\s*=", part)}
     if given and options.samples is not None:

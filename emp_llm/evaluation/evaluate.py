@@ -12,11 +12,12 @@ When both models are measured, the report holds their results and the folder is 
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from emp_llm.checkpoint.files import read_json, write_json
 from emp_llm.checkpoint.locks import FileLock
@@ -25,7 +26,7 @@ from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import EXTRAS, REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer
+from emp_llm.evaluation.harness import Harness, check_tokenizer
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.results import dense_measures, new_results, open_results
 from emp_llm.evaluation.suites import Suite
@@ -78,8 +79,7 @@ def prepare_suite(
         UserError: a text, task or data set is missing, lm-eval is not installed, or lm-eval cannot use the tokenizer.
     """
     if suite.tasks:
-        check_tokenizer(tokenizer)
-        check_chat_template(tokenizer, suite.tasks)
+        check_tokenizer(tokenizer, suite.tasks)
     tokens = None if suite.corpus is None else text_tokens(suite.corpus, tokenizer)
     return PreparedSuite(suite, tokenizer, batch_size, tokens, harness or Harness(suite.tasks) if suite.tasks else None)
 
@@ -108,20 +108,14 @@ def measure(
     """
     measures, suite, wrapped = measures or Measures(), prepared.suite, None
     for part in missing(suite, measures):
-        start = time.perf_counter()
-        if part is None:
-            assert suite.corpus is not None
-            assert prepared.tokens is not None
+        if part is not None and prepared.harness is not None:
+            wrapped = wrapped or prepared.harness.model(model, prepared.tokenizer, prepared.batch_size)
+            measures.tasks[part] = record = prepared.harness.run(part, wrapped)
+            logger.debug("%s: measured in %.1f s.", part, record.seconds)
+        elif suite.corpus is not None and prepared.tokens is not None:
             length = block_length(suite.corpus, model.config)
             measures.perplexity = perplexity(model, prepared.tokens, length, limit=suite.limit)
-        else:
-            assert prepared.harness is not None
-            wrapped = wrapped or prepared.harness.model(model, prepared.tokenizer, prepared.batch_size)
-            start = time.perf_counter()
-            record = prepared.harness.run(part, wrapped)
-            record.seconds = round(time.perf_counter() - start, 3)
-            measures.tasks[part] = record
-        logger.debug("%s: measured in %.1f s.", part or "perplexity", time.perf_counter() - start)
+            logger.debug("perplexity: measured in %.1f s.", measures.perplexity.seconds)
         if after_each is not None:
             after_each(measures)
     return measures
@@ -153,16 +147,8 @@ def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: R
 
 def evaluation_record(prepared: PreparedSuite, dense: Measures | None, pruned: Measures | None) -> EvaluationRecord:
     """The record of an evaluation in a report."""
-    suite = prepared.suite.record()
-    return EvaluationRecord(
-        suite=suite.suite,
-        limit=suite.limit,
-        text=suite.text,
-        tasks=suite.tasks,
-        batch_size=prepared.batch_size,
-        dense=dense,
-        pruned=pruned,
-    )
+    definition = msgspec.structs.asdict(prepared.suite.record())
+    return EvaluationRecord(**definition, batch_size=prepared.batch_size, dense=dense, pruned=pruned)
 
 
 def mark_pending(files: Path, signature: dict[str, Any]) -> None:

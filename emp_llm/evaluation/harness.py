@@ -9,12 +9,14 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -42,17 +44,13 @@ def parse_batch_size(text: str) -> int | str:
     return int(text)
 
 
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raise UserError for a tokenizer without a token to begin a text with."""
+def check_tokenizer(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
+    """Raise UserError for a tokenizer without a token to begin a text with, or without the chat template that a task needs."""
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token, and lm-eval begins every text "
             "with one of them. Name one in tokenizer_config.json."
         )
-
-
-def check_chat_template(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
-    """Raise UserError if a task needs a chat template and the tokenizer has none."""
     if any(task.chat_template for task in tasks) and not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has no chat template. Leave out --apply-chat-template, and "
@@ -143,7 +141,7 @@ class Harness:
         """
         from lm_eval import simple_evaluate
 
-        task, loaded = self._tasks[name], self._loaded[name]
+        task, loaded, start = self._tasks[name], self._loaded[name], time.perf_counter()
         chosen = list(loaded.get("groups", {}).values())
         inside = {child.task_name for group in chosen for child in group.get_all_tasks()}
         chosen += [single for single in loaded["tasks"].values() if single.task_name not in inside]
@@ -161,7 +159,7 @@ class Harness:
                 task_manager=self._manager,
             )
         report: dict[str, Any] = ranks().share(found and _kept(found))  # only the first rank has a report
-        return msgspec.convert(report, TaskRecord)
+        return msgspec.convert(report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord)
 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
@@ -202,18 +200,12 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
     return AnswersRecord(examples=len(ordered), sha256=digest, correct=correct) if correct else None
 
 
-class _Overflowing:
-    """`math` with an `exp` that is infinite where it overflows: the perplexity of a ruined model must not end a run."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(math, name)
-
-    @staticmethod
-    def exp(number: float) -> float:
-        try:
-            return math.exp(number)
-        except OverflowError:
-            return math.inf
+def _exp(number: float) -> float:
+    """e^number, infinite where it overflows: the perplexity of a ruined model must not end a run."""
+    try:
+        return math.exp(number)
+    except OverflowError:
+        return math.inf
 
 
 class _TaskBar:
@@ -252,12 +244,12 @@ def _run_by_us(task: str) -> Iterator[None]:
     """lm-eval while it runs a task, with our progress.
 
     For its own log, it asks git and the machine for facts after every task; git complains outside of a repository, and the
-    facts about the machine take most of a second. Perplexities too large for a float are infinite, in place of an error.
+    facts about the machine take most of a second.
     """
     replaced: list[tuple[str, str, Any]] = [
         ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
         ("lm_eval.evaluator", "add_env_info", lambda results: None),
-        ("lm_eval.api.metrics", "math", _Overflowing()),
+        ("lm_eval.api.metrics", "math", SimpleNamespace(**vars(math) | {"exp": _exp})),
         ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.task", "tqdm", partial(_TaskBar, task)),
