@@ -149,19 +149,14 @@ def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None
         corpus(seqlen=300)
 
 
-def test_tokens_are_cached_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "a.txt"
-    path.write_text("alpha beta " * 30)
-    corpus = Corpus(file=str(path))
-    first = token_ids(corpus, make_tokenizer())
-    (entry,) = (tmp_path / "cache" / "tokens").iterdir()
-    monkeypatch.setattr(tokens, "_tokenise", lambda *_: pytest.fail("tokenised again"))
-    assert torch.equal(token_ids(corpus, make_tokenizer()), first)
-    monkeypatch.undo()
-    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
-    path.write_text("gamma beta " * 30)
-    assert not torch.equal(token_ids(corpus, make_tokenizer()), first)  # other content, same name
-    entry.write_bytes(b"damaged")
-    path.write_text("alpha beta " * 30)
-    assert torch.equal(token_ids(corpus, make_tokenizer()), first)
+@pytest.mark.parametrize("join", [None, "\n\n"])
+def test_the_tokens_of_a_part_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: str | None) -> None:
+    """A long text is tokenised in part; if the part has too few tokens, in a larger one."""
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{row} " * 40}) + "\n" for row in ROWS))
+    corpus = Corpus(file=str(path), join=join)
+    whole = token_ids(corpus, make_tokenizer())
+    for characters in (8, 1):
+        monkeypatch.setattr(tokens, "_CHARACTERS", characters)
+        monkeypatch.setattr(tokens, "_MARGIN", 4)
+        assert token_ids(replace(corpus, samples=5, seqlen=60), make_tokenizer()).flatten().tolist() == whole[:300].tolist()

@@ -233,11 +233,10 @@ def test_a_baseline_replaces_the_dense_evaluation(
     [
         ({"model": "gpt2"}, "of other weights than those of --model"),
         ({"suite": "short.toml"}, r"another suite, dtype or quantisation \(tasks"),
-        ({"dtype": "float32"}, r"or quantisation \(dtype: \"auto\" there, \"float32\" now"),
+        ({"dtype": "float32"}, r"or quantisation \(dtype auto, this one has float32"),
         ({"change": {"complete": False}}, "has not finished; run its command again"),
         ({"change": {"format": "emp-llm results 99"}}, "it has format version 99 of a results file"),
         ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),
-        ({"model_change": {"identity": None}}, "an older emp-llm wrote it, without the identity"),
         ({"model_change": {"sha256_of_config_and_tokenizer": "0"}}, "another config or tokenizer"),
         ({"baseline": "nope.json"}, "cannot be read"),
     ],

@@ -1,21 +1,18 @@
 """Calibration data: text as token ids, and rows with images as the inputs that a model's processor makes of them.
 
-The data comes from the recipes and files of `calibration.texts`, or from Python: texts, conversations, rows, token ids. Text is
-tokenised once and cached by content. An image is opened when its row is used.
+The data comes from the recipes and files of `calibration.texts`, or from Python: texts, conversations, rows, token ids. An
+image is opened when its row is used.
 """
 
 import hashlib
-import json
-import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from emp_llm.calibration.texts import (
@@ -29,9 +26,8 @@ from emp_llm.calibration.texts import (
     text_in,
     text_rows,
 )
-from emp_llm.checkpoint.files import tensor_bytes, write_bytes
+from emp_llm.checkpoint.files import tensor_bytes
 from emp_llm.common.errors import UserError, count_of, quotable, reason
-from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
@@ -43,9 +39,9 @@ from emp_llm.records.corpus import Corpus
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-logger = logging.getLogger(__name__)
 IN_MEMORY = "data in memory"  # the name of the text in records
-_BYTES_PER_TOKEN = 8  # enough text for any common tokenizer: on average, its tokens have fewer bytes
+_CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
+_MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
 _IMAGE_COLUMNS = ("image", "images")  # of rows in memory
 _MARK = re.compile(r"(<image>)\n*")  # the place of an image in a conversation written as text
 _OF_IMAGES = ("pixel", "image", "video", "audio")  # how the names of inputs begin that are not one value for each token
@@ -226,26 +222,7 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     """
     samples, seqlen = corpus.samples, corpus.seqlen
     wanted = None if samples is None or seqlen is None else samples * seqlen
-    documents, length, chat = [], 0, False
-    for row in text_rows(corpus, seed):
-        chat = chat or not isinstance(row, str)
-        text = row if isinstance(row, str) else chat_text(row, tokenizer, corpus.source)
-        if corpus.join is not None:
-            documents.append(text)
-        elif text.strip():
-            documents.append(text)
-            length += len(text.encode())
-            if wanted is not None and length >= wanted * _BYTES_PER_TOKEN:
-                break
-    documents = documents if corpus.join is None else [corpus.join.join(documents)]
-    path = cache_folder() / "tokens" / f"{_content_key(documents, tokenizer, wanted, chat)}.safetensors"
-    ids = _from_cache(path)
-    if ids is None:
-        ids = _tokenise(documents, tokenizer, wanted, chat)
-        try:
-            write_bytes(path, save({"tokens": ids.int()}))
-        except OSError as error:  # the cache is optional
-            logger.debug("%s: not cached (%s)", path, error)
+    ids = torch.tensor(_ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join), dtype=torch.int64)
     if wanted is None:
         return ids
     if ids.numel() < wanted:
@@ -256,31 +233,29 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     return ids[:wanted].reshape(samples, seqlen)
 
 
-def _tokenise(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> Tensor:
+def _ids(rows: Iterable[str | Messages], tokenizer: Any, source: str, wanted: int | None, join: str | None = None) -> list[int]:
+    """The token ids of texts and conversations, one after the other or joined by `join`: all, or at least `wanted` of them."""
+    texts: Iterable[tuple[str, bool]] = (
+        (row, True) if isinstance(row, str) else (chat_text(row, tokenizer, source), False) for row in rows
+    )
+    if join is not None:
+        pieces = list(texts)
+        texts = [(join.join(text for text, _ in pieces), all(plain for _, plain in pieces))]
     ids: list[int] = []
-    for start in range(0, len(documents), 256):
-        # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
-        for document in tokenizer(documents[start : start + 256], verbose=False, add_special_tokens=not chat)["input_ids"]:
-            ids.extend(document)
+    for text, plain in texts:
+        if not text.strip():
+            continue
+        size = len(text) if wanted is None else _CHARACTERS * (wanted - len(ids))
+        while True:  # no more of a long text than is needed
+            # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
+            found = tokenizer(text[:size], verbose=False, add_special_tokens=plain)["input_ids"]
+            if wanted is None or size >= len(text) or len(ids) + len(found) >= wanted + _MARGIN:
+                break
+            size *= 4
+        ids += found
         if wanted is not None and len(ids) >= wanted:
             break
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _content_key(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = tokenizer.get_vocab() if backend is None else backend.to_str()
-    settings = [str(getattr(tokenizer, name, None)) for name in ("add_bos_token", "add_eos_token", "special_tokens_map")]
-    made_of = [type(tokenizer).__name__, rules, settings, wanted, chat, documents]
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
-
-
-def _from_cache(path: Path) -> Tensor | None:
-    try:
-        return load_file(path)["tokens"].long() if path.is_file() else None
-    except Exception as error:  # a damaged entry is replaced
-        logger.warning("%s: it cannot be read (%s); the text is tokenised again.", path, error)
-        return None
+    return ids
 
 
 # Data in Python.
@@ -326,13 +301,8 @@ def data_in_memory(
         _check_number("data", len(found), options.samples)
         corpus = Corpus(file=IN_MEMORY, column="", samples=len(found), seqlen=length)
         return CalibrationRows([corpus], found, _processor(tokenizer), None).counted()
-    tokenizer, ids = _tokenizer(tokenizer), []
-    for row in data:
-        text = _text_of_row(row)
-        if text is None:
-            raise UserError("data: some rows are neither texts nor conversations.")
-        rendered = text if isinstance(text, str) else chat_text(text, tokenizer, "data")
-        ids += tokenizer(rendered, verbose=False, add_special_tokens=isinstance(text, str))["input_ids"]
+    wanted = None if options.samples is None else options.samples * length
+    ids = _ids(_texts_of_rows(data), _tokenizer(tokenizer), "data", wanted)
     length = min(length, len(ids))
     samples = min(options.samples or len(ids), len(ids) // length if length else 0)
     if samples < (options.samples or 1):
@@ -364,6 +334,14 @@ def _text_of_row(row: Any) -> str | Messages | None:
     if isinstance(row, Mapping):
         row = next((row[name] for name in ("text", *CHAT_COLUMNS) if name in row), None)
     return row if isinstance(row, str) else messages_in(row)
+
+
+def _texts_of_rows(data: Any) -> Iterator[str | Messages]:
+    for row in data:
+        text = _text_of_row(row)
+        if text is None:
+            raise UserError("data: some rows are neither texts nor conversations.")
+        yield text
 
 
 def _processor(given: Any) -> Any:

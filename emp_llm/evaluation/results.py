@@ -28,15 +28,7 @@ from emp_llm.runtime.packed_format import PackedFolder
 
 logger = logging.getLogger(__name__)
 # The numbers depend on these files as well as on the weights: the config, and the tokenizer in any of its forms.
-_CONFIG_AND_TOKENIZER = (
-    "config.json",
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+_FILES = ("config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 
 
 def new_results(
@@ -131,7 +123,7 @@ def read_results(path: Path, option: str) -> Results:
 
 def _files_digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in _CONFIG_AND_TOKENIZER for file in folder.glob(pattern) if file.is_file()}):
+    for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 

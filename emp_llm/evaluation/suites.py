@@ -78,6 +78,12 @@ class Suite:
     tasks: tuple[Task, ...]
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"{self.name}: task {twice!r} is named twice; results are kept by name, so name it once.")
+
     def limited(self, limit: int | None) -> "Suite":
         """The same suite with at most `limit` examples of every task and `limit` blocks of its text."""
         if limit is None:
@@ -142,10 +148,15 @@ def find_suite(name: str) -> Suite:
             raise UserError(f"{path}: a perplexity is of text alone; leave image={corpus.image} out.")
     elif changes:
         raise UserError(f"{name!r}: the suite has no text, so no field of one can be changed; leave out {changes!r}.")
-    tasks = _tasks_of(file.tasks, path)
+    tasks: list[Task] = []
+    for table in file.tasks:
+        folder = None if table.folder is None else path.parent / table.folder
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
+        tasks += [Task(task, table.num_fewshot, table.limit, folder, table.chat_template) for task in table.names]
     if corpus is None and not tasks:
         raise UserError(f"{path}: it is empty; a suite has [perplexity], [[tasks]] or both.")
-    return Suite(name, corpus, tasks).limited(None if limit is None else int(limit[1]))
+    return Suite(name, corpus, tuple(tasks)).limited(None if limit is None else int(limit[1]))
 
 
 def suite_of(options: SuiteOptions) -> Suite:
@@ -167,7 +178,6 @@ def suite_of(options: SuiteOptions) -> Suite:
         names = [name.strip() for name in given if name.strip()]
         if not names:
             raise UserError("--tasks names no task; give names of lm-eval tasks, separated by commas.")
-        _refuse_doubles(names, "--tasks")
         shots = [] if options.num_fewshot is None else [f"num_fewshot={options.num_fewshot}"]
         suite = Suite(",".join([*names, *shots]), None, tuple(Task(name, options.num_fewshot) for name in names))
     suite = suite.limited(options.limit)
@@ -185,20 +195,3 @@ def _digest(path: Path) -> str:
         if file.is_file() and "__pycache__" not in file.parts:
             digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _tasks_of(tables: list[TaskTable], path: Path) -> tuple[Task, ...]:
-    tasks = []
-    for table in tables:
-        folder = None if table.folder is None else path.parent / table.folder
-        if folder is not None and not folder.is_dir():
-            raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
-        tasks += [Task(name, table.num_fewshot, table.limit, folder, table.chat_template) for name in table.names]
-    _refuse_doubles([task.name for task in tasks], str(path))
-    return tuple(tasks)
-
-
-def _refuse_doubles(names: list[str], place: str) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{place}: task {name!r} is named twice; results are kept by name, so name it once.")
