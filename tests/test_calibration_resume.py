@@ -182,37 +182,24 @@ def _kill(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("change", [{}, {"batch_size": 1}, {"numbers": (2, 2)}], ids=["the same", "batch size", "mix"])
 def test_another_calibration_starts_over(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], caplog: pytest.LogCaptureFixture
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], change: dict[str, Any]
 ) -> None:
-    caplog.set_level(logging.INFO)
+    (tmp_path / "other.txt").write_text("Once more, with feeling. " * 200)
+
+    def run(folder: str, numbers: tuple[int, int] = (3, 1), **more: Any) -> bytes:
+        mix = f"{text}:{numbers[0]},{tmp_path / 'other.txt'}:{numbers[1]}"
+        return calibrated(deep, text, tmp_path / folder, **{"calibration": mix, "samples": None} | more)
+
+    expected = run("whole", **change)
     with monkeypatch.context() as patch:
         kill_in(patch, 2)
         with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path)
+            run("killed")
     runs.clear()
-    calibrated(deep, text, tmp_path, batch_size=1)
-    assert runs == [0, 1, 2, 3]
-    assert any("progress of another calibration" in message for message in caplog.messages)
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_mix_of_texts_resumes_unless_its_numbers_change(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
-) -> None:
-    (tmp_path / "other.txt").write_text("Once more, with feeling. " * 200)
-    mix = {"calibration": f"{text}:3,{tmp_path / 'other.txt'}:1", "samples": None}
-    swapped = {"calibration": f"{text}:2,{tmp_path / 'other.txt'}:2", "samples": None}
-    expected = calibrated(deep, text, tmp_path / "whole", **mix)
-    for more, first in ((swapped, 0), (mix, 2)):
-        with monkeypatch.context() as patch:
-            kill_in(patch, 2)
-            with pytest.raises(_Killed):
-                calibrated(deep, text, tmp_path / "killed", **mix)
-        runs.clear()
-        found = calibrated(deep, text, tmp_path / "killed", overwrite=True, **more)
-        assert (runs[0], found == expected) == (first, more is mix)
-        (tmp_path / "killed" / "out").unlink()
+    assert run("killed", **change) == expected
+    assert runs[0] == (0 if change else 2)
 
 
 @pytest.mark.usefixtures("eager")
@@ -234,11 +221,6 @@ def test_one_state_is_kept_and_announced_once(
     (told,) = (message for message in caplog.messages if "--no-resumable-calibration" in message)
     assert format_bytes(STATE).split()[1] in told
     assert ".out.progress" in told
-
-
-def test_a_short_calibration_saves_nothing(deep: Path, text: Path, tmp_path: Path, saves: list[int]) -> None:
-    calibrated(deep, text, tmp_path)
-    assert saves == []
 
 
 @pytest.mark.parametrize(
@@ -276,25 +258,15 @@ def test_the_time_between_saves(
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("command", ["calibrate", "prune"])
 def test_without_resumable_calibration_nothing_is_saved(
-    deep: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    saves: list[int],
-    runs: list[int],
-    command: str,
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int]
 ) -> None:
     with monkeypatch.context() as patch:
         kill_in(patch, 2)
         with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path, command, resumable_calibration=False)
+            calibrated(deep, text, tmp_path, resumable_calibration=False)
     assert saves == []
     assert not list(tmp_path.rglob("hidden-*"))
-    runs.clear()
-    calibrated(deep, text, tmp_path, command, resumable_calibration=False)
-    assert set(runs) == {0, 1, 2, 3}
 
 
 @pytest.mark.usefixtures("eager")

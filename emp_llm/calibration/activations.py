@@ -44,9 +44,8 @@ class Activations:
         norms: one float32 vector of shape (inputs,) for each distinct input, by the name of the first layer it feeds.
         input_of: layer name -> key in `norms`.
         about: the origin of the norms: model, text, tokens, dtype, versions.
-        tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's experts. Empty for old files,
-            which do not record it.
-        relative: the relative norms, float32, shape (inputs,), by layer; empty for old files, which have none.
+        tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's experts. May be empty.
+        relative: the relative norms, float32, shape (inputs,), by layer; may be empty.
     """
 
     norms: dict[str, Tensor]
@@ -74,13 +73,10 @@ class Activations:
     def digest(self) -> str:
         """SHA-256 of the norms and tokens of all layers; the same for every file that holds them."""
         digest = hashlib.sha256()
-        for layer in sorted(self.input_of):
-            norm = self.norms[self.input_of[layer]]
-            digest.update(f"{layer} {norm.dtype} {tuple(norm.shape)} {self.tokens_of(layer)}\n".encode())
-            digest.update(tensor_bytes(norm.contiguous()))
-        for layer in sorted(self.relative):
-            norm = self.relative[layer]
-            digest.update(f"{relative_name(layer)} {norm.dtype} {tuple(norm.shape)}\n".encode())
+        named = [(layer, self.norms[name], f" {self.tokens_of(layer)}") for layer, name in sorted(self.input_of.items())]
+        named += [(relative_name(layer), norm, "") for layer, norm in sorted(self.relative.items())]
+        for name, norm, tokens in named:
+            digest.update(f"{name} {norm.dtype} {tuple(norm.shape)}{tokens}\n".encode())
             digest.update(tensor_bytes(norm.contiguous()))
         return digest.hexdigest()
 
@@ -106,14 +102,10 @@ class Activations:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata: Any = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
-                if not isinstance(metadata, dict) or "format" not in metadata:
-                    raise UserError(f"{path}: not an activations file of emp-llm. {_REMEDY}")
-                info = record_of(metadata, ActivationsInfo, str(path))
                 norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except UserError:
-            raise
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path}: not a readable activations file ({reason(error)}). {_REMEDY}") from error
+        info = record_of(metadata if isinstance(metadata, dict) else {}, ActivationsInfo, str(path))
         for name, norm in norms.items():
             if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
                 raise UserError(f"{path}: the norms of {name} are negative, NaN or infinite. {_REMEDY}")
