@@ -242,10 +242,13 @@ def test_activations_that_are_not_finite(models: Models, mode: Any) -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 @pytest.mark.parametrize(
-    ("part", "said"),
-    [("model.layers.1.mlp", r"model\.layers\.1"), ("model.embed_tokens", "LlamaForCausalLM before its first block")],
+    ("mode", "part", "said"),
+    [
+        ("model", "model.layers.1.mlp", "LlamaForCausalLM"),
+        ("blocks", "model.layers.1.mlp", r"model\.layers\.1"),
+        ("blocks", "model.embed_tokens", "LlamaForCausalLM before its first block"),
+    ],
 )
-@pytest.mark.parametrize("mode", ["model", "blocks"])
 def test_memory_that_runs_out(
     models: Models, monkeypatch: pytest.MonkeyPatch, mode: Any, part: str, said: str, error: Exception
 ) -> None:

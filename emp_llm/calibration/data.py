@@ -6,7 +6,7 @@ image is opened when its row is used.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -90,32 +90,12 @@ class CalibrationRows:
     rows: list["ImageRow | Tensor"]
     processor: Any
     seed: int | None
-    number: int = 0
-    signature: str = ""
+    number: int
+    signature: str
 
     def inputs(self, row: "ImageRow | Tensor") -> dict[str, Any]:
         """The keyword arguments of a forward pass on a row, as `inputs_of` makes them."""
         return inputs_of(row, self.processor, self.corpora[0].seqlen or 0)
-
-    def counted(self) -> "CalibrationRows":
-        """These rows with the number of their tokens and with their signature.
-
-        Raises:
-            UserError: an image cannot be opened, or the processor refuses a row.
-        """
-        digest, number = hashlib.sha256(), 0
-        with progress_bar(len(self.rows), "images", "row") as bar:
-            for row in self.rows:
-                arguments = self.inputs(row)
-                for name, value in sorted(arguments.items()):
-                    if isinstance(value, Tensor):
-                        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-                        digest.update(tensor_bytes(value.contiguous()))
-                    else:
-                        digest.update(f"{name} {value!r}\n".encode())
-                number += arguments["input_ids"].numel()
-                bar.update(1)
-        return replace(self, number=number, signature=digest.hexdigest())
 
 
 def calibration_data(
@@ -189,7 +169,7 @@ def read_rows(options: CalibrationOptions, processor: Any, context: int | None) 
             text = text_in(row[column], f"{name}: column {column!r}")
             rows.append(ImageRow(name, text, stored_images(row[corpus.image], f"{name}: column {corpus.image!r}", folder)))
         _check_number(corpus.source, len(rows) - before, corpus.samples)
-    return CalibrationRows(corpora, rows, processor, _seed(corpora, options)).counted()
+    return _with_inputs(corpora, rows, processor, _seed(corpora, options))
 
 
 def _check_number(source: str, rows: int, samples: int | None) -> None:
@@ -223,14 +203,14 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     samples, seqlen = corpus.samples, corpus.seqlen
     wanted = None if samples is None or seqlen is None else samples * seqlen
     ids = torch.tensor(_ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join), dtype=torch.int64)
-    if wanted is None:
+    if wanted is None or samples is None:
         return ids
     if ids.numel() < wanted:
         raise UserError(
             f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x {seqlen} tokens. "
             "Lower --samples or --seqlen, or use more text."
         )
-    return ids[:wanted].reshape(samples, seqlen)
+    return ids[:wanted].reshape(samples, -1)
 
 
 def _ids(rows: Iterable[str | Messages], tokenizer: Any, source: str, wanted: int | None, join: str | None = None) -> list[int]:
@@ -293,16 +273,16 @@ def data_in_memory(
     if images:
         found: list[ImageRow | Tensor] = []
         for number, row in enumerate(islice(data, options.samples), 1):
-            name, text = f"data, row {number}", _text_of_row(row)
-            if text is None:
-                raise UserError(f"{name}: it holds neither a text nor a conversation.")
+            name = f"data, row {number}"
+            text = text_in(_text_of_row(row), name)
             cells = next((row[column] for column in _IMAGE_COLUMNS if row.get(column) is not None), None)
             found.append(ImageRow(name, text, stored_images(cells, name)))
         _check_number("data", len(found), options.samples)
         corpus = Corpus(file=IN_MEMORY, column="", samples=len(found), seqlen=length)
-        return CalibrationRows([corpus], found, _processor(tokenizer), None).counted()
+        return _with_inputs([corpus], found, _processor(tokenizer), None)
     wanted = None if options.samples is None else options.samples * length
-    ids = _ids(_texts_of_rows(data), _tokenizer(tokenizer), "data", wanted)
+    rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
+    ids = _ids(rows, _tokenizer(tokenizer), "data", wanted)
     length = min(length, len(ids))
     samples = min(options.samples or len(ids), len(ids) // length if length else 0)
     if samples < (options.samples or 1):
@@ -334,14 +314,6 @@ def _text_of_row(row: Any) -> str | Messages | None:
     if isinstance(row, Mapping):
         row = next((row[name] for name in ("text", *CHAT_COLUMNS) if name in row), None)
     return row if isinstance(row, str) else messages_in(row)
-
-
-def _texts_of_rows(data: Any) -> Iterator[str | Messages]:
-    for row in data:
-        text = _text_of_row(row)
-        if text is None:
-            raise UserError("data: some rows are neither texts nor conversations.")
-        yield text
 
 
 def _processor(given: Any) -> Any:
@@ -423,7 +395,7 @@ def stored_images(value: Any, where: str, folder: Path = Path()) -> list[Any]:
             images.append(cell)
         elif content is not None or path is not None:
             local = path is not None and "://" not in str(path)  # else it is in an archive, or on the Hub
-            images.append({"bytes": content, "path": str(folder / path) if local else path})
+            images.append({"bytes": content, "path": str(folder / str(path)) if local else path})
         else:
             raise UserError(f"{where} does not hold images. Name a column of images, or of the paths of image files.")
     return images
@@ -440,6 +412,23 @@ def _undecoded(data: Any, column: str) -> Any:
     if isinstance(getattr(feature, "feature", None), datasets.Image):
         return data.cast_column(column, datasets.List(stored))
     return data
+
+
+def _with_inputs(corpora: list[Corpus], rows: list[ImageRow | Tensor], processor: Any, seed: int | None) -> CalibrationRows:
+    """The rows of corpora; all inputs are made once, so that what is wrong is said before a model runs."""
+    digest, number = hashlib.sha256(), 0
+    with progress_bar(len(rows), "images", "row") as bar:
+        for row in rows:
+            arguments = inputs_of(row, processor, corpora[0].seqlen or 0)
+            for name, value in sorted(arguments.items()):
+                if isinstance(value, Tensor):
+                    digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+                    digest.update(tensor_bytes(value.contiguous()))
+                else:
+                    digest.update(f"{name} {value!r}\n".encode())
+            number += arguments["input_ids"].numel()
+            bar.update(1)
+    return CalibrationRows(corpora, rows, processor, seed, number, digest.hexdigest())
 
 
 def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, Any]:
@@ -514,7 +503,7 @@ def _conversation(row: ImageRow, images: list["Image"]) -> Messages:
     Raises:
         UserError: the numbers of places and of images differ.
     """
-    messages = [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
+    messages: Messages = [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
     filled = [message | {"content": _parts_of(message.get("content"))} for message in messages]
     places = [part for message in filled for part in message["content"] if part["type"] == "image"]
     if not places and images:

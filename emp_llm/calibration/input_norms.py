@@ -1,6 +1,6 @@
 """The sums of squares of layers' inputs, collected by hooks while a model runs.
 
-Each linear layer has a hook, and `execution.expert_hooks` observes the experts of a mixture. Squares are summed in float32
+Each linear layer has a hook, and `models.hooks` observes the experts of a mixture. Squares are summed in float32
 within a batch and in float64 over batches, on the device of the input; nothing is copied to the CPU before the end.
 
 Two sums are collected: sum_t x_tj^2, one for each distinct input, and relative to the layer's output y_t for each token,
@@ -60,22 +60,16 @@ class InputSums:
         self.counted: Tensor | None = None
         self._last: _Seen | None = None
 
-    def norms(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The norms so far of these keys of `sums`, float32, shape (inputs,), on the CPU.
-
-        Raises:
-            UserError: a norm is not finite.
-        """
-        norms = {}
-        for name in names:
-            norms[name] = self.sums[name].sqrt().float().cpu()
-            if not bool(torch.isfinite(norms[name]).all()):
-                layer = name.removesuffix(relative_name(""))
-                raise UserError(
-                    f"{layer}: its input activations hold NaN or infinity. Try --dtype float32; if it does not help, the "
-                    "weights are damaged."
-                )
-        return norms
+    def norm(self, name: str) -> Tensor:
+        """The norm so far of a key of `sums`, float32, shape (inputs,), on the CPU; UserError if it is not finite."""
+        norm = self.sums[name].sqrt().float().cpu()
+        if not bool(torch.isfinite(norm).all()):
+            layer = name.removesuffix(relative_name(""))
+            raise UserError(
+                f"{layer}: its input activations hold NaN or infinity. Try --dtype float32; if it does not help, the weights "
+                "are damaged."
+            )
+        return norm
 
     def reduce(self, layers: Iterable[str] | None = None) -> None:
         """Add up the sums of all ranks, for these keys of `sums` or for all. A collective call, once for each key.
@@ -174,10 +168,9 @@ class InputSums:
             UserError: a norm is not finite.
         """
         input_of = {layer.name: self.input_of[layer.name] for layer in layers if layer.name in self.input_of}
-        leaders = list(dict.fromkeys(input_of.values()))
-        relative = {layer: self.norms([name])[name] for layer in input_of if (name := relative_name(layer)) in self.sums}
-        tokens = {name: self.tokens[name] for name in leaders}
-        return Activations(self.norms(leaders), input_of, tokens=tokens, relative=relative)
+        norms = {leader: self.norm(leader) for leader in dict.fromkeys(input_of.values())}
+        relative = {layer: self.norm(name) for layer in input_of if (name := relative_name(layer)) in self.sums}
+        return Activations(norms, input_of, tokens={name: self.tokens[name] for name in norms}, relative=relative)
 
 
 def _squares(features: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, Walk, decoder_ids, reads_twice
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import body_of, find_blocks, find_towers, set_to_zero, weight_of
-from emp_llm.models.offload import execution_device, input_device, is_offloaded
+from emp_llm.models.modules import body_of, find_towers, set_to_zero, weight_of
+from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Recipe
@@ -99,7 +99,7 @@ def calibrated(
         logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
     with in_evaluation_mode(model):
         if isinstance(data, CalibrationRows):
-            norms, by_blocks = _calibrate_rows(model, layers, data, blocks), False
+            norms, by_blocks = _calibrate_rows(model, layers, data), False
         else:
             by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
             by_blocks = how.execution == "blocks" or masker is not None or by_itself
@@ -119,7 +119,7 @@ def calibrated(
                 runner = BlockwiseModel(model, blocks, how.hidden_states)
                 norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
             else:
-                norms = calibrate_model(model, layers, data.tokens, how.batch_size, blocks)
+                norms = calibrate_model(model, layers, data.tokens, how.batch_size)
     if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
         record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
     record.execution, record.propagate = ("blocks" if by_blocks else "model"), ("dense" if masker is None else "pruned")
@@ -214,9 +214,7 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
 # The whole model, batch by batch.
 
 
-def calibrate_model(
-    model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4, blocks: str | None = None
-) -> Activations:
+def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4) -> Activations:
     """Run the calibration tokens through a model and collect the input norms of its layers.
 
     Args:
@@ -224,7 +222,6 @@ def calibrate_model(
         layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
-        blocks: name of the list of decoder blocks; None: detected.
 
     Returns:
         Norms over all tokens of all samples; `about` is empty.
@@ -234,48 +231,37 @@ def calibrate_model(
     """
     batches = own_batches(tokens, batch_size)
     hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
-    with current_block(model, blocks) as where:
-        guard = partial(_explained, model, where, hint if find_towers(model).others else None, "")
-        total = sum(batch.numel() for batch in batches), "tok"
-        return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
+    guard = partial(_explained, model, hint if find_towers(model).others else None, "")
+    total = sum(batch.numel() for batch in batches), "tok"
+    return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
 
 
-def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows, blocks: str | None) -> Activations:
-    """The norms over rows with images. Their inputs are made again, row by row; images have the dtype of the model."""
+def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows) -> Activations:
+    """The norms over rows with images. Their inputs are made again, row by row."""
     rows = ranks().part(data.rows)
     if len(data.rows) < ranks().count:
         raise UserError(
             f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise --samples, or use fewer."
         )
-
-    def inputs(row: Any) -> dict[str, Any]:
-        made = data.inputs(row)
-        floats = [name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()]
-        return made | {name: made[name].to(model.dtype) for name in floats}
-
     hint = (
         "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; copy them "
         "from the original."
     )
-    with current_block(model, blocks) as where:
-        guard = partial(_explained, model, where, hint, ", or use smaller images")
-        return norms_of_batches(model, layers, map(inputs, rows), shared=True, guard=guard, total=(len(rows), "batch"))[0]
+    guard = partial(_explained, model, hint, ", or use smaller images")
+    return norms_of_batches(model, layers, map(data.inputs, rows), shared=True, guard=guard, total=(len(rows), "batch"))[0]
 
 
 @contextmanager
-def _explained(
-    model: PreTrainedModel, where: Callable[[], tuple[str, torch.device]], hint: str | None, or_else: str, ids: Tensor
-) -> Iterator[None]:
+def _explained(model: PreTrainedModel, hint: str | None, or_else: str, ids: Tensor) -> Iterator[None]:
     """Turn an error of a model that does not take its inputs, or a lack of memory, into a UserError.
 
     Args:
-        where: returns the name of the running module, and its device.
         hint: the sentence for inputs that the model does not take; None: their errors are not turned.
         or_else: a further remedy for a lack of memory.
         ids: of the batch.
     """
     try:
-        with enough_memory(where, ids, or_else):
+        with enough_memory(lambda: (type(model).__name__, execution_device(model)), ids, or_else):
             yield
     except (TypeError, ValueError, AttributeError) as error:
         if hint is None or ran_out(error) or isinstance(error, UserError):
@@ -319,10 +305,13 @@ def norms_of_batches(
             inputs = _inputs(batch)
             mask, first = inputs.get("attention_mask"), next(iter(inputs.values()))
             padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
-            collected.counted = mask.bool() if padded else None
+            collected.counted = mask.bool() if mask is not None and padded else None
             with guard(first):
                 _call(body, inputs, device)
-            seen = _tokens(first) if collected.counted is None else int(collected.counted.sum())
+            if collected.counted is not None:
+                seen = int(collected.counted.sum())
+            else:
+                seen = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
             tokens += seen
             bar.update(seen if total[1] == "tok" else 1)
     if tokens == 0:
@@ -348,8 +337,15 @@ def _inputs(batch: Any) -> dict[str, Any]:
 
 
 def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None:
-    """Call a model with a batch, moved to its device. Arguments that it does not take are left out."""
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    """Call a model with a batch, moved to its device.
+
+    A model of transformers gets floats in its own dtype, and only the arguments that it takes.
+    """
+    dtype = body.dtype if isinstance(body, PreTrainedModel) else None
+    moved = {}
+    for name, value in inputs.items():
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        moved[name] = value.to(device, dtype if floating else None) if isinstance(value, Tensor) else value
     if not isinstance(body, PreTrainedModel):
         positional = [moved.pop("")] if "" in moved else []
         body(*positional, **moved)
@@ -364,13 +360,6 @@ def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None
     body(**moved, use_cache=False)
 
 
-def _tokens(first: Any) -> int:
-    """The number of tokens of a batch of token ids, or of rows of another tensor."""
-    if not isinstance(first, Tensor):
-        return 0
-    return first.numel() if not first.is_floating_point() else first.shape[:-1].numel()
-
-
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch dropout off inside this context; afterwards every module is in its own mode again."""
@@ -381,24 +370,6 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def current_block(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
-    """Yields a function that returns the name of the decoder block that was entered last, and its device."""
-    path, modules = find_blocks(model, blocks)
-    last = f"{type(model).__name__} before its first block", input_device(model)
-
-    def enter(block: nn.Module, args: object, name: str) -> None:
-        nonlocal last
-        last = name, execution_device(block)
-
-    handles = [b.register_forward_pre_hook(partial(enter, name=f"{path}.{i}")) for i, b in enumerate(modules)]
-    try:
-        yield lambda: last
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Block by block.

@@ -76,7 +76,7 @@ class CalibrationProgress:
         walk.bar.update(done * sum(batch.numel() for batch in walk.batches))
         logger.info("resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
         self._saved_at = time.monotonic()
-        return done
+        return int(done)
 
     def _read_state(self) -> tuple[int, dict[str, Tensor], dict[str, str], dict[str, int]] | None:
         """The number of finished blocks, and the sums; None if no run with this signature has saved them."""

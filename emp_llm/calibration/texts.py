@@ -58,6 +58,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
             "out, or the numbers."
         )
     total = options.samples or _SAMPLES
+    numbers: list[int | None]
     if given:
         bare = next((part for part in parts if part not in given), None)
         if bare is not None:
@@ -72,7 +73,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         raise UserError(f"--samples {total}: --calibration names {len(parts)} texts, and each needs at least one sequence.")
     else:
         share, rest = divmod(total, len(parts))
-        numbers = [share + rest] + [share] * (len(parts) - 1)
+        numbers = [share + rest, *[share] * (len(parts) - 1)]
     length = options.seqlen or _common_length(corpora, context)
     if context is not None and length > context:
         raise UserError(f"--seqlen {length} is longer than the model's context of {context} tokens.")

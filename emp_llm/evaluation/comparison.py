@@ -69,7 +69,7 @@ def published_row(model: EvaluatedModel) -> PublishedRow | None:
                 text = model.made_by.text
                 same_text = text is not None and all(getattr(text, key) == value for key, value in _TEXT.items())
                 row = methods[method]
-                values = {f"{task} acc": value for task, value in row.accuracy_percent.items()}
+                values: dict[str, float | None] = {f"{task} acc": value for task, value in row.accuracy_percent.items()}
                 values[f"mean acc of {len(row.accuracy_percent)}"] = row.mean_accuracy_percent
                 if same_text:
                     values[f"perplexity, blocks of {_BLOCK}"] = row.wikitext2_perplexity

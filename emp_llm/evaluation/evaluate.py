@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emp_llm.checkpoint.files import read_json, write_json
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.locks import locked
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import EXTRAS, REPORT_NAME
@@ -196,37 +197,33 @@ def evaluate_checkpoint(
         UserError: another run evaluates the checkpoint.
     """
     folder = output / EVALUATION_FOLDER
-    lock = FileLock(folder / ".lock", f"--output {output}")
     try:
-        if ranks().main:
-            lock.acquire()
-        measured = [] if dense is None else [dense]
-        models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
-        for name in ("dense", "pruned")[len(measured) :]:
-            model = models_of[name]
-            results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
-            path = folder / f"{name}.json"
-            try:
-                results = open_results(path, results)
-            except UserError as error:
-                logger.info("%s Measuring again.", error)
-                results = open_results(path, results, overwrite=True)
-            if missing(prepared.suite, results.measures):
-                with stage(f"evaluate {name}"):
-                    loaded = models.get(model.folder)
-                    with stopwatch(f"evaluate {name}"):
-                        evaluate_model(loaded, prepared, results, path)
-                    del loaded
-            measured.append(results.measures)
-        report.evaluation = evaluation_record(prepared, *measured)
-        report.stages |= stage_records(stopwatch.record)
-        if ranks().main:
-            report.save(output / REPORT_NAME)
-            shutil.rmtree(folder, ignore_errors=True)
+        with locked(folder / "results", f"--output {output}") if ranks().main else nullcontext():
+            measured = [] if dense is None else [dense]
+            models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
+            for name in ("dense", "pruned")[len(measured) :]:
+                model = models_of[name]
+                results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+                path = folder / f"{name}.json"
+                try:
+                    results = open_results(path, results)
+                except UserError as error:
+                    logger.info("%s Measuring again.", error)
+                    results = open_results(path, results, overwrite=True)
+                if missing(prepared.suite, results.measures):
+                    with stage(f"evaluate {name}"):
+                        loaded = models.get(model.folder)
+                        with stopwatch(f"evaluate {name}"):
+                            evaluate_model(loaded, prepared, results, path)
+                        del loaded
+                measured.append(results.measures)
+            report.evaluation = evaluation_record(prepared, *measured)
+            report.stages |= stage_records(stopwatch.record)
+            if ranks().main:
+                report.save(output / REPORT_NAME)
+                shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
         if ranks().main:
             logger.warning("the checkpoint in %s is complete, but not its evaluation; the same command resumes it.", output)
         raise
-    finally:
-        lock.release()
     return report

@@ -74,10 +74,8 @@ def new_results(
 
 def pruned_by_of(folder: Path) -> PrunedBy | None:
     """Recipe and sparsity of a pruned checkpoint, from its report; None if it has no report that can be read."""
-    if not (folder / REPORT_NAME).is_file():
-        return None
     try:
-        return pruned_by(read_record(folder / REPORT_NAME, RunReport, 4 * INDEX_LIMIT))
+        return pruned_by(read_report(folder))
     except UserError:
         return None
 
