@@ -111,20 +111,29 @@ Run = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ("samples=²", "samples=²: samples: expected int, got str"),
+        (f"samples={'9' * 5000}", "samples: integer value out of range"),
+        ("samples=-1", "samples must be at least 1, got -1"),
+        ("seqlen=0", "seqlen must be at least 1, got 0"),
+        ("stream=yes", "stream: expected bool, got str"),
+        ("smaples=1", "field of dataset, "),
+        ("samples", "expected field=value"),
+    ],
+)
+def test_wrong_changes(changes: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        find_corpus(f"wikitext2,{changes}")
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--calibration", "wikitext2,samples=²"], "samples=²"),
-        (["--calibration", f"wikitext2,samples={'9' * 5000}"], "samples: integer value out of range"),
-        (["--calibration", "wikitext2,samples=-1"], "samples must be at least 1, got -1"),
         (["--calibration", "wikitext2,samples=0"], "samples must be at least 1, got 0"),
-        (["--calibration", "wikitext2,seqlen=0"], "seqlen must be at least 1, got 0"),
-        (["--calibration", "wikitext2,stream=yes"], "stream: expected bool, got str"),
-        (["--calibration", "wikitext2,smaples=1"], "field of dataset, "),
-        (["--calibration", "wikitext2,samples"], "expected field=value"),
+        (["--calibration", "mine.toml"], "stream: expected bool, got str"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
-        (["--samples", "²"], "--samples"),
-        (["--calibration", "mine.toml"], "stream: expected bool, got str"),
     ],
 )
 def test_wrong_fields_on_the_command_line(

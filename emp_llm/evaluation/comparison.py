@@ -59,22 +59,20 @@ def published_row(model: EvaluatedModel) -> PublishedRow | None:
     if model.made_by.quantization is not None:
         return None
     source, method = (pruned.of, pruned.recipe.method) if pruned else (model.model, "dense")
-    for file in sorted((data_folder("eval") / "published").glob("*.json")):
-        results = converted(read_json(file)["results"], dict[str, dict[str, _Values]], str(file))
-        for name, methods in results.items():
-            if (source == name or PurePath(source).name == PurePath(name).name) and method in methods:
-                default = None if pruned is None else Recipe(method=method)
-                if pruned is not None and any(getattr(pruned.recipe, key) != getattr(default, key) for key in _FIELDS):
-                    return None
-                text = model.made_by.text
-                same_text = text is not None and all(getattr(text, key) == value for key, value in _TEXT.items())
-                row = methods[method]
-                values: dict[str, float | None] = {f"{task} acc": value for task, value in row.accuracy_percent.items()}
-                values[f"mean acc of {len(row.accuracy_percent)}"] = row.mean_accuracy_percent
-                if same_text:
-                    values[f"perplexity, blocks of {_BLOCK}"] = row.wikitext2_perplexity
-                return PublishedRow(f"{name} {method}", row.sparsity_percent, values)
-    return None
+    path = data_folder("eval") / "published" / "llama.json"
+    results = converted(read_json(path)["results"], dict[str, dict[str, _Values]], str(path))
+    name = next((name for name in results if PurePath(source).name == PurePath(name).name), None)
+    row = None if name is None else results[name].get(method)
+    if row is None:
+        return None
+    if pruned is not None and any(getattr(pruned.recipe, key) != getattr(Recipe(method=method), key) for key in _FIELDS):
+        return None
+    values: dict[str, float | None] = {f"{task} acc": value for task, value in row.accuracy_percent.items()}
+    values[f"mean acc of {len(row.accuracy_percent)}"] = row.mean_accuracy_percent
+    text = model.made_by.text
+    if text is not None and all(getattr(text, key) == value for key, value in _TEXT.items()):
+        values[f"perplexity, blocks of {_BLOCK}"] = row.wikitext2_perplexity
+    return PublishedRow(f"{name} {method}", row.sparsity_percent, values)
 
 
 # The table.
