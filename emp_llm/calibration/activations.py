@@ -147,8 +147,8 @@ def compare_norms(first: Path, second: Path) -> NormsDifference:
     plain_a, plain_b = ({layer: each.norms[name] for layer, name in each.input_of.items()} for each in (a, b))
     layers = _differences(plain_a, plain_b)
     one, other = a.about.as_dict(), b.about.as_dict()
-    differ = [(field, str(one.get(field)), str(other.get(field))) for field in dict.fromkeys([*one, *other])]
-    about = [entry for entry in differ if entry[1] != entry[2]]
+    fields = [field for field in dict.fromkeys([*one, *other]) if str(one.get(field)) != str(other.get(field))]
+    about = [(field, str(one.get(field)), str(other.get(field))) for field in fields]
     only = sorted((plain_a.keys() | plain_b.keys()) - layers.keys())
     return NormsDifference(layers, _differences(a.relative, b.relative), only, about)
 

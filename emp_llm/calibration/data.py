@@ -333,8 +333,7 @@ def _tokenizer(given: Any) -> Any:
 def _text_of_ids(ids: Tensor, options: CalibrationOptions) -> CalibrationText:
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() not in (1, 2) or ids.numel() == 0:
         raise UserError(f"data: a tensor of {ids.dtype} {list(ids.shape)}; token ids are integers of shape (samples, length).")
-    ids = ids.detach().cpu().long().reshape(1, -1) if ids.dim() == 1 else ids.detach().cpu().long()
-    ids = ids[: options.samples, : options.seqlen]
+    ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
     corpus = Corpus(file=IN_MEMORY, column="", samples=ids.shape[0], seqlen=ids.shape[1])
     return CalibrationText([corpus], ids, None)
 

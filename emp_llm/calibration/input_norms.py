@@ -108,11 +108,10 @@ class InputSums:
 
     def observe(self, layer: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add one call of a layer: inputs of shape (..., inputs), outputs of shape (..., outputs)."""
-        last = self._last if self._last is not None and self._last.inputs() is inputs else None
-        last = last if last is not None and last.version == inputs._version else None
-        leader = self.input_of.get(layer)
-        if leader is None:
-            leader = self.input_of[layer] = layer if last is None else last.leader
+        last = self._last
+        if last is not None and (last.inputs() is not inputs or last.version != inputs._version):
+            last = None
+        leader = self.input_of.setdefault(layer, layer if last is None else last.leader)
         if last is None:
             squares = [_squares(self._that_count(inputs))]
             # The list is emptied when the input is no longer used, so that a model's memory does not grow with it.

@@ -113,9 +113,8 @@ def calibrated(
             if by_blocks:
                 progress = None
                 if resume is not None and how.resumable_calibration:
-                    names, config = [layer.name for layer in layers], model.config.to_json_string()
-                    made_of = {"layers": names, "config": config, "ids": data.signature}
-                    progress = CalibrationProgress(resume, record.as_dict() | made_of)
+                    made_of = {"layers": [layer.name for layer in layers], "config": model.config.to_json_string()}
+                    progress = CalibrationProgress(resume, record.as_dict() | made_of | {"ids": data.signature})
                 runner = BlockwiseModel(model, blocks, how.hidden_states)
                 norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
             else:

@@ -117,11 +117,8 @@ class CalibrationProgress:
             logger.warning("warning: %s: the disk is full; the calibration continues without saving its state.", self.folder)
             return
         if self._cost is None:
-            logger.info(
-                "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration turns this off.",
-                self.folder,
-                format_bytes(sum(sizes)),
-            )
+            told = "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration turns this off."
+            logger.info(told, self.folder, format_bytes(sum(sizes)))
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - began
 

@@ -105,8 +105,8 @@ class Harness:
                         "one."
                     )
         if lost:
-            remedy = " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network."
-            remedy = remedy if constants.HF_HUB_OFFLINE else ""
+            offline = constants.HF_HUB_OFFLINE
+            remedy = " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if offline else ""
             raise UserError(f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{remedy}")
 
     def examples(self) -> dict[str, int]:
@@ -227,13 +227,11 @@ class _TaskBar:
 @contextmanager
 def _quiet(level: int = logging.ERROR) -> Iterator[None]:
     """lm-eval without the remarks meant for its own command line, and without its progress bars where we draw none."""
-    loggers = {logging.getLogger("lm_eval"): level, logging.getLogger("lm_eval.evaluator"): logging.ERROR}
-    before = {each: each.level for each in loggers}
-    for each, wanted in loggers.items():
-        each.setLevel(wanted)
     with ExitStack() as stack:
-        for each, own in before.items():
-            stack.callback(each.setLevel, own)
+        for name, wanted in (("lm_eval", level), ("lm_eval.evaluator", logging.ERROR)):
+            log = logging.getLogger(name)
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(wanted)
         if not shows_bars():
             stack.enter_context(redirect_stderr(StringIO()))
         yield

@@ -160,13 +160,12 @@ def models_of_report(report: RunReport) -> list[EvaluatedModel]:
     if evaluation is None:
         return []
     made_by = made_by_of(evaluation, report)
-    models = []
-    if evaluation.dense is not None:
-        models.append(EvaluatedModel(report.source.model, None, evaluation.suite, made_by, evaluation.dense))
-    if evaluation.pruned is not None:
-        pruned = pruned_by(report)
-        models.append(EvaluatedModel(report.source.model, pruned, evaluation.suite, made_by, evaluation.pruned, True))
-    return models
+    measured = [(None, evaluation.dense, False), (pruned_by(report), evaluation.pruned, True)]
+    return [
+        EvaluatedModel(report.source.model, pruned, evaluation.suite, made_by, measures, this)
+        for pruned, measures, this in measured
+        if measures is not None
+    ]
 
 
 def made_by_of(evaluation: EvaluationRecord, report: RunReport) -> MadeBy:

@@ -95,10 +95,11 @@ class Suite:
 
     def record(self) -> SuiteRecord:
         """The definition of the suite, for a results file."""
-        text = None if self.corpus is None else self.corpus.record()
-        file = None if self.corpus is None else self.corpus.file
-        if text is not None and file is not None and Path(file).is_file():
-            text.sha256 = _digest(Path(file))
+        text = None
+        if self.corpus is not None:
+            text = self.corpus.record()
+            if self.corpus.file is not None and Path(self.corpus.file).is_file():
+                text.sha256 = _digest(Path(self.corpus.file))
         return SuiteRecord(suite=self.name, limit=self.limit, text=text, tasks=[task.record() for task in self.tasks])
 
 
