@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from emp_llm.evaluation.suites import Suite
     from emp_llm.records.results import Results
 
+TableFormat = Literal["terminal", "markdown"]
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +38,7 @@ class ResultsOptions(Options):
     beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
     batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
     runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
-    form: Annotated[Literal["terminal", "markdown", "csv"], Opt("Format of the table.", flag="--format")] = "terminal"
+    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
     prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
 
 
@@ -77,7 +78,7 @@ def evaluate(
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
-    from emp_llm.evaluation.comparison import check_format, compare
+    from emp_llm.evaluation.comparison import compare
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
     from emp_llm.evaluation.harness import Harness, parse_batch_size
     from emp_llm.evaluation.results import model_of_results, new_results, open_results, results_to_compare
@@ -87,7 +88,6 @@ def evaluate(
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.runtime.loader import load, run_device
 
-    check_format(how.form)
     _check(loading, quantized, how)
     parse_device_map(loading.device_map)
     size, quantization = parse_batch_size(how.batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
@@ -149,6 +149,7 @@ def evaluate(
 
 def _check(loading: LoadingOptions, quantized: QuantizationOptions, how: ResultsOptions) -> None:
     """Raise UserError for invalid or conflicting options."""
+    how.check_choice("form", TableFormat, "format")
     loading.check_loading()
     check_runtime(how.runtime)
     if how.runtime == "dense":

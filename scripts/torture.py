@@ -210,8 +210,8 @@ def disturb_and_rerun(
 
 def has_work(folder: Path) -> bool:
     """Whether a disturbed run left finished work."""
-    places = (".out.partial", ".out.calibration", ".out.progress")
-    return any((folder / place / "manifest.json").is_file() for place in places)
+    notes = (".out.partial/manifest.json", ".out.calibration/state.safetensors", ".out.progress/state.safetensors")
+    return any((folder / note).is_file() for note in notes)
 
 
 def killed_after(case: Case, at_work: bool, seconds: float, number: int, code: int) -> Callable[[Path], str | None]:

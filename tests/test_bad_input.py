@@ -363,7 +363,7 @@ def test_invalid_norms(
 
 
 def test_file_that_is_not_an_activations_file(refused: Refused, model: Path) -> None:
-    refused(rf"{SHARD}: not an activations file of emp-llm", activations=model / SHARD)
+    refused(rf"{SHARD}: this is not an activations file of emp-llm", activations=model / SHARD)
 
 
 @pytest.mark.parametrize(

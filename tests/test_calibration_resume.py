@@ -63,13 +63,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks after which the state was saved, in order."""
     found: list[int] = []
-    write = resume.CalibrationProgress._write
+    write = resume.CalibrationProgress._write_hidden
 
     def note(self: resume.CalibrationProgress, done: int, *others: Any) -> int:
         found.append(done)
         return write(self, done, *others)
 
-    monkeypatch.setattr(resume.CalibrationProgress, "_write", note)
+    monkeypatch.setattr(resume.CalibrationProgress, "_write_hidden", note)
     return found
 
 
@@ -98,7 +98,7 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("command", "place", "device_map"), [("calibrate", "cpu", "disk"), ("prune", "disk", "cpu")])
-@pytest.mark.parametrize("during", ["block", "state", "manifest"])
+@pytest.mark.parametrize("during", ["block", "hidden states", "state"])
 def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
     deep: Path,
     text: Path,
@@ -120,8 +120,8 @@ def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
         with pytest.raises(_Killed):
             calibrated(deep, text, tmp_path / "killed", command, **more)
     assert not (tmp_path / "killed" / "out").exists()
-    (state,) = (tmp_path / "killed").rglob("state-1")
-    assert state.stat().st_size > STATE
+    (hidden,) = (tmp_path / "killed").rglob("hidden-1-0.safetensors")
+    assert hidden.stat().st_size > STATE
     runs.clear()
     assert calibrated(deep, text, tmp_path / "killed", command, **more) == expected
     assert runs == [block for block in (1, 2, 3) for _ in range(times)]
@@ -129,28 +129,18 @@ def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
 
 
 def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
-    """End the run in the second block, or while its state or the manifest of this state is written."""
+    """End the run in the second block, or before its hidden states or its state are written."""
     if during == "block":
         kill_in(patch, 1)
         return
-    write, write_json = resume.write_exactly, resume.write_json
-    calls: list[int] = []
+    write, last = resume.write_bytes, "hidden-2-0.safetensors" if during == "hidden states" else "state.safetensors"
 
-    def end_in_state(file: int, raw: memoryview, offset: int) -> None:
-        calls.append(offset)
-        write(file, raw, offset)
-        if calls.count(0) == 2 and offset:
+    def end_before(path: Path, content: bytes) -> None:
+        if path.name == last and (during == "hidden states" or list(path.parent.glob("hidden-2-*"))):
             raise _Killed
+        write(path, content)
 
-    def end_before_manifest(path: Path, value: Any) -> None:
-        if value["blocks"] == 2:
-            raise _Killed
-        write_json(path, value)
-
-    if during == "state":
-        patch.setattr(resume, "write_exactly", end_in_state)
-    else:
-        patch.setattr(resume, "write_json", end_before_manifest)
+    patch.setattr(resume, "write_bytes", end_before)
 
 
 @pytest.mark.usefixtures("eager")
@@ -163,7 +153,7 @@ def test_no_state_is_left_by_a_run_killed_after_its_calibration(
         patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
         with pytest.raises(_Killed):
             calibrated(deep, text, tmp_path, "prune")
-    assert list(tmp_path.rglob("state-3"))
+    assert list(tmp_path.rglob("hidden-3-*"))
     if again == "the same":
         calibrated(deep, text, tmp_path, "prune")
     else:
@@ -192,37 +182,24 @@ def _kill(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("change", [{}, {"batch_size": 1}, {"numbers": (2, 2)}], ids=["the same", "batch size", "mix"])
 def test_another_calibration_starts_over(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], caplog: pytest.LogCaptureFixture
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], change: dict[str, Any]
 ) -> None:
-    caplog.set_level(logging.INFO)
+    (tmp_path / "other.txt").write_text("Once more, with feeling. " * 200)
+
+    def run(folder: str, numbers: tuple[int, int] = (3, 1), **more: Any) -> bytes:
+        mix = f"{text}:{numbers[0]},{tmp_path / 'other.txt'}:{numbers[1]}"
+        return calibrated(deep, text, tmp_path / folder, **{"calibration": mix, "samples": None} | more)
+
+    expected = run("whole", **change)
     with monkeypatch.context() as patch:
         kill_in(patch, 2)
         with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path)
+            run("killed")
     runs.clear()
-    calibrated(deep, text, tmp_path, batch_size=1)
-    assert runs == [0, 1, 2, 3]
-    assert any("progress of another calibration" in message for message in caplog.messages)
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_mix_of_texts_resumes_unless_its_numbers_change(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
-) -> None:
-    (tmp_path / "other.txt").write_text("Once more, with feeling. " * 200)
-    mix = {"calibration": f"{text}:3,{tmp_path / 'other.txt'}:1", "samples": None}
-    swapped = {"calibration": f"{text}:2,{tmp_path / 'other.txt'}:2", "samples": None}
-    expected = calibrated(deep, text, tmp_path / "whole", **mix)
-    for more, first in ((swapped, 0), (mix, 2)):
-        with monkeypatch.context() as patch:
-            kill_in(patch, 2)
-            with pytest.raises(_Killed):
-                calibrated(deep, text, tmp_path / "killed", **mix)
-        runs.clear()
-        found = calibrated(deep, text, tmp_path / "killed", overwrite=True, **more)
-        assert (runs[0], found == expected) == (first, more is mix)
-        (tmp_path / "killed" / "out").unlink()
+    assert run("killed", **change) == expected
+    assert runs[0] == (0 if change else 2)
 
 
 @pytest.mark.usefixtures("eager")
@@ -240,15 +217,10 @@ def test_one_state_is_kept_and_announced_once(
     monkeypatch.setattr(resume.CalibrationProgress, "save", look)
     calibrated(deep, text, tmp_path)
     assert saves == [1, 2, 3], "after the last block nothing is left to resume"
-    assert seen == [{"manifest.json", f"state-{number}"} for number in saves]
+    assert seen == [{"state.safetensors", f"hidden-{number}-0.safetensors"} for number in saves]
     (told,) = (message for message in caplog.messages if "--no-resumable-calibration" in message)
     assert format_bytes(STATE).split()[1] in told
     assert ".out.progress" in told
-
-
-def test_a_short_calibration_saves_nothing(deep: Path, text: Path, tmp_path: Path, saves: list[int]) -> None:
-    calibrated(deep, text, tmp_path)
-    assert saves == []
 
 
 @pytest.mark.parametrize(
@@ -267,7 +239,7 @@ def test_the_time_between_saves(
 ) -> None:
     """At least 30 seconds since the last save, and ten times the duration of that save."""
     clock = [1000.0]
-    run, write = Step.run, resume.CalibrationProgress._write
+    run, write = Step.run, resume.CalibrationProgress._write_hidden
 
     def slow_run(step: Step, **options: Any) -> None:
         run(step, **options)
@@ -279,32 +251,22 @@ def test_the_time_between_saves(
         return size
 
     monkeypatch.setattr(Step, "run", slow_run)
-    monkeypatch.setattr(resume.CalibrationProgress, "_write", slow_write)
+    monkeypatch.setattr(resume.CalibrationProgress, "_write_hidden", slow_write)
     monkeypatch.setattr(resume.time, "monotonic", lambda: clock[0])
     calibrated(deep, text, tmp_path)
     assert saves == expected
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("command", ["calibrate", "prune"])
 def test_without_resumable_calibration_nothing_is_saved(
-    deep: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    saves: list[int],
-    runs: list[int],
-    command: str,
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int]
 ) -> None:
     with monkeypatch.context() as patch:
         kill_in(patch, 2)
         with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path, command, resumable_calibration=False)
+            calibrated(deep, text, tmp_path, resumable_calibration=False)
     assert saves == []
-    assert not list(tmp_path.rglob("state-*"))
-    runs.clear()
-    calibrated(deep, text, tmp_path, command, resumable_calibration=False)
-    assert set(runs) == {0, 1, 2, 3}
+    assert not list(tmp_path.rglob("hidden-*"))
 
 
 @pytest.mark.usefixtures("eager")
@@ -312,15 +274,15 @@ def test_a_full_disk_does_not_end_a_calibration(
     deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
 ) -> None:
     expected = calibrated(deep, text, tmp_path / "whole")
-    write = resume.write_exactly
+    write = resume.write_bytes
     saves.clear()
 
-    def full(file: int, raw: memoryview, offset: int) -> None:
+    def full(path: Path, content: bytes) -> None:
         if len(saves) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(file, raw, offset)
+        write(path, content)
 
-    monkeypatch.setattr(resume, "write_exactly", full)
+    monkeypatch.setattr(resume, "write_bytes", full)
     assert calibrated(deep, text, tmp_path / "full") == expected
     assert saves == [1, 2], "it does not try again"
     assert sum("the disk is full; the calibration continues" in message for message in caplog.messages) == 1
@@ -336,7 +298,7 @@ def test_ranks_resume_together(
     expected = calibrated(deep, text, tmp_path / "whole", batch_size=1)
     options = ["calibrate", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--batch-size", 1]
     line = [*options, "--device-map", "cpu", "--execution", "blocks", "--output", "out"]
-    write = resume.write_exactly
+    write = resume.write_bytes
 
     def die() -> None:
         if os.environ["RANK"] == "1":
@@ -344,20 +306,23 @@ def test_ranks_resume_together(
             monkeypatch.setattr(_Killed, "__init__", lambda *_: os._exit(7))
 
     def fill() -> None:
-        def full(file: int, raw: memoryview, offset: int) -> None:
-            if "state-3" in os.readlink(f"/proc/self/fd/{file}"):
+        def full(path: Path, content: bytes) -> None:
+            if path.name.startswith("hidden-3"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            write(file, raw, offset)
+            write(path, content)
 
         if os.environ["RANK"] == "1":
-            monkeypatch.setattr(resume, "write_exactly", full)
+            monkeypatch.setattr(resume, "write_bytes", full)
 
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=die)
     assert done.codes == [75, 7], done.error
     progress = tmp_path / ".out.progress"
-    assert sorted(path.name for path in progress.iterdir()) == ["manifest.json", "state-2-rank-0", "state-2-rank-1"]
+    assert sorted(path.name for path in progress.iterdir()) == [
+        *(f"hidden-2-{number}.safetensors" for number in range(SAMPLES)),
+        "state.safetensors",
+    ]
     if then == "a file is missing":
-        (progress / "state-2-rank-1").unlink()
+        (progress / "hidden-2-1.safetensors").unlink()
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=fill if then == "a disk is full" else None)
     assert done.codes == [0, 0], done.error
     assert ("resumed after block 2 of 4" in done.error) == (then != "a file is missing")

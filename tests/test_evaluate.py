@@ -1,7 +1,6 @@
 """The evaluate command: lm-eval's own numbers, resumption, tables, and the identity of models."""
 
 import base64
-import csv
 import json
 import math
 import os
@@ -158,12 +157,9 @@ def test_baseline_pruned_and_difference(evaluable: Models, task_suite: Path, tmp
         *("sums_shown acc", "sums_shown acc_norm", "mean acc of 2"),
     ]
     assert table(**again | {"baseline": model}).splitlines() == lines
-    rows = list(csv.reader(table(**again, form="csv").splitlines()))
-    assert rows[0][:4] == ["measure", "llama", "llama stderr", "llama partial"]
-    values = {row[0]: row[1:] for row in rows[1:]}
-    assert float(values["perplexity, blocks of 64"][0]) == baseline["perplexity"]["perplexity"]
     sums = [baseline["tasks"][task]["results"][task]["acc,none"] for task in ("sums", "sums_shown")]
-    assert float(values["mean acc of 2"][0]) == pytest.approx(50 * sum(sums))
+    assert lines[2].split()[4] == f"{baseline['perplexity']['perplexity']:.3f}"
+    assert lines[8].split()[4] == f"{50 * sum(sums):.2f}"
     markdown = table(**again, form="markdown", beside=[tmp_path / "results-baseline.json"]).splitlines()
     assert markdown[1] == "|---|" + "---:|" * 5
     assert {line.count("|") for line in markdown[:9]} == {7}
@@ -183,10 +179,6 @@ def check_paired_errors(options: dict[str, Any], baseline: dict[str, Any], resul
     options |= {"baseline": changed}
     gaps = [100 * (a - b) for a, b in zip(first, second, strict=True)]
     paired = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    (row,) = (row for row in csv.DictReader(table(**options, form="csv").splitlines()) if row["measure"] == "sums acc")
-    assert float(row["pruned change"]) == pytest.approx(statistics.mean(gaps))
-    assert float(row["pruned change stderr"]) == pytest.approx(paired)
-    assert row["pruned change paired"] == "true"
     text = table(**options)
     (line,) = (line for line in text.splitlines() if line.startswith("sums acc "))
     assert line.endswith(f"{statistics.mean(gaps):+.2f} ± {paired:.2f}")
@@ -264,8 +256,8 @@ def test_a_terminated_run_resumes(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"limit": 3}, "limit: null there, 3 now"),
-        ({"batch_size": "4"}, "batch_size: 8 there, 4 now"),
+        ({"limit": 3}, "limit None, this one has 3"),
+        ({"batch_size": "4"}, "batch_size 8, this one has 4"),
         ({"dtype": "float32"}, "dtype"),
         ({"suite": "perplexity"}, "text"),
         ({"model": "gpt2"}, "model.identity"),

@@ -31,7 +31,7 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     tasks: dict[str, Any] = {"model": evaluable("llama")}
     refused(r"--apply-chat-template is for tasks", **tasks, suite="perplexity", apply_chat_template=True)
     refused(r"has no chat template\. Leave out --apply-chat-template", **common, apply_chat_template=True)
-    refused(r"--tasks: task 'a' is named twice", **tasks, tasks=["a", "b", "a"])
+    refused(r"a,b,a: task 'a' is named twice", **tasks, tasks=["a", "b", "a"])
     refused(r"--tasks names no task", **tasks, tasks=" , ")
     refused(r"--num-fewshot must be 0 or more, got -1", **tasks, tasks="a", num_fewshot=-1)
     refused(r"--batch-size 'many': expected a number", **common, batch_size="many")

@@ -22,7 +22,7 @@ from pictures import CHATS, TEMPLATE, TEXTS, make_images, make_llava, make_pictu
 from emp_llm import Recipe, prune_model
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.calibration.data import ImageRow, RowProcessor
+from emp_llm.calibration.data import ImageRow, inputs_of
 from emp_llm.common.errors import UserError
 
 SAMPLES, SEQLEN = 5, 24
@@ -121,7 +121,7 @@ def test_conversations_are_rendered_by_the_processor(
 def test_a_text_is_the_message_of_a_user() -> None:
     """A plain text goes through the chat template if there is one, with its image in front."""
     processor = make_processor(TEMPLATE)
-    made = RowProcessor(processor, 100).inputs(ImageRow("row 1", "A lamp.", (make_images()[0],)))
+    made = inputs_of(ImageRow("row 1", "A lamp.", [make_images()[0]]), processor, 100)
     wanted = make_processor()(text=["<user><image>A lamp."], images=[make_images()[0]], return_tensors="pt")
     assert torch.equal(made["input_ids"], wanted["input_ids"])
     assert torch.equal(made["pixel_values"], wanted["pixel_values"])
@@ -130,12 +130,12 @@ def test_a_text_is_the_message_of_a_user() -> None:
 def test_a_cut_never_divides_an_image(llava: Path, data: Path, command: Run) -> None:
     """An image has four tokens. With one of the text they fit; three tokens, or an image after five of the text, do not."""
     image = make_images()[1]
-    made = RowProcessor(make_processor(), 5).inputs(ImageRow("row 1", "A lamp.", (image,)))
+    made = inputs_of(ImageRow("row 1", "A lamp.", [image]), make_processor(), 5)
     assert made["input_ids"].tolist() == [[256] * 4 + make_processor().tokenizer("A")["input_ids"]]
     assert made["attention_mask"].shape == (1, 5)
     assert made["pixel_values"].shape == (1, 3, 16, 16)
     with pytest.raises(UserError, match=r"row 1: the tokens of its images end after 9 tokens.*Raise --seqlen to 9"):
-        RowProcessor(make_processor(), 6).inputs(ImageRow("row 1", "Lamp:<image> is lit.", (image,)))
+        inputs_of(ImageRow("row 1", "Lamp:<image> is lit.", [image]), make_processor(), 6)
     done = command("calibrate", *arguments(llava, f"{data}/rows.jsonl,image=picture", seqlen=3))
     assert done.returncode == 2
     assert re.search(r"rows\.jsonl, row 1: the tokens of its images end after 4 tokens.*at most 3.*--seqlen", done.stderr)
@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a text file": ("rows.txt,image=picture", [], r"image=picture.* a \.txt file has no columns.*\.jsonl"),
     "joined": ("rows.jsonl,image=picture,join= ", [], r"cannot be joined; leave out join or image"),
     "too few rows": ("rows.jsonl,image=picture", ["--samples", "7"], r"rows\.jsonl: 6 rows, too few for 7 samples.*--samples"),
-    "a missing file": ("missing.jsonl,image=picture", [], r"row 2: its image nowhere\.png cannot be opened \(no such file"),
+    "a missing file": ("missing.jsonl,image=picture", [], r"row 2: its image \S+/nowhere\.png cannot be opened \(no such file"),
     "a damaged image": ("damaged.parquet,image=picture", [], r"row 2: its image cannot be opened \(cannot identify"),
     "conversations": ("chats.jsonl,image=pictures", [], r"row 1: it is a conversation.*no chat template.*,column=NAME"),
     "text alone": ("rows.jsonl", ["--tower", "vision"], r"no input activations\. Calibrate on images too.*,image=COLUMN"),

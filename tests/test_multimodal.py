@@ -81,20 +81,19 @@ def stored_names(report: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
-def test_the_mlps_of_the_language_tower_change(towers: Towers, pruned: Pruned, name: str, method: str) -> None:
+def test_the_mlps_of_the_language_tower_have_the_masks_of_the_oracle(
+    towers: Towers, pruned: Pruned, name: str, method: str
+) -> None:
     family = FAMILIES[name]
     out, report = pruned(name, method)
-    wanted = {each for each in oracle.tensors(towers(name)) if re.fullmatch(family.mlp, each)}
+    before, after = oracle.tensors(towers(name)), oracle.tensors(out)
+    wanted = {each for each in before if re.fullmatch(family.mlp, each)}
     assert len(wanted) == family.number
     assert changed_names(towers(name), out) == stored_names(report) == wanted
     assert list(report["targets"]["dense_towers"]) == list(family.dense)
-
-
-@pytest.mark.parametrize(("name", "method"), [(name, method) for name, method in PAIRS if name != "llama4"])
-def test_the_masks_are_the_oracles(towers: Towers, pruned: Pruned, name: str, method: str) -> None:
-    out, report = pruned(name, method)
+    if name == "llama4":
+        return  # several layers have one tensor
     norms = oracle.load_norms(out / "emp_llm/activations.safetensors") if method.endswith("wanda") else {}
-    before, after = oracle.tensors(towers(name)), oracle.tensors(out)
     for layer, entry in report["matrices"].items():
         stored = entry["tensor"]
         scores = oracle.scores(oracle.weight(towers(name), stored), norms.get(layer))
@@ -327,13 +326,6 @@ def test_refusals(towers: Towers, models: Callable[[str], Path], text: Path, tmp
     assert "Traceback" not in done.stderr
     assert "--trust-remote-code" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_calibrate_refuses_the_vision_tower(towers: Towers, text: Path, command: Run) -> None:
-    line = ("calibrate", "--model", towers("llava"), "--calibration", text, "--samples", 2, "--seqlen", 32, "--tower", "vision")
-    done = command(*line)
-    assert done.returncode == 2
-    assert re.search(r"vision tower.*no input activations", done.stderr)
 
 
 def edit_config(source: Path, folder: Path, **values: Any) -> Path:

@@ -31,7 +31,6 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.layers["up"] == pytest.approx((0.2, 0.1))
     assert found.layers["down"] == pytest.approx((0.01 / 1.01, 0.01 / 1.01), rel=1e-5)
     assert found.layers["q"] == (0, 0)
-    assert found.largest == pytest.approx(0.2)
     assert found.only == ["new", "odd"]
     assert found.about == [("dtype", "bfloat16", "float32")]
     show(found)
@@ -39,7 +38,8 @@ def test_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 layers: 0.2 at most" in printed
     assert "dtype: bfloat16 | float32" in printed
     same = calibrate(compare=(one, one))
-    assert (same.largest, same.mean, same.relative, same.only, same.about) == (0, 0, {}, [], [])
+    assert {*same.layers.values()} == {(0, 0)}
+    assert (same.relative, same.only, same.about) == ({}, [], [])
 
 
 def test_relative_norms_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_relative_norms_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     Activations({"q": ones}, input_of).save(tmp_path / "old")
     found = calibrate(compare=(tmp_path / "one", tmp_path / "two"))
     assert found.relative == {"q": pytest.approx((0.2, 0.2)), "k": (0, 0)}
-    assert (found.largest, found.only) == (0, [])
+    assert (found.layers, found.only) == ({"k": (0, 0), "q": (0, 0)}, [])
     show(found)
     assert "of the norms relative to the outputs of 2 layers: 0.2 at most, 0.1 on average" in capsys.readouterr().out
     assert calibrate(compare=(tmp_path / "one", tmp_path / "old")).relative == {}
@@ -63,15 +63,12 @@ def test_tokens_without_output_do_not_count() -> None:
     sums = InputSums()
     inputs = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     sums.observe("layer", inputs, torch.tensor([[0.0, 0.0], [3e-15, 4e-15], [0.0, 5e-15]]))
-    plain, relative = sums.norm("layer"), sums.norm("layer", relative=True)
-    assert plain is not None
-    assert relative is not None
-    torch.testing.assert_close(plain, inputs.square().sum(0).sqrt())
-    torch.testing.assert_close(relative, torch.tensor([34.0, 52.0]).sqrt() / 5e-15)
+    torch.testing.assert_close(sums.norm("layer"), inputs.square().sum(0).sqrt())
+    torch.testing.assert_close(sums.norm("layer.relative"), torch.tensor([34.0, 52.0]).sqrt() / 5e-15)
     sums.observe("zero", inputs, torch.zeros(3, 2))
-    assert torch.equal(sums.norms()["zero.relative"], torch.zeros(2))
     sums.observe("broken", inputs, torch.tensor([[1.0], [torch.inf], [torch.nan]]))
-    assert torch.equal(sums.norms()["broken.relative"], inputs[0]), "the next layer's input or the weights are to blame"
+    assert torch.equal(sums.norm("zero.relative"), torch.zeros(2))
+    assert torch.equal(sums.norm("broken.relative"), inputs[0]), "the next layer's input or the weights are to blame"
 
 
 def test_wrong_input(tmp_path: Path) -> None:

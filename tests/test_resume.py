@@ -340,7 +340,7 @@ def test_damaged_progress_of_a_calibration(sharded: Path, text: Path, tmp_path: 
         patch.setattr(Step, "run", second)
         with pytest.raises(_Killed):
             calibrate(**options)
-    (state,) = (tmp_path / ".out.progress").glob("state-*")
-    state.write_bytes(state.read_bytes()[:100])
+    (hidden,) = (tmp_path / ".out.progress").glob("hidden-*")
+    hidden.write_bytes(hidden.read_bytes()[:100])
     with pytest.raises(UserError, match=r"\.out\.progress: its progress cannot be read .*Delete the folder"):
         calibrate(**options)

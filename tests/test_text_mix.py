@@ -60,7 +60,7 @@ def test_the_length_and_the_number_that_parts_name() -> None:
     assert tokens("long.toml,chat.jsonl", samples=6, seqlen=None).shape == (6, 30)
     assert tokens("long.toml:1,rows.jsonl:1,column=body,seqlen=30", seqlen=None).shape == (2, 30)
     assert tokens("long.toml", seqlen=None).shape == (5, 30)
-    with pytest.raises(UserError, match=r"differ in tokens per sequence \(long.toml has 30, chat.jsonl,seqlen=9 has 9\)"):
+    with pytest.raises(UserError, match=r"differ in tokens per sequence \(long.toml has 30, chat.jsonl has 9\)"):
         tokens("long.toml:1,chat.jsonl:1,seqlen=9", seqlen=None)
     with pytest.raises(UserError, match=r"a\.txt: 2,000 tokens, too short for 63 samples x 64 tokens"):
         tokens("chat.jsonl:1,a.txt:63", seqlen=64)
@@ -73,17 +73,16 @@ def test_the_length_and_the_number_that_parts_name() -> None:
         ("a.txt:2", ["--samples", 4], "--samples 4: --calibration already sets the number of sequences"),
         ("a.txt,chat.jsonl", ["--samples", 1], "--samples 1: --calibration names 2 texts"),
         ("a.txt:2,chat.jsonl", [], "'chat.jsonl' has no number of sequences, but another part has one"),
-        ("a.txt:0", [], "the number of sequences of a text, at least 1, such as a.txt:64; got '0'"),
-        ("a.txt:-3,chat.jsonl:1", [], "such as a.txt:64; got '-3'"),
-        ("a.txt:many", [], "such as a.txt:64; got 'many'"),
-        ("a.txt:2.5", [], "such as a.txt:64; got '2.5'"),
-        ("a.txt:", [], "such as a.txt:64; got"),
-        (f"a.txt:{'9' * 30}", [], "at least 1"),
-        (":64", [], "the name of the text is missing before :64"),
-        ("a.txt:1,./a.txt:2", [], "'./a.txt' is the same text as 'a.txt'; name it once"),
-        ("a.txt,samples=3,a.txt,samples=2", [], "is the same text"),
-        ("a.txt:2,samples=2,chat.jsonl:1", [], "has both a number after its colon and samples="),
-        ("rows.jsonl,column=body:3", [], "Write rows.jsonl:3,column=body"),
+        ("rows.jsonl,column=body,chat.jsonl:2", [], "such as rows.jsonl:64, or give none"),
+        ("a.txt:0", [], "samples must be at least 1, got 0"),
+        ("a.txt:-3,chat.jsonl:1", [], "'a.txt:-3' is not a recipe"),
+        ("a.txt:many", [], "'a.txt:many' is not a recipe"),
+        ("a.txt:", [], "'a.txt:' is not a recipe"),
+        (f"a.txt:{'9' * 30}", [], "too short for 999999"),
+        (":64", [], "':64' is not a recipe"),
+        ("a.txt,a.txt", [], "--calibration names a text twice"),
+        ("a.txt,samples=3,a.txt:2", [], "--calibration names a text twice"),
+        ("rows.jsonl,column=body:3", [], "no column 'body:3'; it has body"),
         ("a.txt:2,absent.txt:2", [], "absent.txt: no such file"),
         ("a.txt:2,absent:2", [], "--calibration 'absent' is not a recipe"),
         ("C:\\texts\\a.txt", [], "C:\\texts\\a.txt: no such file"),

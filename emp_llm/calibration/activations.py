@@ -7,7 +7,6 @@ output; each layer has its own.
 
 import hashlib
 import json
-from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,8 @@ class Activations:
         norms: one float32 vector of shape (inputs,) for each distinct input, by the name of the first layer it feeds.
         input_of: layer name -> key in `norms`.
         about: the origin of the norms: model, text, tokens, dtype, versions.
-        tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's experts. Empty for old files,
-            which do not record it.
-        relative: the relative norms, float32, shape (inputs,), by layer; empty for old files, which have none.
+        tokens: name of a norm -> number of tokens in its sum; fewer than all for a mixture's experts. May be empty.
+        relative: the relative norms, float32, shape (inputs,), by layer; may be empty.
     """
 
     norms: dict[str, Tensor]
@@ -74,13 +72,10 @@ class Activations:
     def digest(self) -> str:
         """SHA-256 of the norms and tokens of all layers; the same for every file that holds them."""
         digest = hashlib.sha256()
-        for layer in sorted(self.input_of):
-            norm = self.norms[self.input_of[layer]]
-            digest.update(f"{layer} {norm.dtype} {tuple(norm.shape)} {self.tokens_of(layer)}\n".encode())
-            digest.update(tensor_bytes(norm.contiguous()))
-        for layer in sorted(self.relative):
-            norm = self.relative[layer]
-            digest.update(f"{relative_name(layer)} {norm.dtype} {tuple(norm.shape)}\n".encode())
+        named = [(layer, self.norms[name], f" {self.tokens_of(layer)}") for layer, name in sorted(self.input_of.items())]
+        named += [(relative_name(layer), norm, "") for layer, norm in sorted(self.relative.items())]
+        for name, norm, tokens in named:
+            digest.update(f"{name} {norm.dtype} {tuple(norm.shape)}{tokens}\n".encode())
             digest.update(tensor_bytes(norm.contiguous()))
         return digest.hexdigest()
 
@@ -106,14 +101,10 @@ class Activations:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata: Any = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
-                if not isinstance(metadata, dict) or "format" not in metadata:
-                    raise UserError(f"{path}: not an activations file of emp-llm. {_REMEDY}")
-                info = record_of(metadata, ActivationsInfo, str(path))
                 norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except UserError:
-            raise
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path}: not a readable activations file ({reason(error)}). {_REMEDY}") from error
+        info = record_of(metadata if isinstance(metadata, dict) else {}, ActivationsInfo, str(path))
         for name, norm in norms.items():
             if norm.dim() != 1 or not bool((torch.isfinite(norm) & (norm >= 0)).all()):
                 raise UserError(f"{path}: the norms of {name} are negative, NaN or infinite. {_REMEDY}")
@@ -144,16 +135,6 @@ class NormsDifference:
     only: list[str]
     about: list[tuple[str, str, str]]
 
-    @property
-    def largest(self) -> float:
-        """The largest relative difference."""
-        return _overall(self.layers)[0]
-
-    @property
-    def mean(self) -> float:
-        """The mean over layers of their mean relative differences."""
-        return _overall(self.layers)[1]
-
 
 def compare_norms(first: Path, second: Path) -> NormsDifference:
     """Compare two activations files.
@@ -162,38 +143,25 @@ def compare_norms(first: Path, second: Path) -> NormsDifference:
         UserError: one is missing, or is not an activations file.
     """
     a, b = Activations.load(first), Activations.load(second)
-    layers, only = _differences(a.input_of.keys(), b.input_of.keys(), a.norm, b.norm)
-    relative, _ = _differences(
-        a.relative.keys(), b.relative.keys(), lambda layer: a.norm(layer, True), lambda layer: b.norm(layer, True)
-    )
+    plain_a, plain_b = ({layer: each.norms[name] for layer, name in each.input_of.items()} for each in (a, b))
+    layers = _differences(plain_a, plain_b)
     one, other = a.about.as_dict(), b.about.as_dict()
-    differ = [(field, str(one.get(field)), str(other.get(field))) for field in dict.fromkeys([*one, *other])]
-    return NormsDifference(layers, relative, only, [entry for entry in differ if entry[1] != entry[2]])
+    fields = [field for field in dict.fromkeys([*one, *other]) if str(one.get(field)) != str(other.get(field))]
+    about = [(field, str(one.get(field)), str(other.get(field))) for field in fields]
+    only = sorted((plain_a.keys() | plain_b.keys()) - layers.keys())
+    return NormsDifference(layers, _differences(a.relative, b.relative), only, about)
 
 
-def _differences(
-    first: Set[str], second: Set[str], norm_a: Callable[[str], Tensor | None], norm_b: Callable[[str], Tensor | None]
-) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """The differences of the layers in both files, the worst first; and the other layers."""
+def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """The differences of the layers that have as many inputs in both files, the worst first."""
     layers: dict[str, tuple[float, float]] = {}
-    only = sorted(first ^ second)
-    for layer in sorted(first & second):
-        a, b = norm_a(layer), norm_b(layer)
-        assert a is not None
-        assert b is not None
-        if a.shape != b.shape:
-            only.append(layer)
-            continue
-        larger = torch.maximum(a, b).double()
-        share = torch.where(larger > 0, (a.double() - b.double()).abs() / larger, 0.0)
-        layers[layer] = (float(share.max()), float(share.mean()))
-    return dict(sorted(layers.items(), key=lambda item: -item[1][0])), only
-
-
-def _overall(layers: dict[str, tuple[float, float]]) -> tuple[float, float]:
-    """The largest of the differences, and the mean of their means."""
-    means = [mean for _, mean in layers.values()]
-    return max((largest for largest, _ in layers.values()), default=0.0), sum(means) / len(means) if means else 0.0
+    for layer in sorted(first.keys() & second.keys()):
+        a, b = first[layer].double(), second[layer].double()
+        if a.shape == b.shape:
+            larger = torch.maximum(a, b)
+            differences = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
+            layers[layer] = (float(differences.max()), float(differences.mean()))
+    return dict(sorted(layers.items(), key=lambda item: -item[1][0]))
 
 
 def difference_table(difference: NormsDifference) -> str:
@@ -201,14 +169,15 @@ def difference_table(difference: NormsDifference) -> str:
     rows = [["layer", "largest", "mean"]]
     rows += [[name, f"{largest:.3g}", f"{mean:.3g}"] for name, (largest, mean) in list(difference.layers.items())[:10]]
     lines = [table(rows)] if difference.layers else []
-    lines.append(
-        f"relative differences of the norms of {count_of(len(difference.layers), 'layer')}: {difference.largest:.3g} at most, "
-        f"{difference.mean:.3g} on average"
-    )
-    if difference.relative:
-        largest, mean = _overall(difference.relative)
-        count = count_of(len(difference.relative), "layer")
-        lines.append(f"of the norms relative to the outputs of {count}: {largest:.3g} at most, {mean:.3g} on average")
+    for what, layers in (
+        ("of the norms of", difference.layers),
+        ("of the norms relative to the outputs of", difference.relative),
+    ):
+        if layers:
+            largest = max(largest for largest, _ in layers.values())
+            mean = sum(mean for _, mean in layers.values()) / len(layers)
+            count = count_of(len(layers), "layer")
+            lines.append(f"relative differences {what} {count}: {largest:.3g} at most, {mean:.3g} on average")
     if difference.only:
         names = ", ".join(difference.only[:3])
         lines.append(f"only in one file, or with another number of inputs: {count_of(len(difference.only), 'layer')} ({names})")

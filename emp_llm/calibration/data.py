@@ -1,27 +1,23 @@
 """Calibration data: text as token ids, and rows with images as the inputs that a model's processor makes of them.
 
-The data comes from the recipes and files of `calibration.texts`, or from Python: texts, conversations, rows, token ids. Text is
-tokenised once and cached by content. An image is opened when its row is used.
+The data comes from the recipes and files of `calibration.texts`, or from Python: texts, conversations, rows, token ids. An
+image is opened when its row is used.
 """
 
 import hashlib
-import json
-import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from io import BytesIO
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from emp_llm.calibration.texts import (
     CHAT_COLUMNS,
-    ChatText,
+    Messages,
     calibration_corpora,
     chat_text,
     has_images,
@@ -32,7 +28,6 @@ from emp_llm.calibration.texts import (
 )
 from emp_llm.checkpoint.files import tensor_bytes
 from emp_llm.common.errors import UserError, count_of, quotable, reason
-from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
@@ -44,11 +39,11 @@ from emp_llm.records.corpus import Corpus
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-logger = logging.getLogger(__name__)
 IN_MEMORY = "data in memory"  # the name of the text in records
-_BYTES_PER_TOKEN = 8  # enough text for any common tokenizer: on average, its tokens have fewer bytes
+_CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on average
+_MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
 _IMAGE_COLUMNS = ("image", "images")  # of rows in memory
-_MARK = "<image>"  # the place of an image in a conversation written as text
+_MARK = re.compile(r"(<image>)\n*")  # the place of an image in a conversation written as text
 _OF_IMAGES = ("pixel", "image", "video", "audio")  # how the names of inputs begin that are not one value for each token
 
 
@@ -83,19 +78,24 @@ class CalibrationRows:
     """The rows of a calibration with images. Inputs are made again for the forward pass, so that memory holds one row's.
 
     Attributes:
-        corpora, seed: the sources of the data, as for `CalibrationText`.
+        corpora: the sources of the data, in order; all have one `seqlen`.
+        rows: of all corpora: rows with images, and token ids of texts, int64, shape (tokens,).
+        processor: the model's; it makes the inputs.
+        seed: of shuffled corpora; None for others.
         number: of tokens.
         signature: SHA-256 of everything that the model is called with.
-        rows: of all corpora, in order: rows with images, and token ids of texts, int64, shape (tokens,).
-        processor: makes their inputs.
     """
 
     corpora: list[Corpus]
+    rows: list["ImageRow | Tensor"]
+    processor: Any
     seed: int | None
     number: int
     signature: str
-    rows: list["ImageRow | Tensor"]
-    processor: "RowProcessor"
+
+    def inputs(self, row: "ImageRow | Tensor") -> dict[str, Any]:
+        """The keyword arguments of a forward pass on a row, as `inputs_of` makes them."""
+        return inputs_of(row, self.processor, self.corpora[0].seqlen or 0)
 
 
 def calibration_data(
@@ -121,7 +121,10 @@ def calibration_data(
     if not has_images(options.text_name):
         return read_text(options, load_tokenizer(folder, trust_remote_code), max_context(config))
     check_images(architecture, options, propagate)
-    check_pillow()
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise UserError("Calibration on images needs Pillow. Install it: pip install pillow") from error
     return read_rows(options, load_processor(folder, trust_remote_code), max_context(config))
 
 
@@ -132,13 +135,12 @@ def check_images(architecture: Architecture, options: CalibrationOptions, propag
             f"{architecture.checkpoint.folder}: the model reads only text, and --calibration names a column of images. Leave "
             "out image=."
         )
-    flags = {"--execution blocks": options.execution == "blocks", "--propagate pruned": propagate == "pruned"}
-    for flag, given in flags.items():
-        if given:
-            raise UserError(
-                f"{flag}: a calibration on images runs the whole model, because the vision tower stands before the first "
-                "decoder block. Leave it out, or leave out image=."
-            )
+    flag = "--execution blocks" if options.execution == "blocks" else "--propagate pruned" if propagate == "pruned" else None
+    if flag is not None:
+        raise UserError(
+            f"{flag}: a calibration on images runs the whole model, because the vision tower stands before the first decoder "
+            "block. Leave it out, or leave out image=."
+        )
 
 
 def read_text(options: CalibrationOptions, tokenizer: Any, context: int | None) -> CalibrationText:
@@ -160,14 +162,22 @@ def read_rows(options: CalibrationOptions, processor: Any, context: int | None) 
         if corpus.image is None:
             rows += list(token_ids(corpus, processor.tokenizer, options.seed))
             continue
-        found = list(islice(image_rows(corpus, options.seed), corpus.samples))
-        if len(found) < (corpus.samples or 1):
-            raise UserError(
-                f"{corpus.source}: {count_of(len(found), 'row')}, too few for {corpus.samples} samples; a row with images "
-                "is one sequence. Lower --samples, or use more data."
-            )
-        rows += found
-    return _with_inputs(rows, corpora, processor, _seed(corpora, options))
+        data, column = open_data_set(corpus, options.seed)
+        folder, before = Path(corpus.file or "").parent, len(rows)
+        for number, row in enumerate(islice(_undecoded(data, corpus.image), corpus.samples), 1):
+            name = f"{corpus.source}, row {number}"
+            text = text_in(row[column], f"{name}: column {column!r}")
+            rows.append(ImageRow(name, text, stored_images(row[corpus.image], f"{name}: column {corpus.image!r}", folder)))
+        _check_number(corpus.source, len(rows) - before, corpus.samples)
+    return _with_inputs(corpora, rows, processor, _seed(corpora, options))
+
+
+def _check_number(source: str, rows: int, samples: int | None) -> None:
+    if rows < (samples or 1):
+        raise UserError(
+            f"{source}: {count_of(rows, 'row')}, too few for {samples or 1} samples; a row with images is one sequence. Lower "
+            "--samples, or use more data."
+        )
 
 
 def _seed(corpora: list[Corpus], options: CalibrationOptions) -> int | None:
@@ -192,80 +202,40 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     """
     samples, seqlen = corpus.samples, corpus.seqlen
     wanted = None if samples is None or seqlen is None else samples * seqlen
-    rows = text_rows(corpus, seed, lambda messages: chat_text(messages, tokenizer, corpus.source))
-    documents = list(rows if corpus.join is not None else _up_to(rows, wanted))
-    chat = any(isinstance(document, ChatText) for document in documents)
-    documents = [corpus.join.join(documents)] if corpus.join is not None else documents
-    path = cache_folder() / "tokens" / f"{_content_key(documents, tokenizer, wanted, chat)}.safetensors"
-    ids = _from_cache(path)
-    if ids is None:
-        ids = _tokenise(documents, tokenizer, wanted, chat)
-        _to_cache(path, ids)
-    if samples is None or seqlen is None or wanted is None:
+    ids = torch.tensor(_ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join), dtype=torch.int64)
+    if wanted is None or samples is None:
         return ids
     if ids.numel() < wanted:
         raise UserError(
             f"{corpus.source}: {count_of(ids.numel(), 'token')}, too short for {samples} samples x {seqlen} tokens. "
             "Lower --samples or --seqlen, or use more text."
         )
-    return ids[:wanted].reshape(samples, seqlen)
+    return ids[:wanted].reshape(samples, -1)
 
 
-def _up_to(rows: Iterator[str], tokens: int | None) -> Iterator[str]:
-    """The rows that hold text, up to as many as a number of tokens needs."""
-    left = None if tokens is None else tokens * _BYTES_PER_TOKEN
-    for row in rows:
-        if not row.strip():
-            continue
-        yield row
-        if left is not None:
-            left -= len(row.encode())
-            if left <= 0:
-                return
-
-
-def _tokenise(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> Tensor:
+def _ids(rows: Iterable[str | Messages], tokenizer: Any, source: str, wanted: int | None, join: str | None = None) -> list[int]:
+    """The token ids of texts and conversations, one after the other or joined by `join`: all, or at least `wanted` of them."""
+    texts: Iterable[tuple[str, bool]] = (
+        (row, True) if isinstance(row, str) else (chat_text(row, tokenizer, source), False) for row in rows
+    )
+    if join is not None:
+        pieces = list(texts)
+        texts = [(join.join(text for text, _ in pieces), all(plain for _, plain in pieces))]
     ids: list[int] = []
-    remaining = iter(documents)
-    while batch := list(islice(remaining, 256)):
-        # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
-        for document in tokenizer(batch, verbose=False, add_special_tokens=not chat)["input_ids"]:
-            ids.extend(document)
+    for text, plain in texts:
+        if not text.strip():
+            continue
+        size = len(text) if wanted is None else _CHARACTERS * (wanted - len(ids))
+        while True:  # no more of a long text than is needed
+            # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
+            found = tokenizer(text[:size], verbose=False, add_special_tokens=plain)["input_ids"]
+            if wanted is None or size >= len(text) or len(ids) + len(found) >= wanted + _MARGIN:
+                break
+            size *= 4
+        ids += found
         if wanted is not None and len(ids) >= wanted:
             break
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _content_key(documents: list[str], tokenizer: Any, wanted: int | None, chat: bool) -> str:
-    digest = hashlib.sha256()
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    digest.update((backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)).encode())
-    settings = {name: getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token", "special_tokens_map")}
-    digest.update(f"{type(tokenizer).__name__} {settings} {wanted}{' chat' if chat else ''}".encode())
-    for document in documents:
-        raw = document.encode()
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-    return digest.hexdigest()
-
-
-def _from_cache(path: Path) -> Tensor | None:
-    try:
-        return load_file(path)["tokens"].long() if path.is_file() else None
-    except Exception as error:  # a damaged entry is replaced
-        logger.warning("%s: it cannot be read (%s); the text is tokenised again.", path, error)
-        return None
-
-
-def _to_cache(path: Path, ids: Tensor) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"tokens": ids.int()}, partial)
-        partial.replace(path)
-    except OSError as error:  # the cache is optional
-        logger.debug("%s: not cached (%s)", path, error)
-        partial.unlink(missing_ok=True)
+    return ids
 
 
 # Data in Python.
@@ -291,27 +261,28 @@ def data_in_memory(
     """
     images = holds_images(data, tokenizer)
     if isinstance(data, str | Path):
-        named = CalibrationOptions(**(vars(options) | {"calibration": str(data)}))
-        if images:
-            return read_rows(named, _processor(tokenizer), context)
-        return read_text(named, _tokenizer(tokenizer, "a text"), context)
+        named = replace(options, calibration=str(data))
+        return read_rows(named, _processor(tokenizer), context) if images else read_text(named, _tokenizer(tokenizer), context)
     if isinstance(data, Tensor):
         return _text_of_ids(data, options)
+    if isinstance(data, Mapping):
+        raise UserError("data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe.")
+    if _text_of_row(_first_row(data)) is None:
+        return None
     length = min(options.seqlen or 2048, context or 2048)
     if images:
-        numbered = zip(range(1, (options.samples or len(data)) + 1), data, strict=False)
-        found: list[ImageRow | Tensor] = [_image_row(row, number) for number, row in numbered]
-        if len(found) < (options.samples or 1):
-            raise UserError(f"data: {count_of(len(found), 'row')}, too few for {options.samples} samples.")
+        found: list[ImageRow | Tensor] = []
+        for number, row in enumerate(islice(data, options.samples), 1):
+            name = f"data, row {number}"
+            text = text_in(_text_of_row(row), name)
+            cells = next((row[column] for column in _IMAGE_COLUMNS if row.get(column) is not None), None)
+            found.append(ImageRow(name, text, stored_images(cells, name)))
+        _check_number("data", len(found), options.samples)
         corpus = Corpus(file=IN_MEMORY, column="", samples=len(found), seqlen=length)
-        return _with_inputs(found, [corpus], _processor(tokenizer), None)
-    rows = _rows(data)
-    if rows is None:
-        return None
-    tokenizer, ids = _tokenizer(tokenizer, "texts"), []
-    for row in rows:
-        text = row if isinstance(row, str) else chat_text(row, tokenizer, "data")
-        ids += tokenizer(text, verbose=False, add_special_tokens=isinstance(row, str))["input_ids"]
+        return _with_inputs([corpus], found, _processor(tokenizer), None)
+    wanted = None if options.samples is None else options.samples * length
+    rows = (text_in(_text_of_row(row), f"data, row {number}") for number, row in enumerate(data, 1))
+    ids = _ids(rows, _tokenizer(tokenizer), "data", wanted)
     length = min(length, len(ids))
     samples = min(options.samples or len(ids), len(ids) // length if length else 0)
     if samples < (options.samples or 1):
@@ -323,32 +294,38 @@ def holds_images(data: Any, tokenizer: Any) -> bool:
     """Whether data is the name of a text with a column of images, or rows with images and `tokenizer` a processor."""
     if isinstance(data, str | Path):
         return has_images(str(data))
+    row = _first_row(data)
+    if not isinstance(row, Mapping) or _text_of_row(row) is None or not any(name in row for name in _IMAGE_COLUMNS):
+        return False
     if isinstance(tokenizer, str | Path):
         names = ("processor_config.json", "preprocessor_config.json")
-        reads_images = any((Path(tokenizer) / name).is_file() for name in names)
-    else:
-        reads_images = hasattr(tokenizer, "image_processor")
-    if not reads_images or isinstance(data, Tensor | Mapping):
-        return False
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
-        return False
-    return isinstance(data[0], Mapping) and _row(data[0]) is not None and any(name in data[0] for name in _IMAGE_COLUMNS)
+        return any((Path(tokenizer) / name).is_file() for name in names)
+    return hasattr(tokenizer, "image_processor")
+
+
+def _first_row(data: Any) -> Any:
+    """The first row of a list or a data set; None for other data, such as a DataLoader."""
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Tensor | Mapping)
+    return data[0] if indexed and len(data) else None
+
+
+def _text_of_row(row: Any) -> str | Messages | None:
+    """A text, or the messages of a conversation; None for anything else."""
+    if isinstance(row, Mapping):
+        row = next((row[name] for name in ("text", *CHAT_COLUMNS) if name in row), None)
+    return row if isinstance(row, str) else messages_in(row)
 
 
 def _processor(given: Any) -> Any:
-    if given is None:
-        raise UserError("data: images need a processor; give tokenizer=AutoProcessor.from_pretrained(...).")
     processor = load_processor(Path(given)) if isinstance(given, str | Path) else given
     if not hasattr(processor, "image_processor"):
-        raise UserError(
-            f"data: images need a processor, and tokenizer= is a {type(processor).__name__}; give an AutoProcessor."
-        )
+        raise UserError("data: images need a processor; give tokenizer=AutoProcessor.from_pretrained(...).")
     return processor
 
 
-def _tokenizer(given: Any, what: str) -> Any:
+def _tokenizer(given: Any) -> Any:
     if given is None:
-        raise UserError(f"data: {what} needs a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...).")
+        raise UserError("data: texts need a tokenizer; give tokenizer=AutoTokenizer.from_pretrained(...).")
     loaded = load_tokenizer(Path(given)) if isinstance(given, str | Path) else given
     return getattr(loaded, "tokenizer", loaded)  # of a processor
 
@@ -356,41 +333,9 @@ def _tokenizer(given: Any, what: str) -> Any:
 def _text_of_ids(ids: Tensor, options: CalibrationOptions) -> CalibrationText:
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() not in (1, 2) or ids.numel() == 0:
         raise UserError(f"data: a tensor of {ids.dtype} {list(ids.shape)}; token ids are integers of shape (samples, length).")
-    ids = ids.detach().cpu().long().reshape(1, -1) if ids.dim() == 1 else ids.detach().cpu().long()
-    ids = ids[: options.samples, : options.seqlen]
+    ids = ids.detach().cpu().long().reshape(-1, ids.shape[-1])[: options.samples, : options.seqlen]
     corpus = Corpus(file=IN_MEMORY, column="", samples=ids.shape[0], seqlen=ids.shape[1])
     return CalibrationText([corpus], ids, None)
-
-
-def _rows(data: Any) -> list[Any] | None:
-    """Texts or conversations; None if the data is something else."""
-    if isinstance(data, torch.utils.data.DataLoader) or not isinstance(data, Sequence | Iterable):
-        return None
-    if not isinstance(data, Sequence) and not hasattr(data, "__getitem__"):
-        return None
-    if isinstance(data, Mapping):
-        raise UserError("data: a mapping; give texts, token ids, a DataLoader, or the name of a recipe.")
-    rows = [_row(row) for row in data] if isinstance(data, Sized) and len(data) and _row(data[0]) is not None else None
-    if rows is not None and any(row is None for row in rows):
-        raise UserError("data: some rows are neither texts nor conversations.")
-    return rows
-
-
-def _row(row: Any) -> Any:
-    """A text, or the messages of a conversation; None for anything else."""
-    if isinstance(row, Mapping):
-        name = next((name for name in ("text", *CHAT_COLUMNS) if name in row), None)
-        return None if name is None else _row(row[name])
-    return row if isinstance(row, str) else messages_in(row)
-
-
-def _image_row(row: Any, number: int) -> "ImageRow":
-    name = f"data, row {number}"
-    text = _row(row)
-    if text is None:
-        raise UserError(f"{name}: it holds neither a text nor a conversation.")
-    cells = [cell for each in _IMAGE_COLUMNS for cell in image_cells(row.get(each), f"{name}: {each!r}")]
-    return ImageRow(name, text, tuple(cells))
 
 
 # Rows with images.
@@ -403,88 +348,56 @@ class ImageRow:
     Attributes:
         name: of the data set and the row, for errors.
         text: a text, or the messages of a conversation.
-        cells: its images, as the data set holds them: paths, bytes, {"bytes", "path"}, or images of Pillow.
-        folder: where relative paths start.
+        images: from `stored_images`.
     """
 
     name: str
-    text: str | list[dict[str, Any]]
-    cells: tuple[Any, ...]
-    folder: Path = Path()
+    text: str | Messages
+    images: list[Any]
 
-    def images(self) -> list["Image"]:
+    def opened(self) -> list["Image"]:
         """The images, in RGB; UserError if one cannot be opened."""
-        return [self._opened(cell) for cell in self.cells]
-
-    def _opened(self, cell: Any) -> "Image":
+        import datasets
         from PIL import Image, ImageOps
 
-        try:
-            return ImageOps.exif_transpose(_image_of(cell, self.folder)).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            file = cell.get("path") if isinstance(cell, Mapping) else cell
-            shown = f" {quotable(str(file))}" if isinstance(file, str | Path) else ""
-            raise UserError(
-                f"{self.name}: its image{shown} cannot be opened ({reason(error)}). Mend the row, or leave it out."
-            ) from error
+        images = []
+        for stored in self.images:
+            try:
+                images.append(ImageOps.exif_transpose(datasets.Image().decode_example(stored)).convert("RGB"))
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                path = stored["path"] if isinstance(stored, dict) else None
+                shown = "" if path is None else f" {quotable(path)}"
+                raise UserError(
+                    f"{self.name}: its image{shown} cannot be opened ({reason(error)}). Mend the row, or leave it out."
+                ) from error
+        return images
 
 
-def _image_of(cell: Any, folder: Path) -> "Image":
-    """An image of a cell. OSError, ValueError or SyntaxError if it cannot be read."""
-    from PIL import Image
-
-    if isinstance(cell, Image.Image):
-        return cell
-    data: Any = cell.get("bytes") if isinstance(cell, Mapping) else cell
-    path: Any = cell.get("path") if isinstance(cell, Mapping) else cell
-    if isinstance(data, bytes):
-        return Image.open(BytesIO(data))
-    if isinstance(cell, Mapping) and "://" in str(path):  # in an archive, or on the Hub
-        import datasets
-
-        decoded: Image.Image = datasets.Image().decode_example({"bytes": None, "path": path})
-        return decoded
-    return Image.open(folder / path)
-
-
-def image_rows(corpus: Corpus, seed: int = 0) -> Iterator[ImageRow]:
-    """The rows of a corpus with a column of images, in order. Rows are counted from 1.
+def stored_images(value: Any, where: str, folder: Path = Path()) -> list[Any]:
+    """The images of a row, each as `datasets` stores it, {"bytes", "path"}, or as an image of Pillow.
 
     Args:
-        seed: for corpora that are shuffled.
+        value: one image or a list: paths, bytes, {"bytes", "path"}, or images of Pillow. None: no images.
+        where: the beginning of the error.
+        folder: where relative paths start.
 
     Raises:
-        UserError: Pillow is not installed; the data set or one of its columns does not exist, or does not hold text or images.
+        UserError: the value holds something else.
     """
-    check_pillow()
-    assert corpus.image is not None
-    data, column = open_data_set(corpus, seed)
-    data = _undecoded(data, corpus.image)
-    folder = Path(corpus.file).parent if corpus.file else Path()
-    for number, row in enumerate(data, 1):
-        name = f"{corpus.source}, row {number}"
-        text = text_in(row[column], f"{name}: column {column!r}")
-        yield ImageRow(name, text, image_cells(row[corpus.image], f"{name}: column {corpus.image!r}"), folder)
-
-
-def image_cells(value: Any, where: str) -> tuple[Any, ...]:
-    """The images of a row: of one image, a list of them, or None; UserError, which begins with `where`, for anything else."""
     from PIL.Image import Image
 
-    cells = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    for cell in cells:
-        stored = isinstance(cell, Mapping) and (cell.get("bytes") is not None or cell.get("path") is not None)
-        if not stored and not isinstance(cell, str | bytes | Path | Image):
+    images: list[Any] = []
+    for cell in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+        content = cell.get("bytes") if isinstance(cell, Mapping) else cell if isinstance(cell, bytes) else None
+        path = cell.get("path") if isinstance(cell, Mapping) else cell if isinstance(cell, str | Path) else None
+        if isinstance(cell, Image):
+            images.append(cell)
+        elif content is not None or path is not None:
+            local = path is not None and "://" not in str(path)  # else it is in an archive, or on the Hub
+            images.append({"bytes": content, "path": str(folder / str(path)) if local else path})
+        else:
             raise UserError(f"{where} does not hold images. Name a column of images, or of the paths of image files.")
-    return cells
-
-
-def check_pillow() -> None:
-    """Raise UserError if Pillow is not installed."""
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise UserError("Calibration on images needs Pillow. Install it: pip install pillow") from error
+    return images
 
 
 def _undecoded(data: Any, column: str) -> Any:
@@ -500,12 +413,12 @@ def _undecoded(data: Any, column: str) -> Any:
     return data
 
 
-def _with_inputs(rows: list[ImageRow | Tensor], corpora: list[Corpus], processor: Any, seed: int | None) -> CalibrationRows:
-    """The rows of corpora, which have one `seqlen`, with the hash of their inputs: their names, dtypes, shapes and values."""
-    made, digest, number = RowProcessor(processor, corpora[0].seqlen or 0), hashlib.sha256(), 0
+def _with_inputs(corpora: list[Corpus], rows: list[ImageRow | Tensor], processor: Any, seed: int | None) -> CalibrationRows:
+    """The rows of corpora; all inputs are made once, so that what is wrong is said before a model runs."""
+    digest, number = hashlib.sha256(), 0
     with progress_bar(len(rows), "images", "row") as bar:
         for row in rows:
-            arguments = made.inputs(row)
+            arguments = inputs_of(row, processor, corpora[0].seqlen or 0)
             for name, value in sorted(arguments.items()):
                 if isinstance(value, Tensor):
                     digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -514,101 +427,83 @@ def _with_inputs(rows: list[ImageRow | Tensor], corpora: list[Corpus], processor
                     digest.update(f"{name} {value!r}\n".encode())
             number += arguments["input_ids"].numel()
             bar.update(1)
-    return CalibrationRows(corpora, seed, number, digest.hexdigest(), rows, made)
+    return CalibrationRows(corpora, rows, processor, seed, number, digest.hexdigest())
 
 
-class RowProcessor:
-    """Makes the inputs of a model by the model's own processor.
+def inputs_of(row: ImageRow | Tensor, processor: Any, seqlen: int) -> dict[str, Any]:
+    """The keyword arguments of a forward pass on a row, made by the model's processor.
+
+    A plain text is the message of a user after its images; without a chat template, it follows the processor's placeholders.
 
     Args:
+        row: a row with images, or the token ids of a text, int64, shape (tokens,).
         processor: of the model.
         seqlen: longest sequence in tokens; the text of longer ones is cut at its end.
+
+    Returns:
+        The arguments, `input_ids` first: int64, shape (1, tokens).
+
+    Raises:
+        UserError: an image cannot be opened, the processor refuses the row, or its images are too long.
     """
+    from jinja2 import TemplateError
 
-    def __init__(self, processor: Any, seqlen: int) -> None:
-        self._processor = processor
-        self._seqlen = seqlen
-        self._template = getattr(processor, "chat_template", None)
-        self._placeholder = getattr(processor, "image_token", None) or getattr(processor.tokenizer, "image_token", None)
-
-    def inputs(self, row: "ImageRow | Tensor") -> dict[str, Any]:
-        """The keyword arguments of a forward pass on a row, `input_ids` first: int64, shape (1, tokens).
-
-        Raises:
-            UserError: an image cannot be opened, the processor refuses the row, or its images are too long.
-        """
-        from jinja2 import TemplateError
-
-        if isinstance(row, Tensor):
-            return {"input_ids": row.reshape(1, -1)}
-        images = row.images()
-        try:
-            made = self._by_template(row, images) if self._template else self._by_placeholder(row, images)
-        except UserError:
-            raise
-        except (TemplateError, TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-            raise UserError(f"{row.name}: the model's processor refuses it ({reason(error)}).") from error
-        arguments = {"input_ids": made["input_ids"], **{name: value for name, value in made.items() if value is not None}}
-        return self._cut(arguments, row)
-
-    def _by_template(self, row: ImageRow, images: list[Any]) -> Any:
-        """The inputs of a conversation. A plain text is the user's message, after its images."""
-        messages = [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
-        conversation = _with_images(messages, images, row.name)
-        return self._processor.apply_chat_template(conversation, tokenize=True, return_dict=True, return_tensors="pt")
-
-    def _by_placeholder(self, row: ImageRow, images: list[Any]) -> Any:
-        """The inputs of a text after the processor's placeholders for its images, unless it has them."""
-        if not isinstance(row.text, str):
+    if isinstance(row, Tensor):
+        return {"input_ids": row.reshape(1, -1)}
+    images = row.opened()
+    placeholder = getattr(processor, "image_token", None) or getattr(processor.tokenizer, "image_token", None)
+    try:
+        if getattr(processor, "chat_template", None):
+            conversation = _conversation(row, images)
+            made = processor.apply_chat_template(conversation, tokenize=True, return_dict=True, return_tensors="pt")
+        elif not isinstance(row.text, str):
             raise UserError(
                 f"{row.name}: it is a conversation, and the model's processor has no chat template. Name a column of text with "
                 ",column=NAME, or add chat_template.jinja to the model's folder."
             )
-        if self._placeholder is None:
+        elif placeholder is None:
             raise UserError(
-                f"{type(self._processor).__name__}: it has neither a chat template nor an image_token, so the place of an "
-                "image in a text is unknown. Add chat_template.jinja to the model's folder."
+                f"{type(processor).__name__}: it has neither a chat template nor an image_token, so the place of an image in a "
+                "text is unknown. Add chat_template.jinja to the model's folder."
             )
-        missing = len(images) - row.text.count(self._placeholder)
-        text = f"{self._placeholder * missing}{row.text}"
-        return self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
+        else:
+            text = placeholder * (len(images) - row.text.count(placeholder)) + row.text
+            made = processor(text=[text], images=[images] if images else None, return_tensors="pt")
+    except UserError:
+        raise
+    except (TemplateError, TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+        raise UserError(f"{row.name}: the model's processor refuses it ({reason(error)}).") from error
+    ids: Tensor = made["input_ids"]
+    arguments = {"input_ids": ids, **{name: value for name, value in made.items() if value is not None}}
+    if ids.shape[1] <= seqlen:
+        return arguments
+    known = getattr(processor, "image_token_ids", None) or [getattr(processor, "image_token_id", None)]
+    if known == [None]:
+        known = [] if placeholder is None else [processor.tokenizer.convert_tokens_to_ids(placeholder)]
+    places = torch.isin(ids[0], torch.tensor(known, dtype=ids.dtype)).nonzero()
+    end = int(places.max()) + 1 if len(places) else 0
+    if end > seqlen:
+        raise UserError(
+            f"{row.name}: the tokens of its images end after {end} tokens, and a sequence has at most {seqlen}. "
+            f"Raise --seqlen to {end} or more, or use smaller images."
+        )
+    for name, value in arguments.items():  # those with one value for each token: shape (1, tokens, ...)
+        if isinstance(value, Tensor) and value.shape[:2] == ids.shape and not name.startswith(_OF_IMAGES):
+            arguments[name] = value[:, :seqlen]
+    return arguments
 
-    def _cut(self, arguments: dict[str, Any], row: ImageRow) -> dict[str, Any]:
-        """The inputs without the tokens after the longest length."""
-        ids: Tensor = arguments["input_ids"]
-        if ids.shape[1] <= self._seqlen:
-            return arguments
-        known = getattr(self._processor, "image_token_ids", None) or [getattr(self._processor, "image_token_id", None)]
-        known = [each for each in known if each is not None]
-        if not known and self._placeholder is not None:
-            known = [self._processor.tokenizer.convert_tokens_to_ids(self._placeholder)]
-        places = torch.isin(ids[0], torch.tensor(known, dtype=ids.dtype)).nonzero()[:, 0]
-        end = int(places[-1]) + 1 if len(places) else 0
-        if end > self._seqlen:
-            raise UserError(
-                f"{row.name}: the tokens of its images end after {end} tokens, and a sequence has at most {self._seqlen}. "
-                f"Raise --seqlen to {end} or more, or use smaller images."
-            )
 
-        def by_token(name: str, value: Any) -> bool:  # one value for each token: shape (1, tokens, ...)
-            return isinstance(value, Tensor) and value.shape[:2] == ids.shape and not name.startswith(_OF_IMAGES)
+def _conversation(row: ImageRow, images: list["Image"]) -> Messages:
+    """The messages of a row in parts, each image at its place.
 
-        return {name: value[:, : self._seqlen] if by_token(name, value) else value for name, value in arguments.items()}
-
-
-def _with_images(messages: list[dict[str, Any]], images: list[Any], name: str) -> list[dict[str, Any]]:
-    """The messages of a conversation in parts, each image at its place.
-
-    Places are parts of the type "image"; in a conversation without such parts, each "<image>" in a text; without both, the
-    images come first in the first message of the user.
+    Places are parts of the type "image", and "<image>" in a text; without both, the images come first in the first message of
+    the user.
 
     Raises:
         UserError: the numbers of places and of images differ.
     """
+    messages: Messages = [{"role": "user", "content": row.text}] if isinstance(row.text, str) else row.text
     filled = [message | {"content": _parts_of(message.get("content"))} for message in messages]
-    if not any(part["type"] == "image" for message in filled for part in message["content"]):
-        for message in filled if images else ():
-            message["content"] = [piece for part in message["content"] for piece in _split(part)]
     places = [part for message in filled for part in message["content"] if part["type"] == "image"]
     if not places and images:
         first = next((message for message in filled if message.get("role") == "user"), filled[0])
@@ -616,7 +511,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any], name: str) -
         first["content"] = places + first["content"]
     if len(places) != len(images):
         raise UserError(
-            f"{name}: its conversation has {count_of(len(places), 'place')} for images, and its column "
+            f"{row.name}: its conversation has {count_of(len(places), 'place')} for images, and its column "
             f"{count_of(len(images), 'image')}; the numbers must be equal. Mend the row, or leave it out."
         )
     for place, image in zip(places, images, strict=True):
@@ -625,22 +520,10 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any], name: str) -
     return filled
 
 
-def _parts_of(content: Any) -> list[dict[str, Any]]:
-    """The parts of a message: of a text, or of a list whose parts a data set has padded with None."""
+def _parts_of(content: Any) -> Messages:
+    """The parts of a message: of a text, divided at the places of images, or of a list that a data set has padded with None."""
     if isinstance(content, list):
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
         return [part | {"type": "image"} if part.get("type") == "image_url" else part for part in parts]
-    return [{"type": "text", "text": content or ""}]
-
-
-def _split(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """A part of text, divided at the marks of images."""
-    if part["type"] != "text" or _MARK not in part["text"]:
-        return [part]
-    pieces: list[dict[str, Any]] = []
-    for number, text in enumerate(part["text"].split(_MARK)):
-        if number:
-            pieces.append({"type": "image"})
-        if text.strip():
-            pieces.append({"type": "text", "text": text.strip("\n") if number else text})
-    return pieces
+    pieces = [piece for piece in _MARK.split(content or "") if piece.strip()]
+    return [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]

@@ -1,6 +1,6 @@
 """The sums of squares of layers' inputs, collected by hooks while a model runs.
 
-Each linear layer has a hook, and `execution.expert_hooks` observes the experts of a mixture. Squares are summed in float32
+Each linear layer has a hook, and `models.hooks` observes the experts of a mixture. Squares are summed in float32
 within a batch and in float64 over batches, on the device of the input; nothing is copied to the CPU before the end.
 
 Two sums are collected: sum_t x_tj^2, one for each distinct input, and relative to the layer's output y_t for each token,
@@ -58,41 +58,18 @@ class InputSums:
         self.tokens: dict[str, int] = {}
         self.paused = False
         self.counted: Tensor | None = None
-        self._finite: dict[str, Tensor] = {}
         self._last: _Seen | None = None
 
-    def norms(self, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The norms so far by name, float32, shape (inputs,), on the CPU.
-
-        Args:
-            layers: keys of `sums`; None: all.
-
-        Raises:
-            UserError: a norm is not finite.
-        """
-        norms = {}
-        for name in self.sums if layers is None else layers:
-            norms[name] = self.sums[name].sqrt().float().cpu()
-            if not bool(torch.isfinite(norms[name]).all()):
-                layer = name.removesuffix(relative_name(""))
-                raise UserError(
-                    f"{layer}: its input activations hold NaN or infinity, first in batch {int(self._finite[name]) + 1}. Try "
-                    "--dtype float32; if it does not help, the weights are damaged."
-                )
-        return norms
-
-    def norm(self, layer: str, relative: bool = False) -> Tensor | None:
-        """The norms of a layer's inputs so far, float32, shape (inputs,); None for a layer that was not called.
-
-        Args:
-            relative: to the outputs.
-        """
-        name = relative_name(layer) if relative else self.input_of.get(layer)
-        return None if name not in self.sums else self.norms([name])[name]
-
-    def tokens_of(self, layer: str) -> int | None:
-        """The number of tokens that a layer saw so far; None for a layer that was not called."""
-        return self.tokens.get(self.input_of.get(layer, ""))
+    def norm(self, name: str) -> Tensor:
+        """The norm so far of a key of `sums`, float32, shape (inputs,), on the CPU; UserError if it is not finite."""
+        norm = self.sums[name].sqrt().float().cpu()
+        if not bool(torch.isfinite(norm).all()):
+            layer = name.removesuffix(relative_name(""))
+            raise UserError(
+                f"{layer}: its input activations hold NaN or infinity. Try --dtype float32; if it does not help, the weights "
+                "are damaged."
+            )
+        return norm
 
     def reduce(self, layers: Iterable[str] | None = None) -> None:
         """Add up the sums of all ranks, for these keys of `sums` or for all. A collective call, once for each key.
@@ -103,20 +80,17 @@ class InputSums:
         Raises:
             RankLost: another rank has ended.
         """
-        count = ranks().count
-        if count == 1:
+        if ranks().count == 1:
             return
         own = [name for name in (self.sums if layers is None else layers) if name in self.sums]
-        state = {name: (self.sums[name].cpu(), int(self._finite[name]), self.tokens[name]) for name in own}
-        shares = ranks().gather((state, self.input_of))
+        shares = ranks().gather(({name: (self.sums[name].cpu(), self.tokens[name]) for name in own}, self.input_of))
         for _, input_of in shares:
-            self.input_of |= {layer: leader for layer, leader in input_of.items() if layer not in self.input_of}
+            for layer, leader in input_of.items():
+                self.input_of.setdefault(layer, leader)
         for name in dict.fromkeys(name for share, _ in shares for name in share):  # a rank may not have seen all of them
-            held = {rank: share[name] for rank, (share, _) in enumerate(shares) if name in share}
-            broken = [good * count + rank for rank, (total, good, _) in held.items() if not bool(torch.isfinite(total).all())]
-            self._finite[name] = torch.tensor(min(broken, default=0))
-            self.tokens[name] = sum(tokens for _, _, tokens in held.values())
-            total = torch.stack([total for total, _, _ in held.values()]).sum(0)
+            held = [share[name] for share, _ in shares if name in share]
+            self.tokens[name] = sum(tokens for _, tokens in held)
+            total = torch.stack([total for total, _ in held]).sum(0)
             self.sums[name] = total.to(self.sums[name].device) if name in self.sums else total
 
     def add(self, other: "InputSums") -> None:
@@ -124,35 +98,20 @@ class InputSums:
         self.sums |= other.sums
         self.input_of |= other.input_of
         self.tokens |= other.tokens
-        self._finite |= other._finite
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The sums, float64, on the CPU, and for each the number of batches for which it stayed finite.
-
-        With `input_of` and `tokens` this is all that `restore` needs.
-        """
-        return {name: total.cpu() for name, total in self.sums.items()}, {n: int(good) for n, good in self._finite.items()}
-
-    def restore(
-        self, sums: dict[str, Tensor], input_of: dict[str, str], finite: dict[str, int], tokens: dict[str, int]
-    ) -> None:
-        """Restore an earlier state."""
+    def restore(self, sums: dict[str, Tensor], input_of: dict[str, str], tokens: dict[str, int]) -> None:
+        """Restore the `sums`, `input_of` and `tokens` of an earlier run."""
         # In the order of the layers, as in an uninterrupted run.
         names = [name for layer, leader in input_of.items() for name in (leader, relative_name(layer)) if name in sums]
         self.sums = {name: sums[name] for name in dict.fromkeys(names)}
-        self.input_of = dict(input_of)
-        self.tokens = dict(tokens)
-        self._finite = {name: torch.tensor(good, dtype=torch.int32) for name, good in finite.items()}
+        self.input_of, self.tokens = input_of, tokens
 
     def observe(self, layer: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add one call of a layer: inputs of shape (..., inputs), outputs of shape (..., outputs)."""
-        if self.paused:
-            return
-        last = self._last if self._last is not None and self._last.inputs() is inputs else None
-        last = last if last is not None and last.version == inputs._version else None
-        leader = self.input_of.get(layer)
-        if leader is None:
-            leader = self.input_of[layer] = layer if last is None else last.leader
+        last = self._last
+        if last is not None and (last.inputs() is not inputs or last.version != inputs._version):
+            last = None
+        leader = self.input_of.setdefault(layer, layer if last is None else last.leader)
         if last is None:
             squares = [_squares(self._that_count(inputs))]
             # The list is emptied when the input is no longer used, so that a model's memory does not grow with it.
@@ -163,12 +122,6 @@ class InputSums:
         if isinstance(outputs, Tensor) and outputs.shape[:-1] == inputs.shape[:-1]:
             relative = _relative_sum(last.squares[0], self._that_count(outputs))
             self._add(relative_name(layer), relative, last.squares[0].shape[0])
-
-    def observe_expert(self, layers: list[Layer], inputs: Tensor, outputs: Tensor) -> None:
-        """As `observe`, for layers whose weights are one matrix in the model: they share their inputs."""
-        for layer in layers:
-            assert layer.expert is not None
-            self.observe(layer.name, inputs, outputs[:, layer.expert.first : layer.expert.last])
 
     def _that_count(self, features: Tensor) -> Tensor:
         """The features of the tokens that count, shape (tokens, features)."""
@@ -183,9 +136,6 @@ class InputSums:
             self.sums[name] += squares.to(self.sums[name].device)
         else:
             self.sums[name] = squares
-        # The number of batches for which the sum stayed finite, counted on its device, so that no batch waits for a transfer.
-        good = torch.isfinite(self.sums[name]).all().int()
-        self._finite[name] = self._finite[name] + good if name in self._finite else good
 
     def complete(self, model: nn.Module, layers: Iterable[Layer]) -> None:
         """Record sums of zero, over no tokens, for experts to which no token was routed.
@@ -208,7 +158,7 @@ class InputSums:
             leader = self.input_of[layer.name] = leaders.setdefault(place, layer.name)
             for name in [relative_name(layer.name)] + ([leader] if leader == layer.name else []):
                 self.sums[name] = torch.zeros(inputs_of(model, layer), dtype=torch.float64)
-                self.tokens[name], self._finite[name] = 0, torch.tensor(0)
+                self.tokens[name] = 0
 
     def activations(self, layers: Iterable[Layer]) -> Activations:
         """The norms of these layers, in their order.
@@ -217,10 +167,9 @@ class InputSums:
             UserError: a norm is not finite.
         """
         input_of = {layer.name: self.input_of[layer.name] for layer in layers if layer.name in self.input_of}
-        leaders = list(dict.fromkeys(input_of.values()))
-        relative = {layer: self.norms([name])[name] for layer in input_of if (name := relative_name(layer)) in self.sums}
-        tokens = {name: self.tokens[name] for name in leaders}
-        return Activations(self.norms(leaders), input_of, tokens=tokens, relative=relative)
+        norms = {leader: self.norm(leader) for leader in dict.fromkeys(input_of.values())}
+        relative = {layer: self.norm(name) for layer in input_of if (name := relative_name(layer)) in self.sums}
+        return Activations(norms, input_of, tokens={name: self.tokens[name] for name in norms}, relative=relative)
 
 
 def _squares(features: Tensor) -> Tensor:
@@ -252,10 +201,9 @@ def input_hooks(model: nn.Module, layers: Iterable[Layer]) -> Iterator[InputSums
     collected = InputSums()
 
     def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
-        if layers[0].expert is None:
-            collected.observe(layers[0].name, inputs, outputs)
-        else:
-            collected.observe_expert(layers, inputs, outputs)
+        for layer in layers:  # several whose weights are one matrix in the model share their inputs
+            own = outputs if layer.expert is None else outputs[:, layer.expert.first : layer.expert.last]
+            collected.observe(layer.name, inputs, own)
 
     with layer_hooks(model, layers, observe, lambda: collected.paused):
         yield collected

@@ -33,8 +33,8 @@ from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel, Walk, decoder_ids, reads_twice
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import body_of, find_blocks, find_towers, set_to_zero, weight_of
-from emp_llm.models.offload import execution_device, input_device, is_offloaded
+from emp_llm.models.modules import body_of, find_towers, set_to_zero, weight_of
+from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import Recipe
@@ -94,41 +94,31 @@ def calibrated(
     Raises:
         UserError: a norm is not finite, memory runs out, or the model cannot run in this way.
     """
-    record = msgspec.structs.replace(
-        _with_data(about, data, how),
-        tokens=data.number,
-        dtype=str(model.dtype).removeprefix("torch."),
-        ranks=ranks().count,
-        versions=versions(),
-    )
+    record = msgspec.structs.replace(fit_origin(data, how, about), dtype=str(model.dtype).removeprefix("torch."))
+    if isinstance(data, CalibrationRows) and how.batch_size != CalibrationOptions.batch_size:
+        logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
     with in_evaluation_mode(model):
         if isinstance(data, CalibrationRows):
-            if how.batch_size != CalibrationOptions.batch_size:
-                logger.warning("warning: --batch-size has no effect: rows with images run one at a time.")
-            norms = _calibrate_rows(model, layers, data, blocks)
-            return replace(norms, about=msgspec.structs.replace(record, execution="model", propagate="dense"))
-        by_itself = is_offloaded(model) and not reads_twice(model)
-        by_blocks = how.execution == "blocks" or masker is not None or (how.execution == "auto" and by_itself)
-        logger.debug(
-            "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
-            count_of(len(layers), "layer"),
-            *data.tokens.shape,
-            how.batch_size,
-            "block by block" if by_blocks else "the whole model at once",
-        )
-        if not by_blocks:
-            norms = calibrate_model(model, layers, data.tokens, how.batch_size, blocks)
+            norms, by_blocks = _calibrate_rows(model, layers, data), False
         else:
-            progress = None
-            if resume is not None and how.resumable_calibration:
-                made_of = {
-                    "layers": [layer.name for layer in layers],
-                    "config": model.config.to_json_string(),
-                    "ids": data.signature,
-                }
-                progress = CalibrationProgress(resume, record.as_dict() | made_of)
-            runner = BlockwiseModel(model, blocks, how.hidden_states)
-            norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+            by_itself = how.execution == "auto" and is_offloaded(model) and not reads_twice(model)
+            by_blocks = how.execution == "blocks" or masker is not None or by_itself
+            logger.debug(
+                "calibrating %s on %d sequences of %d tokens, %d at a time, %s.",
+                count_of(len(layers), "layer"),
+                *data.tokens.shape,
+                how.batch_size,
+                "block by block" if by_blocks else "the whole model at once",
+            )
+            if by_blocks:
+                progress = None
+                if resume is not None and how.resumable_calibration:
+                    made_of = {"layers": [layer.name for layer in layers], "config": model.config.to_json_string()}
+                    progress = CalibrationProgress(resume, record.as_dict() | made_of | {"ids": data.signature})
+                runner = BlockwiseModel(model, blocks, how.hidden_states)
+                norms = calibrate_blocks(runner, layers, data.tokens, how.batch_size, masker, progress)
+            else:
+                norms = calibrate_model(model, layers, data.tokens, how.batch_size)
     if record.pruned_by is not None and record.pruned_by.match is not None:  # the file names no folders
         record.pruned_by = msgspec.structs.replace(record.pruned_by, match=Path(record.pruned_by.match).name)
     record.execution, record.propagate = ("blocks" if by_blocks else "model"), ("dense" if masker is None else "pruned")
@@ -223,9 +213,7 @@ def own_batches(tokens: Tensor, batch_size: int) -> list[Tensor]:
 # The whole model, batch by batch.
 
 
-def calibrate_model(
-    model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4, blocks: str | None = None
-) -> Activations:
+def calibrate_model(model: PreTrainedModel, layers: list[Layer], tokens: Tensor, batch_size: int = 4) -> Activations:
     """Run the calibration tokens through a model and collect the input norms of its layers.
 
     Args:
@@ -233,7 +221,6 @@ def calibrate_model(
         layers: linear layers, and matrices of experts.
         tokens: int64, shape (samples, length).
         batch_size: sequences per forward pass.
-        blocks: name of the list of decoder blocks; None: detected.
 
     Returns:
         Norms over all tokens of all samples; `about` is empty.
@@ -242,54 +229,41 @@ def calibrate_model(
         UserError: a norm is not finite, memory runs out, or the model does not run on text alone.
     """
     batches = own_batches(tokens, batch_size)
-    with current_block(model, blocks) as where:
-
-        @contextmanager
-        def guard(ids: Tensor) -> Iterator[None]:
-            hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
-            with _explained(model, hint) if find_towers(model).others else nullcontext(), enough_memory(where, ids):
-                yield
-
-        total = sum(batch.numel() for batch in batches), "tok"
-        return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
+    hint = "it does not run on text alone ({}). Use a magnitude method, which needs no forward pass."
+    guard = partial(_explained, model, hint if find_towers(model).others else None, "")
+    total = sum(batch.numel() for batch in batches), "tok"
+    return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=total)[0]
 
 
-def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows, blocks: str | None) -> Activations:
-    """The norms over rows with images. Their inputs are made again, row by row; images have the dtype of the model."""
+def _calibrate_rows(model: PreTrainedModel, layers: list[Layer], data: CalibrationRows) -> Activations:
+    """The norms over rows with images. Their inputs are made again, row by row."""
+    rows = ranks().part(data.rows)
     if len(data.rows) < ranks().count:
         raise UserError(
             f"{count_of(len(data.rows), 'row')} with images for {ranks().count} ranks. Raise --samples, or use fewer."
         )
-    with current_block(model, blocks) as where:
-
-        @contextmanager
-        def guard(ids: Tensor) -> Iterator[None]:
-            hint = (
-                "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; "
-                "copy them from the original."
-            )
-            with _explained(model, hint), enough_memory(where, ids, ", or use smaller images"):
-                yield
-
-        rows = ranks().part(data.rows)
-        batches = (_with_dtype(data.processor.inputs(row), model.dtype) for row in rows)
-        return norms_of_batches(model, layers, batches, shared=True, guard=guard, total=(len(rows), "batch"))[0]
-
-
-def _with_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    floats = {
-        name: value.to(dtype) for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    return inputs | floats
+    hint = (
+        "it does not run on the inputs of its processor ({}). The processor's files may be those of another model; copy them "
+        "from the original."
+    )
+    guard = partial(_explained, model, hint, ", or use smaller images")
+    return norms_of_batches(model, layers, map(data.inputs, rows), shared=True, guard=guard, total=(len(rows), "batch"))[0]
 
 
 @contextmanager
-def _explained(model: PreTrainedModel, hint: str) -> Iterator[None]:
-    """Turn an error of a model that does not take its inputs into a UserError."""
+def _explained(model: PreTrainedModel, hint: str | None, or_else: str, ids: Tensor) -> Iterator[None]:
+    """Turn an error of a model that does not take its inputs, or a lack of memory, into a UserError.
+
+    Args:
+        hint: the sentence for inputs that the model does not take; None: their errors are not turned.
+        or_else: a further remedy for a lack of memory.
+        ids: of the batch.
+    """
     try:
-        yield
+        with enough_memory(lambda: (type(model).__name__, execution_device(model)), ids, or_else):
+            yield
     except (TypeError, ValueError, AttributeError) as error:
-        if ran_out(error) or isinstance(error, UserError):
+        if hint is None or ran_out(error) or isinstance(error, UserError):
             raise
         raise UserError(f"{type(model).__name__}: {hint.format(reason(error))}") from error
 
@@ -308,7 +282,9 @@ def norms_of_batches(
     Args:
         model: on any devices.
         layers: linear layers, and matrices of experts.
-        data: as for `batches_of`.
+        data: batches, such as those of a DataLoader: mappings with `input_ids` and other arguments of the model, tensors, or
+            lists and tuples that begin with a tensor. Labels are left out, and the tokens that `attention_mask` leaves out do
+            not count.
         shared: the data is this rank's share; the sums of all ranks are added.
         guard: explains errors of the model.
         total: number and unit of the progress bar, "tok" or "batch"; None: the number of batches, if it is known.
@@ -324,56 +300,54 @@ def norms_of_batches(
     total = total or (len(data) if isinstance(data, Sized) else 0, "batch")
     device, tokens, bar = execution_device(model), 0, progress_bar(total[0], "calibrate", total[1])
     with input_hooks(model, layers) as collected, in_evaluation_mode(model), torch.no_grad(), bar:
-        for arguments, counted in batches_of(data):
-            collected.counted = counted
-            first = next(iter(arguments.values()))
+        for batch in data:
+            inputs = _inputs(batch)
+            mask, first = inputs.get("attention_mask"), next(iter(inputs.values()))
+            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            collected.counted = mask.bool() if mask is not None and padded else None
             with guard(first):
-                _call(body, arguments, device)
-            seen = int(counted.sum()) if counted is not None else _tokens(first)
+                _call(body, inputs, device)
+            if collected.counted is not None:
+                seen = int(collected.counted.sum())
+            else:
+                seen = first.shape[:-1].numel() if first.is_floating_point() else first.numel()
             tokens += seen
             bar.update(seen if total[1] == "tok" else 1)
+    if tokens == 0:
+        raise UserError("data: it gives no batches.")
     if shared:
         collected.reduce()
     collected.complete(model, layers)
     return collected.activations(layers), tokens
 
 
-def batches_of(data: Any) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
-    """(keyword arguments for the model, the tokens that count) of each batch of a DataLoader or another iterable.
+def _inputs(batch: Any) -> dict[str, Any]:
+    """The arguments of a model in a batch, the token ids first; "" is the name of a tensor without one."""
+    if isinstance(batch, Mapping):
+        name = next((name for name in ("input_ids", "inputs_embeds") if name in batch), None)
+        if name is None:
+            raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
+        others = {name: value for name, value in batch.items() if name != "labels" and value is not None}
+        return {name: batch[name]} | others
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(first, Tensor):
+        raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
+    return {"": first}
 
-    A batch is a mapping with `input_ids` and optionally more, a tensor, or a list or tuple that begins with one. The tokens
-    that `attention_mask` leaves out do not count. Labels are left out.
 
-    Raises:
-        UserError: a batch is none of these, or there is none.
+def _call(body: nn.Module, inputs: dict[str, Any], device: torch.device) -> None:
+    """Call a model with a batch, moved to its device.
+
+    A model of transformers gets floats in its own dtype, and only the arguments that it takes.
     """
-    empty = True
-    for batch in data:
-        empty = False
-        if isinstance(batch, Mapping):
-            if "input_ids" not in batch and "inputs_embeds" not in batch:
-                raise UserError(f"data: a batch has no input_ids; its keys are {', '.join(map(str, batch)) or 'none'}.")
-            arguments = {name: value for name, value in batch.items() if name != "labels" and value is not None}
-            mask = arguments.get("attention_mask")
-            padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
-            yield arguments, mask.bool() if isinstance(mask, Tensor) and padded else None
-            continue
-        first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-        if not isinstance(first, Tensor):
-            raise UserError(f"data: a batch is {type(first).__name__}; give tensors, or mappings with input_ids.")
-        yield {"": first}, None
-    if empty:
-        raise UserError("data: it gives no batches.")
-
-
-def _call(body: nn.Module, arguments: dict[str, Any], device: torch.device) -> None:
-    """Call a model with a batch, moved to its device. Arguments that it does not take are left out."""
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    dtype = body.dtype if isinstance(body, PreTrainedModel) else None
+    moved = {}
+    for name, value in inputs.items():
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        moved[name] = value.to(device, dtype if floating else None) if isinstance(value, Tensor) else value
     if not isinstance(body, PreTrainedModel):
-        if set(moved) == {""}:
-            body(moved[""])
-        else:
-            body(**moved)
+        positional = [moved.pop("")] if "" in moved else []
+        body(*positional, **moved)
         return
     if "" in moved:
         moved["input_ids"] = moved.pop("")
@@ -383,13 +357,6 @@ def _call(body: nn.Module, arguments: dict[str, Any], device: torch.device) -> N
     if not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
         moved = {name: value for name, value in moved.items() if name in parameters}
     body(**moved, use_cache=False)
-
-
-def _tokens(first: Any) -> int:
-    """The number of tokens of a batch of token ids, or of rows of another tensor."""
-    if not isinstance(first, Tensor):
-        return 0
-    return first.numel() if not first.is_floating_point() else first.shape[:-1].numel()
 
 
 @contextmanager
@@ -402,24 +369,6 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def current_block(model: PreTrainedModel, blocks: str | None) -> Iterator[Callable[[], tuple[str, torch.device]]]:
-    """Yields a function that returns the name of the decoder block that was entered last, and its device."""
-    path, modules = find_blocks(model, blocks)
-    last = f"{type(model).__name__} before its first block", input_device(model)
-
-    def enter(block: nn.Module, args: object, name: str) -> None:
-        nonlocal last
-        last = name, execution_device(block)
-
-    handles = [b.register_forward_pre_hook(partial(enter, name=f"{path}.{i}")) for i, b in enumerate(modules)]
-    try:
-        yield lambda: last
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Block by block.
@@ -444,28 +393,11 @@ def calibrate_blocks(
         progress: saves the state between blocks, and restores it.
 
     Returns:
-        Norms over all tokens of all samples; `about` holds the execution, the propagation and the place of the hidden states.
+        Norms over all tokens of all samples; `about` holds the place of the hidden states.
 
     Raises:
         UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
     """
-    with propagated(runner, layers, tokens, batch_size, masker, progress) as (collected, walk):
-        place = walk.place
-    propagate = "dense" if masker is None else "pruned"
-    about = CalibrationRecord(execution="blocks", propagate=propagate, hidden_states=place)
-    return replace(collected.activations(layers), about=about)
-
-
-@contextmanager
-def propagated(
-    runner: BlockwiseModel,
-    layers: list[Layer],
-    tokens: Tensor,
-    batch_size: int,
-    masker: Masker | None,
-    progress: CalibrationProgress | None = None,
-) -> Iterator[tuple[InputSums, Walk]]:
-    """`calibrate_blocks`; yields the sums, and the walk after the last block, from which logits can be computed."""
     model = runner.model
     batches = own_batches(tokens, batch_size)
     runner.prepare(batches[0])  # before the hooks, so that its passes do not count
@@ -477,26 +409,27 @@ def propagated(
             step.run(advance=not targets)
             seen = [name for name in collected.sums if name.startswith(f"{step.name}.")]
             collected.reduce(seen)  # so that all ranks compute the same masks
-            collected.norms(seen)  # stop here if one is not finite
-            collected.complete(model, [layer for layer in layers if layer.name.startswith(f"{step.name}.")])
+            inside = [layer for layer in layers if layer.name.startswith(f"{step.name}.")]
+            collected.complete(model, inside)
+            norms = collected.activations(inside)  # stops here if one is not finite
             if masker is not None and targets:
                 collected.paused = True
-                masks = {t: _mask_of(t, masker, collected) for t in targets}
-                with _masked(model, masks):
+                with _masked(model, {target: _mask_of(target, masker, norms) for target in targets}):
                     step.run()
                 collected.paused = False
             if progress is not None and step.index + 1 < len(runner.blocks):
                 progress.save(step.index + 1, collected, walk)
         collected.paused = True
         _run_tail(runner, walk, layers, collected)
-        yield collected, walk
+        about = CalibrationRecord(hidden_states=walk.place)
+    return replace(collected.activations(layers), about=about)
 
 
-def _mask_of(target: Target, masker: Masker, collected: InputSums) -> Tensor:
-    norm = collected.norm(target.name, masker.relative)
+def _mask_of(target: Target, masker: Masker, norms: Activations) -> Tensor:
+    norm = norms.norm(target.name, masker.relative)
     if norm is None:
         raise UserError(f"{target.name}: the forward pass does not call this layer. Leave it out with --ignore.")
-    return masker.mask(target, norm, collected.tokens_of(target.name))
+    return masker.mask(target, norm, norms.tokens_of(target.name))
 
 
 @contextmanager

@@ -1,32 +1,35 @@
 """The state of a calibration by blocks, saved in a folder so that an interrupted one resumes after the last saved block.
 
-The folder holds one state (the hidden states between two blocks, then the sums) and a manifest that describes it. The manifest
-is replaced last and in one step, so that it always matches the state that it names. Each of several ranks writes a file of the
-state, with the hidden states of its batches; the first rank decides when, and writes the manifest once all files are there.
+    hidden-BLOCKS-BATCH.safetensors   the hidden states of a batch after so many blocks
+    state.safetensors                 the sums after these blocks, and what describes them
+
+`state.safetensors` is replaced last and in one step, so that the hidden states that it names are complete. Each of several
+ranks writes the hidden states of its batches; the first rank decides when, and writes the state once all of them are there.
 """
 
 import errno
 import json
 import logging
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from emp_llm.calibration.input_norms import InputSums
-from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly, write_json
+from emp_llm.checkpoint.files import write_bytes
 from emp_llm.common.errors import UserError, format_bytes, reason
 from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import Walk
 
 logger = logging.getLogger(__name__)
-_FORMAT = "emp-llm calibration state 3"
-_MANIFEST = "manifest.json"
+_FORMAT = "emp-llm calibration state 4"
+_STATE = "state.safetensors"
 # A large model's state takes gigabytes. It is saved when losing the work since the last save would hurt, and saving is a small
 # part of that work.
 _SECONDS = 30.0
@@ -43,7 +46,7 @@ class CalibrationProgress:
 
     def __init__(self, folder: Path, signature: dict[str, Any]) -> None:
         self.folder = folder
-        self._signature = json.loads(json.dumps({"format": _FORMAT} | signature))
+        self._signature = json.dumps({"format": _FORMAT} | signature)
         self._saved_at = time.monotonic()
         self._cost: float | None = None  # seconds of the last save
         self._full = False
@@ -54,43 +57,43 @@ class CalibrationProgress:
         A collective call.
 
         Raises:
-            UserError: the state is damaged.
+            UserError: the hidden states are damaged.
         """
-        manifest = ranks().share(self._manifest() if ranks().main else None)
-        if manifest is None:
+        state = ranks().share(self._read_state() if ranks().main else None)
+        if state is None:
             return 0
-        done = int(manifest["blocks"])
-        hidden = manifest["hidden"] if ranks().count == 1 else manifest["hidden_of_ranks"][ranks().index]
-        if not all(ranks().gather(ranks().main or self._path(done).exists())):  # another rank's file may be on another disk
+        done, sums, input_of, tokens = state
+        paths = [self._path(done, number) for number in range(len(walk.batches))]
+        if not all(ranks().gather(all(path.is_file() for path in paths))):  # those of another rank may be on another disk
             logger.info("%s: the files of some ranks are missing; the calibration starts over.", self.folder)
             return 0
         try:
-            tensors = self._read(done, [*hidden, *([[n], "float64"] for n in manifest["sums"].values())])
-            for number in range(len(walk.batches)):
-                walk.hidden.put(number, next(tensors).to(walk.device))
-            sums = dict(zip(manifest["sums"], tensors, strict=True))
-        except (OSError, UserError) as error:
+            for number, path in enumerate(paths):
+                walk.hidden.put(number, load_file(path)["hidden"].to(walk.device))
+        except (OSError, SafetensorError) as error:
             raise UserError(f"{self.folder}: its progress cannot be read ({reason(error)}). Delete the folder.") from error
-        collected.restore(sums, manifest["inputs"], manifest["finite"], manifest["tokens"])
+        collected.restore(sums, input_of, tokens)
         walk.bar.update(done * sum(batch.numel() for batch in walk.batches))
         logger.info("resumed after block %d of %d (%s).", done, len(walk.runner.blocks), self.folder)
         self._saved_at = time.monotonic()
-        return done
+        return int(done)
 
-    def _manifest(self) -> Any:
-        """The manifest of an earlier run with this signature; None if there is none."""
+    def _read_state(self) -> tuple[int, dict[str, Tensor], dict[str, str], dict[str, int]] | None:
+        """The number of finished blocks, and the sums; None if no run with this signature has saved them."""
         try:
-            manifest = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            with safe_open(self.folder / _STATE, framework="pt") as file:
+                metadata = file.metadata()
+                sums = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
             return None
-        if manifest.get("signature") != self._signature:
+        if metadata["signature"] != self._signature:
             logger.info("%s: it holds the progress of another calibration; this one starts over.", self.folder)
             return None
-        return manifest
+        return int(metadata["blocks"]), sums, json.loads(metadata["input_of"]), json.loads(metadata["tokens"])
 
-    def _path(self, done: int) -> Path:
-        """This rank's file of a state."""
-        return self.folder / (f"state-{done}" if ranks().count == 1 else f"state-{done}-rank-{ranks().index}")
+    def _path(self, done: int, number: int) -> Path:
+        """The file of a batch of this rank; batches are numbered over all ranks."""
+        return self.folder / f"hidden-{done}-{number * ranks().count + ranks().index}.safetensors"
 
     def save(self, done: int, collected: InputSums, walk: Walk) -> None:
         """Save the state after `done` blocks in place of the last one, unless too little time has passed since then.
@@ -101,100 +104,50 @@ class CalibrationProgress:
         due = not self._full and began - self._saved_at >= max(_SECONDS, _RATIO * (self._cost or 0.0))
         if not ranks().share(due):
             return
-        size = self._write(done, collected, walk)
-        if size is None:
+        sizes = ranks().gather(_unless_full(lambda: self._write_hidden(done, walk)))
+        if None not in sizes and ranks().main:
+            sizes.append(_unless_full(lambda: self._write_state(done, collected)))
+        sizes = ranks().share(sizes)
+        if None in sizes:
             self._full = True
             with suppress(OSError):
-                self._path(done).unlink(missing_ok=True)
+                for number in range(len(walk.batches)):
+                    self._path(done, number).unlink(missing_ok=True)
                 self.folder.rmdir()  # unless it holds an earlier state
             logger.warning("warning: %s: the disk is full; the calibration continues without saving its state.", self.folder)
             return
         if self._cost is None:
-            logger.info(
-                "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration turns this off.",
-                self.folder,
-                format_bytes(size),
-            )
+            told = "%s: hidden states are saved there for resuming (%s); --no-resumable-calibration turns this off."
+            logger.info(told, self.folder, format_bytes(sum(sizes)))
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - began
 
-    def _write(self, done: int, collected: InputSums, walk: Walk) -> int | None:
-        """Write the state and its manifest, and delete the previous state.
-
-        Returns the size of the state in bytes; None if a disk is full.
-        """
-        sums, finite = collected.state()
-        files = ranks().gather(self._write_file(done, list(sums.values()), walk))
-        if None in files:
-            return None
-        manifest = {
-            "signature": self._signature,
-            "blocks": done,
-            "hidden": files[0][2],
-            "sums": {name: total.numel() for name, total in sums.items()},
-            "inputs": collected.input_of,
-            "finite": finite,
-            "tokens": collected.tokens,
-        }
-        if len(files) > 1:
-            manifest["hidden_of_ranks"] = [hidden for _, _, hidden in files]
-        names = [name for name, _, _ in files]
-        if not ranks().share(self._write_manifest(manifest, names) if ranks().main else None):
-            return None
-        return int(sum(size for _, size, _ in files))
-
-    def _write_file(self, done: int, sums: list[Tensor], walk: Walk) -> tuple[str, int, list[Any]] | None:
-        """Write this rank's file; returns its name, its size, and shapes and dtypes of the hidden states. None: a full disk."""
-        hidden: list[tuple[list[int], str]] = []
+    def _write_hidden(self, done: int, walk: Walk) -> int:
+        """Write the hidden states of this rank's batches, one at a time; returns their size in bytes."""
         size = 0
-        with _full_disk() as full:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path(done), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                for number in range(len(walk.batches)):
-                    tensor = walk.hidden.get(number, torch.device("cpu")).contiguous()
-                    write_exactly(file, tensor_bytes(tensor), size)
-                    size += tensor.nbytes
-                    hidden.append((list(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-                for total in sums:
-                    write_exactly(file, tensor_bytes(total.contiguous()), size)
-                    size += total.nbytes
-                os.fsync(file)
-            finally:
-                os.close(file)
-        return None if full else (self._path(done).name, size, hidden)
+        for number in range(len(walk.batches)):
+            content = save({"hidden": walk.hidden.get(number, torch.device("cpu")).contiguous()})
+            write_bytes(self._path(done, number), content)
+            size += len(content)
+        return size
 
-    def _write_manifest(self, manifest: dict[str, Any], names: list[str]) -> bool:
-        """Replace the manifest, and delete all files but those of its state; returns whether the disk had room."""
-        with _full_disk() as full:
-            write_json(self.folder / _MANIFEST, manifest)
-            for path in self.folder.iterdir():
-                if path.name not in (_MANIFEST, *names):
-                    path.unlink()
-        return not full
-
-    def _read(self, done: int, layout: list[Any]) -> Iterator[Tensor]:
-        """The tensors of a state, on the CPU; `layout` holds their shapes and dtypes, in order."""
-        path = self._path(done)
-        file = os.open(path, os.O_RDONLY)
-        try:
-            offset = 0
-            for shape, dtype in layout:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                read_exactly(file, tensor_bytes(tensor), offset, path)
-                offset += tensor.nbytes
-                yield tensor
-        finally:
-            os.close(file)
+    def _write_state(self, done: int, collected: InputSums) -> int:
+        """Replace the state, and delete the hidden states of the one before; returns its size in bytes."""
+        metadata = {"signature": self._signature, "blocks": str(done)}
+        metadata |= {"input_of": json.dumps(collected.input_of), "tokens": json.dumps(collected.tokens)}
+        content = save({name: total.cpu() for name, total in collected.sums.items()}, metadata)
+        write_bytes(self.folder / _STATE, content)
+        for path in self.folder.glob("hidden-*"):
+            if not path.name.startswith(f"hidden-{done}-"):
+                path.unlink()
+        return len(content)
 
 
-@contextmanager
-def _full_disk() -> Iterator[list[OSError]]:
-    """Yields a list, which gets the error of a full disk."""
-    full: list[OSError] = []
+def _unless_full(write: Callable[[], int]) -> int | None:
+    """What `write` returns; None if the disk is full."""
     try:
-        yield full
+        return write()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        full.append(error)
+        return None

@@ -9,15 +9,14 @@ A mix names several: `a.jsonl:64,c4:64` takes 64 sequences of each, `a.jsonl,c4`
 belongs to the part before it. Each part is read and tokenised as if it were alone.
 """
 
-import json
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from emp_llm.common.errors import UserError, quotable, reason
@@ -27,23 +26,14 @@ from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
 
 logger = logging.getLogger(__name__)
-Render = Callable[[list[dict[str, Any]]], str]
+Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "content"
 CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
 FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
-_NUMBERS, _SWITCHES = ("samples", "seqlen"), ("stream", "shuffle")
 _SAMPLES, _SEQLEN = 128, 512  # defaults of texts that name none
 _SEQLEN_WITH_IMAGES = 2048  # an image is hundreds of tokens
 _CHANGE = re.compile(r"\s*\w+\s*=")
-_FILE = re.compile(r"[/\\]|\.(toml|txt|jsonl?|parquet)$")  # what follows the colon of a path, such as C:\a.txt
-
-
-@dataclass
-class _Part:
-    """A part as the user wrote it: "name,field=value", and the number of its sequences."""
-
-    name: str
-    samples: int | None
+_NUMBER = re.compile(r"(.+):([0-9]+)")  # the colon of a path, such as C:\a.txt, has no number behind it
 
 
 def calibration_corpora(options: CalibrationOptions, context: int | None) -> list[Corpus]:
@@ -54,122 +44,71 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         context: the model's context length in tokens; a recipe's seqlen is shortened to it. None: unknown.
 
     Raises:
-        UserError: a part is no text; the numbers of sequences are wrong, or given twice; a part is named twice; --seqlen
-            exceeds the model's context, or the parts differ in their seqlen.
+        UserError: a part is no text, or is named twice; the numbers of sequences are wrong, or given twice; --seqlen exceeds
+            the model's context, or the parts differ in their seqlen.
     """
     parts = _parts(options.text_name)
-    corpora = [find_corpus(part.name) for part in parts]
-    if len(parts) > 1:
-        _refuse_repetition(parts, corpora)
-        for part, corpus in zip(parts, corpora, strict=True):
-            if re.search(r",\s*samples\s*=", part.name):
-                _refuse_two_numbers(part)
-                part.samples = corpus.samples
-    samples = _numbers(parts, corpora, options.samples)
-    length = _common_length(parts, corpora, options.seqlen, context)
-    return [replace(corpus, samples=count, seqlen=length) for corpus, count in zip(corpora, samples, strict=True)]
+    corpora = {part: find_corpus(part) for part in parts}
+    if len({replace(corpus, samples=None) for corpus in corpora.values()}) < len(parts):
+        raise UserError("--calibration names a text twice; name it once, with the sum of the sequences.")
+    given = {part: corpus.samples for part, corpus in corpora.items() if re.search(r",\s*samples\s*=", part)}
+    if given and options.samples is not None:
+        raise UserError(
+            f"--samples {options.samples}: --calibration already sets the number of sequences of its texts; leave --samples "
+            "out, or the numbers."
+        )
+    total = options.samples or _SAMPLES
+    numbers: list[int | None]
+    if given:
+        bare = next((part for part in parts if part not in given), None)
+        if bare is not None:
+            raise UserError(
+                f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number, such "
+                f"as {bare.partition(',')[0]}:64, or give none and set --samples."
+            )
+        numbers = list(given.values())
+    elif len(parts) == 1:
+        numbers = [options.samples or corpora[parts[0]].samples or _SAMPLES]
+    elif total < len(parts):
+        raise UserError(f"--samples {total}: --calibration names {len(parts)} texts, and each needs at least one sequence.")
+    else:
+        share, rest = divmod(total, len(parts))
+        numbers = [share + rest, *[share] * (len(parts) - 1)]
+    length = options.seqlen or _common_length(corpora, context)
+    if context is not None and length > context:
+        raise UserError(f"--seqlen {length} is longer than the model's context of {context} tokens.")
+    return [replace(corpus, samples=number, seqlen=length) for corpus, number in zip(corpora.values(), numbers, strict=True)]
+
+
+def _common_length(corpora: dict[str, Corpus], context: int | None) -> int:
+    """Tokens per sequence of the recipes, shortened to the context; UserError if they differ."""
+    default = _SEQLEN_WITH_IMAGES if any(corpus.image for corpus in corpora.values()) else _SEQLEN
+    wanted = {part: corpus.seqlen for part, corpus in corpora.items() if corpus.seqlen is not None} or {"default": default}
+    lengths = {min(length, context or length) for length in wanted.values()}
+    if len(lengths) > 1:
+        told = ", ".join(f"{part.partition(',')[0]} has {length}" for part, length in wanted.items())
+        raise UserError(f"--calibration: its texts differ in tokens per sequence ({told}). Give one length with --seqlen.")
+    (length,) = lengths
+    if length < max(wanted.values()):
+        logger.info("seqlen %d is shortened to the model's context of %d tokens.", max(wanted.values()), length)
+    return length
 
 
 def has_images(calibration: str) -> bool:
     """Whether a part of a calibration text has a column of images."""
-    return any(find_corpus(part.name).image is not None for part in _parts(calibration))
+    return any(find_corpus(part).image is not None for part in _parts(calibration))
 
 
-def _parts(text: str) -> list[_Part]:
-    parts: list[_Part] = []
+def _parts(text: str) -> list[str]:
+    """The parts of a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
+    parts: list[str] = []
     for item in text.split(","):
         if parts and (_CHANGE.match(item) or item.strip() in ("", *FIELDS)):
-            value = re.match(r"(.*[^:\s]):([0-9]+)\s*$", item)
-            if value is not None and not item.strip().startswith("join"):
-                first = parts[-1].name.partition(",")[0]
-                raise UserError(
-                    f"--calibration {quotable(text)!r}: the number of sequences follows the name of the text. Write "
-                    f"{first}:{value[2]},{value[1]}"
-                )
-            parts[-1].name += f",{item}"
+            parts[-1] += f",{item}"
         else:
-            parts.append(_part(item.strip(), text))
+            number = _NUMBER.fullmatch(item.strip())
+            parts.append(item.strip() if number is None else f"{number[1]},samples={number[2]}")
     return parts
-
-
-def _part(item: str, text: str) -> _Part:
-    """A part without its changes: a name, or a name, a colon and a number."""
-    name, colon, number = item.rpartition(":")
-    if not colon or _FILE.search(number) or Path(item).exists():
-        return _Part(item, None)
-    if not (number.isascii() and number.isdigit() and len(number) < 19 and int(number) > 0):
-        raise UserError(
-            f"--calibration {quotable(text)!r}: after the colon stands the number of sequences of a text, at least 1, such as "
-            f"{name or 'wikitext2'}:64; got {quotable(number)!r}."
-        )
-    if not name:
-        raise UserError(f"--calibration {quotable(text)!r}: the name of the text is missing before :{number}.")
-    return _Part(name, int(number))
-
-
-def _refuse_two_numbers(part: _Part) -> None:
-    if part.samples is not None:
-        raise UserError(f"--calibration: {part.name!r} has both a number after its colon and samples=; leave one out.")
-
-
-def _refuse_repetition(parts: list[_Part], corpora: list[Corpus]) -> None:
-    """Raise UserError if two parts are the same text, although their numbers of sequences may differ."""
-    seen: dict[Corpus, str] = {}
-    for part, corpus in zip(parts, corpora, strict=True):
-        file = None if corpus.file is None else str(Path(corpus.file).resolve())
-        text = replace(corpus, file=file, samples=None, about="")
-        if text in seen:
-            raise UserError(
-                f"--calibration: {part.name.partition(',')[0]!r} is the same text as {seen[text]!r}; name it once, with the "
-                "sum of the sequences."
-            )
-        seen[text] = part.name.partition(",")[0]
-
-
-def _numbers(parts: list[_Part], corpora: list[Corpus], samples: int | None) -> list[int]:
-    """The number of sequences of each part."""
-    given = [part.samples for part in parts if part.samples is not None]
-    if given and samples is not None:
-        raise UserError(
-            f"--samples {samples}: --calibration already sets the number of sequences of its texts; leave --samples out, or "
-            "the numbers."
-        )
-    if len(parts) == 1:
-        return [given[0] if given else samples or corpora[0].samples or _SAMPLES]
-    if given and len(given) < len(parts):
-        bare = next(part.name for part in parts if part.samples is None)
-        raise UserError(
-            f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number, such as "
-            f"{bare}:64, or give none and set --samples."
-        )
-    if given:
-        return given
-    total = samples or _SAMPLES
-    share, rest = divmod(total, len(parts))
-    if share == 0:
-        raise UserError(f"--samples {total}: --calibration names {len(parts)} texts, and each needs at least one sequence.")
-    return [share + rest] + [share] * (len(parts) - 1)
-
-
-def _common_length(parts: list[_Part], corpora: list[Corpus], seqlen: int | None, context: int | None) -> int:
-    """Tokens per sequence: --seqlen, or the recipes', shortened to the context."""
-    if seqlen is not None:
-        if context is not None and seqlen > context:
-            raise UserError(f"--seqlen {seqlen} is longer than the model's context of {context} tokens.")
-        return seqlen
-    named = [(part.name, corpus.seqlen) for part, corpus in zip(parts, corpora, strict=True) if corpus.seqlen is not None]
-    default = _SEQLEN_WITH_IMAGES if any(corpus.image for corpus in corpora) else _SEQLEN
-    named = named or [(parts[0].name, default)]
-    lengths: dict[int, str] = {}
-    for name, length in named:
-        shorter = length if context is None else min(length, context)
-        if shorter < length:
-            logger.info("seqlen %d of recipe %s is shortened to the model's context of %d tokens.", length, name, shorter)
-        lengths.setdefault(shorter, name)
-    if len(lengths) > 1:
-        told = ", ".join(f"{name} has {length}" for length, name in lengths.items())
-        raise UserError(f"--calibration: its texts differ in tokens per sequence ({told}). Give one length with --seqlen.")
-    return next(iter(lengths))
 
 
 def find_corpus(name: str) -> Corpus:
@@ -183,7 +122,20 @@ def find_corpus(name: str) -> Corpus:
         UserError: it is none of these, or a field is unknown or wrong.
     """
     base, _, changes = name.partition(",")
-    return with_changes(_named_corpus(base), changes)
+    recipes = {path.stem: path for path in sorted(data_folder("calibration").glob("*.toml"))}
+    path = recipes.get(base, Path(base))
+    if path.suffix == ".toml":
+        corpus = corpus_of(read_toml(path), path)
+    elif path.suffix in (".txt", ".jsonl", ".json", ".parquet"):
+        corpus = Corpus(file=base)
+    elif base.count("/") == 1 and not base.startswith((".", "/")):
+        corpus = Corpus(dataset=base)
+    else:
+        raise UserError(
+            f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, "
+            "or a Hub data set id (owner/name)."
+        )
+    return with_changes(corpus, changes)
 
 
 def with_changes(corpus: Corpus, changes: str) -> Corpus:
@@ -195,19 +147,13 @@ def with_changes(corpus: Corpus, changes: str) -> Corpus:
     Raises:
         UserError: a field is unknown, or its value is wrong.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = msgspec.to_builtins(corpus)
     for change in filter(None, changes.split(",")):
-        key, equals, text = (part.strip() for part in change.partition("="))
+        key, equals, value = (word.strip() for word in change.partition("="))
         if key not in FIELDS or not equals:
             raise UserError(f"{change!r} after the comma: expected field=value with a field of {', '.join(FIELDS)}.")
-        value: Any = text
-        if key in _NUMBERS and text.isascii() and text.isdigit() and len(text) < 19:
-            value = int(text)
-        elif key in _SWITCHES and text in ("true", "false"):
-            value = text == "true"
-        _check_kind(key, value, repr(quotable(change)))
         values[key] = value
-    return replace(corpus, **values).check(changes or "the corpus")
+    return converted(values, Corpus, quotable(changes), strict=False).check(changes)
 
 
 def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
@@ -220,18 +166,8 @@ def corpus_of(values: dict[str, Any], path: Path) -> Corpus:
     Raises:
         UserError: a field is unknown, or its value is wrong.
     """
-    for key in values.keys() & set(Corpus.__struct_fields__):
-        _check_kind(key, values[key], str(path))
     corpus = converted(values, Corpus, str(path)).check(str(path))
     return corpus if corpus.file is None else replace(corpus, file=str(path.parent / corpus.file))
-
-
-def _check_kind(key: str, value: Any, where: str) -> None:
-    """Raise UserError, in the words of TOML, if a value does not have the type of its field."""
-    kind, words = (int, "a whole number") if key in _NUMBERS else (bool, "true or false") if key in _SWITCHES else (str, "text")
-    if type(value) is not kind:
-        got = quotable(json.dumps(value, default=str, ensure_ascii=False))
-        raise UserError(f"{where}: {key} must be {words}, got {got}.")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -242,26 +178,21 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
 
 
-def text_rows(corpus: Corpus, seed: int = 0, render: Render | None = None) -> Iterator[str]:
-    """The rows of a corpus, in order; a .txt file is one row.
+def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages]:
+    """The rows of a corpus, texts or conversations, in order; a .txt file is one row.
 
     Args:
         seed: for corpora that are shuffled.
-        render: makes text of a conversation; None: conversations are empty rows.
 
     Raises:
         UserError: the file, the data set or its column does not exist, or the column does not hold text.
     """
-    if corpus.file:
-        path = _existing(corpus.file)
-        if path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8", errors="replace")
-            return
-    render = render or (lambda _: "")
+    if corpus.file is not None and corpus.file.endswith(".txt"):
+        yield _existing(corpus.file).read_text(encoding="utf-8", errors="replace")
+        return
     data, column = open_data_set(corpus, seed)
     for row in data:
-        text = text_in(row[column], f"{corpus.source}: column {column!r}")
-        yield text if isinstance(text, str) else render(text)
+        yield text_in(row[column], f"{corpus.source}: column {column!r}")
 
 
 def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
@@ -270,7 +201,18 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     Raises:
         UserError: the data set cannot be loaded, or has no such column of text or images.
     """
-    data = _loaded(corpus)
+    import datasets
+
+    try:
+        if corpus.file is not None:
+            builder = "parquet" if _existing(corpus.file).suffix == ".parquet" else "json"
+            data = datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
+        else:
+            data = datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # the library has a dozen errors for a missing data set, network or config
+        raise UserError(f"{corpus.source}: the data set cannot be loaded ({reason(error)}).") from error
     columns = data.column_names or list(next(iter(data), {}))
     column = corpus.column
     if column == "text" and column not in columns:
@@ -284,44 +226,12 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     return data, column
 
 
-def text_in(value: Any, where: str) -> str | list[dict[str, Any]]:
+def text_in(value: Any, where: str) -> str | Messages:
     """The text or the messages of a row; UserError, which begins with `where`, if it holds neither."""
-    if isinstance(value, str):
-        return value
-    messages = messages_in(value)
-    if messages is None:
+    text = value if isinstance(value, str) else messages_in(value)
+    if text is None:
         raise UserError(f"{where} holds neither text nor conversations.")
-    return messages
-
-
-def _named_corpus(name: str) -> Corpus:
-    recipes = {path.stem: path for path in sorted(data_folder("calibration").glob("*.toml"))}
-    path = recipes.get(name, Path(name))
-    if path.suffix == ".toml":
-        return corpus_of(read_toml(path), path)
-    if path.suffix in (".txt", ".jsonl", ".json", ".parquet"):
-        return Corpus(file=name)
-    if name.count("/") == 1 and not name.startswith((".", "/")):
-        return Corpus(dataset=name)
-    raise UserError(
-        f"--calibration {name!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, or "
-        "a Hub data set id (owner/name)."
-    )
-
-
-def _loaded(corpus: Corpus) -> Any:
-    import datasets
-
-    try:
-        if corpus.file:
-            path = _existing(corpus.file)
-            builder = "parquet" if path.suffix == ".parquet" else "json"
-            return datasets.load_dataset(builder, data_files=corpus.file, split="train", streaming=corpus.stream)
-        return datasets.load_dataset(corpus.dataset, corpus.config, split=corpus.split, streaming=corpus.stream)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # the library has a dozen errors for a missing data set, network or config
-        raise UserError(f"{corpus.source}: the data set cannot be loaded ({reason(error)}).") from error
+    return text
 
 
 def _existing(file: str) -> Path:
@@ -331,14 +241,8 @@ def _existing(file: str) -> Path:
     return path
 
 
-class ChatText(str):
-    """A conversation as text. The template has written the special tokens, so that the tokenizer must add none."""
-
-    __slots__ = ()
-
-
-def messages_in(value: Any) -> list[dict[str, Any]] | None:
-    """The messages of a row, each with "role" and "content"; None if the row holds no conversation.
+def messages_in(value: Any) -> Messages | None:
+    """The messages of a row; None if it holds no conversation.
 
     Args:
         value: a list of messages with "role" and "content", or with "from" and "value" as in ShareGPT.
@@ -352,12 +256,10 @@ def messages_in(value: Any) -> list[dict[str, Any]] | None:
     return None
 
 
-def chat_text(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> ChatText:
-    """A conversation as text.
+def chat_text(messages: Messages, tokenizer: Any, where: str) -> str:
+    """A conversation as text, by the tokenizer's chat template, which writes the special tokens too.
 
     Args:
-        messages: of `messages_in`.
-        tokenizer: the model's.
         where: the data set, for errors.
 
     Raises:
@@ -371,6 +273,6 @@ def chat_text(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Cha
             "with ,column=NAME, or add chat_template.jinja to the model's folder."
         )
     try:
-        return ChatText(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except (TemplateError, TypeError, KeyError) as error:
         raise UserError(f"{where}: the chat template refuses a conversation ({reason(error)}).") from error

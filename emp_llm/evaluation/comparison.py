@@ -5,22 +5,19 @@ change has a paired standard error if both models were judged on the same exampl
 published values.
 """
 
-import math
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import get_args
 
 import msgspec
 
 from emp_llm.checkpoint.files import read_json
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import count_of
 from emp_llm.common.paths import data_folder
-from emp_llm.common.tables import Rows, csv_table, markdown_table, table
+from emp_llm.common.tables import markdown_table, table
 from emp_llm.evaluation.results import EvaluatedModel
 from emp_llm.evaluation.values import UNPAIRED, Value, change_of, in_percent, shown_change, value_cell, values_of
-from emp_llm.options.commands import TableFormat
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import converted
-from emp_llm.records.results import MadeBy
 
 _BLOCK = 2048
 # The paper's recipes have the defaults of these fields.
@@ -37,28 +34,23 @@ class _Values(msgspec.Struct, kw_only=True):
     mean_accuracy_percent: float | None = None
 
 
+@dataclass(frozen=True)
 class PublishedRow:
     """The paper's values for one model and one method.
 
     Attributes:
         name: the paper's model and method.
         sparsity_percent: of the MLP linears.
+        values: by measure.
     """
 
-    def __init__(self, name: str, row: _Values, same_text: bool) -> None:
-        self.name = name
-        self.sparsity_percent = row.sparsity_percent
-        self._row = row
-        self._same_text = same_text
+    name: str
+    sparsity_percent: float | None
+    values: dict[str, float | None]
 
     def value(self, measure: str) -> float | None:
         """The published value of a measure; None if the paper has none."""
-        row = self._row
-        if measure == f"perplexity, blocks of {_BLOCK}":
-            return row.wikitext2_perplexity if self._same_text else None
-        if measure == f"mean acc of {len(row.accuracy_percent)}":
-            return row.mean_accuracy_percent
-        return row.accuracy_percent.get(measure.removesuffix(" acc")) if measure.endswith(" acc") else None
+        return self.values.get(measure)
 
 
 def published_row(model: EvaluatedModel) -> PublishedRow | None:
@@ -67,17 +59,20 @@ def published_row(model: EvaluatedModel) -> PublishedRow | None:
     if model.made_by.quantization is not None:
         return None
     source, method = (pruned.of, pruned.recipe.method) if pruned else (model.model, "dense")
-    for file in sorted((data_folder("eval") / "published").glob("*.json")):
-        results = converted(read_json(file)["results"], dict[str, dict[str, _Values]], str(file))
-        for name, methods in results.items():
-            if (source == name or PurePath(source).name == PurePath(name).name) and method in methods:
-                default = None if pruned is None else Recipe(method=method)
-                if pruned is not None and any(getattr(pruned.recipe, key) != getattr(default, key) for key in _FIELDS):
-                    return None
-                text = model.made_by.text
-                same_text = text is not None and all(getattr(text, key) == value for key, value in _TEXT.items())
-                return PublishedRow(f"{name} {method}", methods[method], same_text)
-    return None
+    path = data_folder("eval") / "published" / "llama.json"
+    results = converted(read_json(path)["results"], dict[str, dict[str, _Values]], str(path))
+    name = next((name for name in results if PurePath(source).name == PurePath(name).name), None)
+    row = None if name is None else results[name].get(method)
+    if row is None:
+        return None
+    if pruned is not None and any(getattr(pruned.recipe, key) != getattr(Recipe(method=method), key) for key in _FIELDS):
+        return None
+    values: dict[str, float | None] = {f"{task} acc": value for task, value in row.accuracy_percent.items()}
+    values[f"mean acc of {len(row.accuracy_percent)}"] = row.mean_accuracy_percent
+    text = model.made_by.text
+    if text is not None and all(getattr(text, key) == value for key, value in _TEXT.items()):
+        values[f"perplexity, blocks of {_BLOCK}"] = row.wikitext2_perplexity
+    return PublishedRow(f"{name} {method}", row.sparsity_percent, values)
 
 
 # The table.
@@ -93,30 +88,28 @@ def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[s
 
     Args:
         models: the baseline first.
-        form: terminal, markdown or csv. CSV has all digits, and columns in place of marks and footnotes.
+        form: terminal or markdown.
         labels: column headings; default: the models' names without owner or path.
-
-    Raises:
-        UserError: the format is unknown.
     """
-    check_format(form)
     labels = labels or _labels(models)
     measured = [values_of(each.measures) for each in models]
     published = [published_row(each) for each in models]
-    names = list(dict.fromkeys(name for values in measured for name in values))
-    if form == "csv":
-        return csv_table(_csv_rows(names, labels, measured, published))
-    rows = _rows(names, labels, measured, published)
-    notes = _notes(models, measured, published)
+    notes = _notes(models, measured, [known for known in published if known])
+    head = ["", labels[0]]
+    for label in labels[1:]:
+        head += [label, "change"]
+    rows = [head + [f"{label}, paper" for label, known in zip(labels, published, strict=True) if known]]
+    for name in dict.fromkeys(name for values in measured for name in values):
+        base = measured[0].get(name)
+        row = [name, value_cell(name, base)]
+        for values in measured[1:]:
+            row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
+        for known in filter(None, published):
+            value = known.value(name)
+            row.append("-" if value is None else f"{value:.2f} †" if in_percent(name) else f"{value:.3f}")
+        rows.append(row)
     form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
-    parts = [form_table(rows), *notes]
-    return gap.join(parts)
-
-
-def check_format(form: str) -> None:
-    """Raise UserError for an unknown format."""
-    if form not in get_args(TableFormat):
-        raise UserError(f"--format {form!r} is not one of {', '.join(get_args(TableFormat))}.")
+    return gap.join([form_table(rows), *notes])
 
 
 def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str, Value]]) -> list[str]:
@@ -132,56 +125,7 @@ def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str
     return notes
 
 
-def _rows(names: list[str], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> Rows:
-    head = ["", labels[0]]
-    for label in labels[1:]:
-        head += [label, "change"]
-    head += [f"{label}, paper" for label, known in zip(labels, published, strict=True) if known]
-    rows = [head]
-    for name in names:
-        base = measured[0].get(name)
-        row = [name, value_cell(name, base)]
-        for values in measured[1:]:
-            row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
-        row += [_published_cell(name, known) for known in published if known]
-        rows.append(row)
-    return rows
-
-
-def _published_cell(name: str, published: PublishedRow) -> str:
-    value = published.value(name)
-    if value is None:
-        return "-"
-    return f"{value:.2f} †" if in_percent(name) else f"{value:.3f}"
-
-
-def _csv_rows(
-    names: list[str], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow | None]
-) -> Rows:
-    head = ["measure"]
-    for number, label in enumerate(labels):
-        head += [label, f"{label} stderr", f"{label} partial", f"{label} published"]
-        head += [f"{label} change", f"{label} change stderr", f"{label} change paired"] if number else []
-    rows = [head]
-    for name in names:
-        row, base = [name], measured[0].get(name)
-        for number, (values, known) in enumerate(zip(measured, published, strict=True)):
-            value, paper = values.get(name), known.value(name) if known else None
-            row += ["", "", ""] if value is None else [repr(value.value), _all_digits(value.stderr), str(value.partial).lower()]
-            row += [_all_digits(paper), *(_csv_change(name, base, value) if number else [])]
-        rows.append(row)
-    return rows
-
-
-def _csv_change(name: str, base: Value | None, value: Value | None) -> list[str]:
-    if base is None or value is None:
-        return ["", "", ""]
-    change = change_of(name, value, base)
-    paired = "" if change.stderr is None else str(change.paired).lower()
-    return ["" if math.isnan(change.value) else repr(change.value), _all_digits(change.stderr), paired]
-
-
-def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], published: list[PublishedRow | None]) -> list[str]:
+def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], published: list[PublishedRow]) -> list[str]:
     notes = []
     if any(value.partial for values in measured for value in values.values()):
         notes.append("* partial: only some of the examples or of the text")
@@ -196,25 +140,16 @@ def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], publi
         notes.append("accuracies in percent ± standard error; their changes in points")
     notes += change_notes(names, measured[0], measured[1:])
     for known in published:
-        if known:
-            zeros = f" ({known.sparsity_percent:g} % of the MLP linears removed)" if known.sparsity_percent else ""
-            notes.append(f"paper: {known.name}{zeros}")
-    if any(published) and any(each.measures.tasks for each in models):
+        zeros = f" ({known.sparsity_percent:g} % of the MLP linears removed)" if known.sparsity_percent else ""
+        notes.append(f"paper: {known.name}{zeros}")
+    if published and any(each.measures.tasks for each in models):
         notes.append("† measured by another protocol than lm-eval's: compare the changes from the dense model, not the values")
     return notes
 
 
-def _all_digits(value: float | None) -> str:
-    return "" if value is None else repr(value)
-
-
-def _suffix(made_by: MadeBy) -> str:
-    return f" {made_by.quantization.bits}" if made_by.quantization else ""
-
-
 def _labels(models: list[EvaluatedModel]) -> list[str]:
     """The models' names with their quantisation; short names where these are distinct."""
-    suffixes = [_suffix(each.made_by) for each in models]
-    short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, suffixes, strict=True)]
-    long = [f"{each.model}{suffix}" for each, suffix in zip(models, suffixes, strict=True)]
+    bits = [f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models]
+    short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
+    long = [f"{each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]
     return short if len(set(short)) == len(short) else long

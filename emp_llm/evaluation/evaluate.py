@@ -12,20 +12,22 @@ When both models are measured, the report holds their results and the folder is 
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from emp_llm.checkpoint.files import read_json, write_json
-from emp_llm.checkpoint.locks import FileLock
+from emp_llm.checkpoint.locks import locked
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import EXTRAS, REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.evaluation.harness import Harness, check_chat_template, check_tokenizer
+from emp_llm.evaluation.harness import Harness, check_tokenizer
 from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
 from emp_llm.evaluation.results import dense_measures, new_results, open_results
 from emp_llm.evaluation.suites import Suite
@@ -62,10 +64,6 @@ class PreparedSuite:
     tokens: "Tensor | None"
     harness: Harness | None
 
-    def missing(self, measures: Measures) -> list[str | None]:
-        """The parts that are not measured yet: None for the perplexity, then the names of tasks."""
-        return missing(self.suite, measures)
-
 
 def prepare_suite(
     suite: Suite, tokenizer: Any, batch_size: int | str = BATCH_SIZE, harness: Harness | None = None
@@ -82,8 +80,7 @@ def prepare_suite(
         UserError: a text, task or data set is missing, lm-eval is not installed, or lm-eval cannot use the tokenizer.
     """
     if suite.tasks:
-        check_tokenizer(tokenizer)
-        check_chat_template(tokenizer, suite.tasks)
+        check_tokenizer(tokenizer, suite.tasks)
     tokens = None if suite.corpus is None else text_tokens(suite.corpus, tokenizer)
     return PreparedSuite(suite, tokenizer, batch_size, tokens, harness or Harness(suite.tasks) if suite.tasks else None)
 
@@ -111,21 +108,15 @@ def measure(
         `measures`.
     """
     measures, suite, wrapped = measures or Measures(), prepared.suite, None
-    for part in prepared.missing(measures):
-        start = time.perf_counter()
-        if part is None:
-            assert suite.corpus is not None
-            assert prepared.tokens is not None
+    for part in missing(suite, measures):
+        if part is not None and prepared.harness is not None:
+            wrapped = wrapped or prepared.harness.model(model, prepared.tokenizer, prepared.batch_size)
+            measures.tasks[part] = record = prepared.harness.run(part, wrapped)
+            logger.debug("%s: measured in %.1f s.", part, record.seconds)
+        elif suite.corpus is not None and prepared.tokens is not None:
             length = block_length(suite.corpus, model.config)
             measures.perplexity = perplexity(model, prepared.tokens, length, limit=suite.limit)
-        else:
-            assert prepared.harness is not None
-            wrapped = wrapped or prepared.harness.model(model, prepared.tokenizer, prepared.batch_size)
-            start = time.perf_counter()
-            record = prepared.harness.run(part, wrapped)
-            record.seconds = round(time.perf_counter() - start, 3)
-            measures.tasks[part] = record
-        logger.debug("%s: measured in %.1f s.", part or "perplexity", time.perf_counter() - start)
+            logger.debug("perplexity: measured in %.1f s.", measures.perplexity.seconds)
         if after_each is not None:
             after_each(measures)
     return measures
@@ -157,16 +148,8 @@ def evaluate_model(model: "PreTrainedModel", prepared: PreparedSuite, results: R
 
 def evaluation_record(prepared: PreparedSuite, dense: Measures | None, pruned: Measures | None) -> EvaluationRecord:
     """The record of an evaluation in a report."""
-    suite = prepared.suite.record()
-    return EvaluationRecord(
-        suite=suite.suite,
-        limit=suite.limit,
-        text=suite.text,
-        tasks=suite.tasks,
-        batch_size=prepared.batch_size,
-        dense=dense,
-        pruned=pruned,
-    )
+    definition = msgspec.structs.asdict(prepared.suite.record())
+    return EvaluationRecord(**definition, batch_size=prepared.batch_size, dense=dense, pruned=pruned)
 
 
 def mark_pending(files: Path, signature: dict[str, Any]) -> None:
@@ -214,37 +197,33 @@ def evaluate_checkpoint(
         UserError: another run evaluates the checkpoint.
     """
     folder = output / EVALUATION_FOLDER
-    lock = FileLock(folder / ".lock", f"--output {output}")
     try:
-        if ranks().main:
-            lock.acquire()
-        measured = [] if dense is None else [dense]
-        models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
-        for name in ("dense", "pruned")[len(measured) :]:
-            model = models_of[name]
-            results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
-            path = folder / f"{name}.json"
-            try:
-                results = open_results(path, results)
-            except UserError as error:
-                logger.info("%s Measuring again.", error)
-                results = open_results(path, results, overwrite=True)
-            if prepared.missing(results.measures):
-                with stage(f"evaluate {name}"):
-                    loaded = models.get(model.folder)
-                    with stopwatch(f"evaluate {name}"):
-                        evaluate_model(loaded, prepared, results, path)
-                    del loaded
-            measured.append(results.measures)
-        report.evaluation = evaluation_record(prepared, *measured)
-        report.stages |= stage_records(stopwatch.record)
-        if ranks().main:
-            report.save(output / REPORT_NAME)
-            shutil.rmtree(folder, ignore_errors=True)
+        with locked(folder / "results", f"--output {output}") if ranks().main else nullcontext():
+            measured = [] if dense is None else [dense]
+            models_of = {"dense": source, "pruned": LocalModel(str(output), output, None)}
+            for name in ("dense", "pruned")[len(measured) :]:
+                model = models_of[name]
+                results = new_results(model, prepared.suite, prepared.batch_size, loading.dtype, loading.device_map)
+                path = folder / f"{name}.json"
+                try:
+                    results = open_results(path, results)
+                except UserError as error:
+                    logger.info("%s Measuring again.", error)
+                    results = open_results(path, results, overwrite=True)
+                if missing(prepared.suite, results.measures):
+                    with stage(f"evaluate {name}"):
+                        loaded = models.get(model.folder)
+                        with stopwatch(f"evaluate {name}"):
+                            evaluate_model(loaded, prepared, results, path)
+                        del loaded
+                measured.append(results.measures)
+            report.evaluation = evaluation_record(prepared, *measured)
+            report.stages |= stage_records(stopwatch.record)
+            if ranks().main:
+                report.save(output / REPORT_NAME)
+                shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
         if ranks().main:
             logger.warning("the checkpoint in %s is complete, but not its evaluation; the same command resumes it.", output)
         raise
-    finally:
-        lock.release()
     return report

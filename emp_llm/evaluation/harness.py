@@ -9,16 +9,19 @@ import hashlib
 import json
 import logging
 import math
-import sys
+import time
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, reason
@@ -41,31 +44,18 @@ def parse_batch_size(text: str) -> int | str:
     return int(text)
 
 
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raise UserError for a tokenizer without a token to begin a text with."""
+def check_tokenizer(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
+    """Raise UserError for a tokenizer without a token to begin a text with, or without the chat template that a task needs."""
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token, and lm-eval begins every text "
             "with one of them. Name one in tokenizer_config.json."
         )
-
-
-def check_chat_template(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
-    """Raise UserError if a task needs a chat template and the tokenizer has none."""
     if any(task.chat_template for task in tasks) and not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has no chat template. Leave out --apply-chat-template, and "
             "chat_template in the suite, or add chat_template.jinja to the model's folder."
         )
-
-
-class _LoadError(Exception):
-    """A task that cannot be loaded: the part that is missing, and the reason."""
-
-    def __init__(self, missing: str, why: str) -> None:
-        super().__init__(missing, why)
-        self.missing = missing
-        self.why = why
 
 
 class Harness:
@@ -93,33 +83,31 @@ class Harness:
             if name not in self._manager.all_tasks:
                 nearest = get_close_matches(name, self._manager.all_tasks, 3)
                 hint = f" The nearest names: {', '.join(nearest)}." if nearest else ""
-                raise UserError(f"there is no task {name!r} in lm-eval{_or_folders(folders)}.{hint}")
+                others = f" or {', '.join(folders)}" if folders else ""
+                raise UserError(f"there is no task {name!r} in lm-eval{others}.{hint}")
         self._loaded: dict[str, dict[str, Any]] = {}
         lost: dict[str, str] = {}  # missing part -> reason
-        for name in self._tasks:
+        for name, task in self._tasks.items():
             try:
-                self._loaded[name] = self._load(name)
-            except _LoadError as error:
-                lost[f"task {name}: {error.missing}"] = error.why
+                with _quiet():
+                    self._loaded[name] = dict(self._manager.load([name]))
+            except Exception as error:  # data sets, their readers and the network raise dozens of kinds
+                data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
+                lost[f"task {name}: {f'its data set {data}' if data else 'it'}"] = reason(error)
+                continue
+            for each in self._loaded[name]["tasks"].values():
+                if task.num_fewshot and each.get_config("num_fewshot") == 0:
+                    told = "warning: task %s fixes num_fewshot at 0; the suite's %d has no effect."
+                    logger.warning(told, each.task_name, task.num_fewshot)
+                if getattr(each, "UNSAFE_CODE", False):
+                    raise UserError(
+                        f"task {name}: it runs code that the model writes, and emp-llm has no sandbox. Run it with lm_eval in "
+                        "one."
+                    )
         if lost:
-            raise UserError(f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{_how_to_prepare()}")
-
-    def _load(self, name: str) -> dict[str, Any]:
-        try:
-            with _quiet():
-                loaded: dict[str, Any] = dict(self._manager.load([name]))
-        except Exception as error:  # data sets, their readers and the network raise dozens of kinds
-            data = (self._manager.task_index[name].cfg or {}).get("dataset_path")
-            raise _LoadError(f"its data set {data}" if data else "it", reason(error)) from error
-        wanted = self._tasks[name].num_fewshot
-        for task in loaded["tasks"].values():
-            if wanted and task.get_config("num_fewshot") == 0:
-                logger.warning("warning: task %s fixes num_fewshot at 0; the suite's %d has no effect.", task.task_name, wanted)
-            if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(
-                    f"task {name}: it runs code that the model writes, and emp-llm has no sandbox. Run it with lm_eval in one."
-                )
-        return loaded
+            offline = constants.HF_HUB_OFFLINE
+            remedy = " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if offline else ""
+            raise UserError(f"{', '.join(lost)} cannot be loaded ({next(iter(lost.values()))}).{remedy}")
 
     def examples(self) -> dict[str, int]:
         """Number of examples by task; a group is listed by its members."""
@@ -153,12 +141,12 @@ class Harness:
         """
         from lm_eval import simple_evaluate
 
-        task, loaded = self._tasks[name], self._loaded[name]
+        task, loaded, start = self._tasks[name], self._loaded[name], time.perf_counter()
         chosen = list(loaded.get("groups", {}).values())
         inside = {child.task_name for group in chosen for child in group.get_all_tasks()}
         chosen += [single for single in loaded["tasks"].values() if single.task_name not in inside]
         # Its warnings, such as for inputs longer than the model's context, are for the user; its remarks on options are not.
-        with _quiet(logging.WARNING), task_progress(name):
+        with _quiet(logging.WARNING), _run_by_us(name):
             found = simple_evaluate(
                 model=wrapped,
                 tasks=chosen,
@@ -166,11 +154,12 @@ class Harness:
                 limit=task.limit,
                 apply_chat_template=task.chat_template,
                 fewshot_as_multiturn=task.chat_template,  # as lm-eval's command line does
-                log_samples=all(_has_targets(each) for each in loaded["tasks"].values()),
+                # It logs the targets of examples, and fails where a task defines none.
+                log_samples=all(getattr(each.config, "doc_to_target", None) is not None for each in loaded["tasks"].values()),
                 task_manager=self._manager,
             )
         report: dict[str, Any] = ranks().share(found and _kept(found))  # only the first rank has a report
-        return msgspec.convert(report, TaskRecord)
+        return msgspec.convert(report | {"seconds": round(time.perf_counter() - start, 3)}, TaskRecord)
 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
@@ -186,11 +175,6 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
         if answers is not None:
             kept.setdefault("answers", {})[name] = msgspec.to_builtins(answers)
     return kept
-
-
-def _has_targets(task: Any) -> bool:
-    """Whether lm-eval can log the examples of a task: it asks for their targets, and fails where a task defines none."""
-    return getattr(task.config, "doc_to_target", None) is not None
 
 
 def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersRecord | None:
@@ -216,98 +200,61 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
     return AnswersRecord(examples=len(ordered), sha256=digest, correct=correct) if correct else None
 
 
-class _Overflowing:
-    """`math` with an `exp` that is infinite where it overflows: the perplexity of a ruined model must not end a run."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(math, name)
-
-    @staticmethod
-    def exp(number: float) -> float:
-        try:
-            return math.exp(number)
-        except OverflowError:
-            return math.inf
+def _exp(number: float) -> float:
+    """e^number, infinite where it overflows: the perplexity of a ruined model must not end a run."""
+    try:
+        return math.exp(number)
+    except OverflowError:
+        return math.inf
 
 
-def _how_to_prepare() -> str:
-    from huggingface_hub import constants
+class _TaskBar:
+    """Stands in for tqdm inside lm-eval: progress of ours under the name of the task, as lines where there is no terminal."""
 
-    return " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if constants.HF_HUB_OFFLINE else ""
+    def __init__(self, task: str, items: Iterable[Any] = (), total: int | None = None, desc: str = "", **_: Any) -> None:
+        asks = desc.startswith("Running")
+        count = total or (len(items) if isinstance(items, Sized) else 0)
+        bar = progress_bar(count, task if asks else f"{task}: preparing", "req", leave=asks)
+        self._items, self.update, self.close = items, bar.update, bar.close
 
-
-def _or_folders(folders: list[str]) -> str:
-    return f" or {', '.join(folders)}" if folders else ""
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            yield item
+            self.update(1)
+        self.close()
 
 
 @contextmanager
 def _quiet(level: int = logging.ERROR) -> Iterator[None]:
-    """lm-eval without the remarks meant for its own command line, and without its progress bars where we draw none.
-
-    Perplexities too large for a float are infinite, in place of an OverflowError."""
-    from lm_eval import evaluator
-    from lm_eval.api import metrics
-
-    loggers = {logging.getLogger("lm_eval"): level, logging.getLogger("lm_eval.evaluator"): logging.ERROR}
-    before = {each: each.level for each in loggers}
-    # For its own log, lm-eval asks git and the machine for facts after every task. git complains outside of a repository, and
-    # the facts about the machine take most of a second.
-    asked_git, asked_machine = evaluator.get_git_commit_hash, evaluator.add_env_info
-    evaluator.get_git_commit_hash = lambda: None
-    evaluator.add_env_info = lambda results: None
-    metrics.math = _Overflowing()
-    for each, wanted in loggers.items():
-        each.setLevel(wanted)
-    try:
-        with nullcontext() if shows_bars() else redirect_stderr(StringIO()):
-            yield
-    finally:
-        evaluator.get_git_commit_hash, evaluator.add_env_info, metrics.math = asked_git, asked_machine, math
-        for each, wanted in before.items():
-            each.setLevel(wanted)
-
-
-# lm-eval's progress as ours: under the name of the task, with a unit, and as lines in the log where there is no terminal.
-
-
-# The modules of lm-eval that draw bars while a task is prepared and run.
-_MODULES = ("lm_eval.models.huggingface", "lm_eval.api.model", "lm_eval.api.task")
-
-
-class _TaskBar:
-    """Stands in for tqdm inside lm-eval."""
-
-    def __init__(self, task: str, items: Iterable[Any] | None = None, **options: Any) -> None:
-        self._items = items
-        total = options.get("total")
-        if total is None:
-            total = len(items) if isinstance(items, Sized) else 0
-        asks = str(options.get("desc") or "").startswith("Running")
-        title = task if asks else f"{task}: preparing"
-        self._bar = progress_bar(total, title, "req", leave=asks)
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items or ():
-            yield item
-            self._bar.update(1)
-        self._bar.close()
-
-    def update(self, n: float = 1) -> None:
-        self._bar.update(n)
-
-    def close(self) -> None:
-        self._bar.close()
+    """lm-eval without the remarks meant for its own command line, and without its progress bars where we draw none."""
+    with ExitStack() as stack:
+        for name, wanted in (("lm_eval", level), ("lm_eval.evaluator", logging.ERROR)):
+            log = logging.getLogger(name)
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(wanted)
+        if not shows_bars():
+            stack.enter_context(redirect_stderr(StringIO()))
+        yield
 
 
 @contextmanager
-def task_progress(task: str) -> Iterator[None]:
-    """Inside this context, lm-eval's bars have the name of this task."""
-    modules = [module for name in _MODULES if (module := sys.modules.get(name)) is not None and hasattr(module, "tqdm")]
-    before: list[Any] = [vars(module)["tqdm"] for module in modules]
-    for module in modules:
-        vars(module)["tqdm"] = partial(_TaskBar, task)
-    try:
+def _run_by_us(task: str) -> Iterator[None]:
+    """lm-eval while it runs a task, with our progress.
+
+    For its own log, it asks git and the machine for facts after every task; git complains outside of a repository, and the
+    facts about the machine take most of a second.
+    """
+    replaced: list[tuple[str, str, Any]] = [
+        ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
+        ("lm_eval.evaluator", "add_env_info", lambda results: None),
+        ("lm_eval.api.metrics", "math", SimpleNamespace(**vars(math) | {"exp": _exp})),
+        ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
+        ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),
+        ("lm_eval.api.task", "tqdm", partial(_TaskBar, task)),
+    ]
+    with ExitStack() as stack:
+        for path, name, value in replaced:
+            module = import_module(path)
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            vars(module)["tqdm"] = own

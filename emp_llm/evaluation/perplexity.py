@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK = 2048
 _LOGITS_AT_A_TIME = 1 << 28
+_LARGEST_LOSS = 709  # exp of more overflows a float
 
 
 def text_tokens(corpus: Corpus, tokenizer: Any) -> Tensor:
@@ -83,13 +84,9 @@ def perplexity(
     mean = sum(float(each.sum()) * batch.shape[1] for each, batch in zip(losses, batches, strict=True)) / weight
     if not math.isfinite(mean):
         raise UserError("the model's loss is not finite; try --dtype float32 or bfloat16.")
-    try:
-        value: float | None = math.exp(mean)
-    except OverflowError:  # a mean loss above 709: infinite perplexity
-        value = None
     seconds = round(time.perf_counter() - start, 3)
     return PerplexityRecord(
-        perplexity=value,
+        perplexity=math.exp(mean) if mean < _LARGEST_LOSS else None,
         loss=mean,
         tokens=weight,
         blocks=sum(batch.shape[0] for batch in batches),
@@ -102,11 +99,10 @@ def perplexity(
 
 def _losses(model: PreTrainedModel, batches: list[Tensor]) -> list[Tensor]:
     """The mean loss of each block, batch by batch; each rank computes its share of the batches, and all ranks return all."""
-    losses: dict[int, Tensor] = {}
     own = ranks().part(range(len(batches)))
     logits = _logits(model, [batches[number] for number in own])
-    for number in own:
-        losses[number] = _mean_losses(next(logits), batches[number])  # no name keeps them while the next ones are computed
+    # No name keeps the logits of a batch while the next ones are computed.
+    losses = {number: _mean_losses(next(logits), batches[number]) for number in own}
     assert next(logits, None) is None
     for share in ranks().gather(losses):
         losses |= share

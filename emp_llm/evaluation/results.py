@@ -4,16 +4,14 @@ Earlier results resume an evaluation, stand in a table, or take the place of a n
 """
 
 import hashlib
-import json
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import INDEX_LIMIT
-from emp_llm.checkpoint.output import first_difference
+from emp_llm.checkpoint.output import describe_difference
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
@@ -28,16 +26,9 @@ from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pr
 from emp_llm.records.run_report import RunReport
 from emp_llm.runtime.packed_format import PackedFolder
 
+logger = logging.getLogger(__name__)
 # The numbers depend on these files as well as on the weights: the config, and the tokenizer in any of its forms.
-_CONFIG_AND_TOKENIZER = (
-    "config.json",
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+_FILES = ("config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 
 
 def new_results(
@@ -53,12 +44,12 @@ def new_results(
     import torch  # a data-free prune prints its table without it
 
     record = suite.record()
-    identity = ModelIdentity(
-        identity=ranks().share(_identity(source.folder, runtime) if ranks().main else None),
-        sha256_of_config_and_tokenizer=_files_digest(source.folder),
-    )
+    identity = None
+    if ranks().main:  # `Checkpoint` refuses a packed folder, which only the sparse runtime runs
+        identity = folder_identity(source.folder) if runtime == "sparse" else identity_of(Checkpoint(source.folder))
+    identity, digest = ranks().share(identity), _files_digest(source.folder)
     made_by = MadeBy(
-        model=identity,
+        model=ModelIdentity(identity=identity, sha256_of_config_and_tokenizer=digest),
         limit=record.limit,
         text=record.text,
         tasks=record.tasks,
@@ -83,24 +74,15 @@ def new_results(
 
 def pruned_by_of(folder: Path) -> PrunedBy | None:
     """Recipe and sparsity of a pruned checkpoint, from its report; None if it has no report that can be read."""
-    if not (folder / REPORT_NAME).is_file():
-        return None
     try:
-        return pruned_by(read_record(folder / REPORT_NAME, RunReport, 4 * INDEX_LIMIT))
+        return pruned_by(read_report(folder))
     except UserError:
         return None
 
 
-def _identity(folder: Path, runtime: str) -> str | None:
-    """The identity of a model; UserError for a packed folder, unless the sparse runtime runs it."""
-    return folder_identity(folder) if runtime == "sparse" else identity_of(Checkpoint(folder))
-
-
 def folder_identity(folder: Path) -> str | None:
-    """The identity of a model folder: a packed one has that of its original, or None if an earlier version packed it."""
-    if (folder / PACK_NAME).is_file():
-        return PackedFolder(folder).identity
-    return identity_of(Checkpoint(folder))
+    """The identity of a model folder; of a packed one, that of its original."""
+    return PackedFolder(folder).identity if (folder / PACK_NAME).is_file() else identity_of(Checkpoint(folder))
 
 
 def open_results(path: Path, results: Results, overwrite: bool = False) -> Results:
@@ -119,7 +101,7 @@ def open_results(path: Path, results: Results, overwrite: bool = False) -> Resul
         raise UserError(f"--output {path}: a file cannot be written there; name a file in a folder.")
     if path.exists() and not overwrite:
         older = read_results(path, "--output")
-        field = difference(older.made_by.as_dict(), results.made_by.as_dict())
+        field = describe_difference(older.made_by.as_dict(), results.made_by.as_dict())
         if field is not None:
             raise UserError(f"--output {path}: it holds other results ({field}). Name another file, or add --overwrite.")
         results.command = older.command
@@ -137,18 +119,9 @@ def read_results(path: Path, option: str) -> Results:
         raise UserError(f"{option} {error}") from error
 
 
-def difference(old: Any, new: Any, name: str = "") -> str | None:
-    """The first field in which two nested records differ, in words; None if they are equal."""
-    found = first_difference(old, new, name)
-    if found is None:
-        return None
-    words = [text if len(text := json.dumps(value)) <= 60 else f"{text[:57]}..." for value in found[1:]]
-    return f"{found[0]}: {words[0]} there, {words[1]} now"
-
-
 def _files_digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in _CONFIG_AND_TOKENIZER for file in folder.glob(pattern) if file.is_file()}):
+    for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -187,13 +160,12 @@ def models_of_report(report: RunReport) -> list[EvaluatedModel]:
     if evaluation is None:
         return []
     made_by = made_by_of(evaluation, report)
-    models = []
-    if evaluation.dense is not None:
-        models.append(EvaluatedModel(report.source.model, None, evaluation.suite, made_by, evaluation.dense))
-    if evaluation.pruned is not None:
-        pruned = pruned_by(report)
-        models.append(EvaluatedModel(report.source.model, pruned, evaluation.suite, made_by, evaluation.pruned, True))
-    return models
+    measured = [(None, evaluation.dense, False), (pruned_by(report), evaluation.pruned, True)]
+    return [
+        EvaluatedModel(report.source.model, pruned, evaluation.suite, made_by, measures, this)
+        for pruned, measures, this in measured
+        if measures is not None
+    ]
 
 
 def made_by_of(evaluation: EvaluationRecord, report: RunReport) -> MadeBy:
@@ -213,11 +185,6 @@ def made_by_of(evaluation: EvaluationRecord, report: RunReport) -> MadeBy:
 # Earlier results in place of new ones.
 
 
-logger = logging.getLogger(__name__)
-
-_REMEDY = "Leave out --baseline to measure the dense model now."
-
-
 def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
     """Earlier results for a table. Differences that can change the last digits are logged as a warning.
 
@@ -229,12 +196,11 @@ def results_to_compare(path: Path, option: str, wanted: MadeBy) -> Results:
     Raises:
         UserError: it is not a results file, its results are of another suite or limit, or they are not complete.
     """
-    results = read_results(path, option)
-    _check_complete(results, path, option)
-    found = _first_difference(results.made_by, wanted, ("text", "tasks", "limit"))
+    results = _complete_results(path, option)
+    found = _difference(results.made_by, wanted, "text", "tasks", "limit")
     if found is not None:
         raise UserError(f"{option} {path}: its results are of another suite or limit ({found}); use the same ones.")
-    found = _first_difference(results.made_by, wanted, ("batch_size", "dtype", "device", "versions"))
+    found = _difference(results.made_by, wanted, "batch_size", "dtype", "device", "versions")
     if found is not None:
         logger.warning("warning: %s was measured differently (%s), so the last digits may differ.", path, found)
     return results
@@ -257,34 +223,31 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
             raise UserError(f"--baseline {baseline}: its {REPORT_NAME} holds no evaluation of the dense model; name another.")
         made_by, measures = made_by_of(evaluation, report), evaluation.dense
     else:
-        results = read_results(baseline, "--baseline")
-        _check_complete(results, baseline, "--baseline")
+        results = _complete_results(baseline, "--baseline")
         made_by, measures = results.made_by, results.measures
-    found = _first_difference(made_by, wanted, ("text", "tasks", "limit", "dtype", "quantization"))
+    found, remedy = None, "Leave out --baseline to measure the dense model now."
+    differs = _difference(made_by, wanted, "text", "tasks", "limit", "dtype", "quantization")
+    digest = made_by.model.sha256_of_config_and_tokenizer  # a folder records none
+    if differs is not None:
+        found = f"another suite, dtype or quantisation ({differs})"
+    elif made_by.model.identity != wanted.model.identity:
+        found = "other weights than those of --model"
+    elif digest not in (None, wanted.model.sha256_of_config_and_tokenizer):
+        found = "another config or tokenizer than --model has"
     if found is not None:
-        what = "suite, dtype or quantisation"
-        raise UserError(f"--baseline {baseline}: its results are of another {what} ({found}). {_REMEDY}")
-    _check_model(baseline, made_by, wanted)
+        raise UserError(f"--baseline {baseline}: its results are of {found}. {remedy}")
     return measures
 
 
-def _check_complete(results: Results, path: Path, option: str) -> None:
+def _complete_results(path: Path, option: str) -> Results:
+    """The results in a file; UserError if the suite is not measured to its end."""
+    results = read_results(path, option)
     if not results.complete:
         raise UserError(f"{option} {path}: that run has not finished; run its command again to resume it.")
+    return results
 
 
-def _check_model(baseline: Path, made_by: MadeBy, wanted: MadeBy) -> None:
-    """Raise UserError for results of another model. A folder records no hash of config and tokenizer."""
-    if made_by.model.identity is None:
-        raise UserError(f"--baseline {baseline}: an older emp-llm wrote it, without the identity of the weights. {_REMEDY}")
-    if made_by.model.identity != wanted.model.identity:
-        raise UserError(f"--baseline {baseline}: its results are of other weights than those of --model. {_REMEDY}")
-    digest = made_by.model.sha256_of_config_and_tokenizer
-    if digest is not None and digest != wanted.model.sha256_of_config_and_tokenizer:
-        raise UserError(f"--baseline {baseline}: its results are of another config or tokenizer than --model has. {_REMEDY}")
-
-
-def _first_difference(held: MadeBy, wanted: MadeBy, fields: tuple[str, ...]) -> str | None:
+def _difference(held: MadeBy, wanted: MadeBy, *fields: str) -> str | None:
     """The first of some fields that differs, in words; None if all are equal."""
     before, now = held.as_dict(), wanted.as_dict()
-    return next((found for key in fields if (found := difference(before[key], now[key], key)) is not None), None)
+    return describe_difference({field: before[field] for field in fields}, {field: now[field] for field in fields})

@@ -12,6 +12,7 @@ A suite file has a [perplexity] table (a text, as in a calibration recipe; `seql
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,12 +22,14 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import corpus_of, read_toml, with_changes
-from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.records.base import converted
 from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import SuiteRecord, SuiteTask
+
+_LIMIT = re.compile(r",\s*limit\s*=\s*([0-9]{1,18})\s*(?=,|$)")
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,12 @@ class Task:
 
     def record(self) -> SuiteTask:
         """For a results file: a folder is recorded by its name and content, so that a moved suite is the same suite."""
-        folder = None if self.folder is None else self.folder.name
-        digest = None if self.folder is None else _digest(self.folder)
         return SuiteTask(
             name=self.name,
             num_fewshot=self.num_fewshot,
             limit=self.limit,
-            folder=folder,
-            sha256=digest,
+            folder=None if self.folder is None else self.folder.name,
+            sha256=None if self.folder is None else _digest(self.folder),
             chat_template=self.chat_template or None,
         )
 
@@ -77,6 +78,12 @@ class Suite:
     tasks: tuple[Task, ...]
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"{self.name}: task {twice!r} is named twice; results are kept by name, so name it once.")
+
     def limited(self, limit: int | None) -> "Suite":
         """The same suite with at most `limit` examples of every task and `limit` blocks of its text."""
         if limit is None:
@@ -88,10 +95,11 @@ class Suite:
 
     def record(self) -> SuiteRecord:
         """The definition of the suite, for a results file."""
-        text = None if self.corpus is None else self.corpus.record()
-        file = None if self.corpus is None else self.corpus.file
-        if text is not None and file is not None and Path(file).is_file():
-            text.sha256 = _digest(Path(file))
+        text = None
+        if self.corpus is not None:
+            text = self.corpus.record()
+            if self.corpus.file is not None and Path(self.corpus.file).is_file():
+                text.sha256 = _digest(Path(self.corpus.file))
         return SuiteRecord(suite=self.name, limit=self.limit, text=text, tasks=[task.record() for task in self.tasks])
 
 
@@ -123,7 +131,9 @@ def find_suite(name: str) -> Suite:
     Raises:
         UserError: there is no such suite, or the file is not a suite.
     """
-    name, limit = _split_limit(name)
+    limit = _LIMIT.search(name)
+    if limit is not None:
+        name = name.replace(limit[0], "", 1)
     base, _, changes = name.partition(",")
     known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
     path = known.get(base, Path(base))
@@ -139,10 +149,15 @@ def find_suite(name: str) -> Suite:
             raise UserError(f"{path}: a perplexity is of text alone; leave image={corpus.image} out.")
     elif changes:
         raise UserError(f"{name!r}: the suite has no text, so no field of one can be changed; leave out {changes!r}.")
-    tasks = _tasks_of(file.tasks, path)
+    tasks: list[Task] = []
+    for table in file.tasks:
+        folder = None if table.folder is None else path.parent / table.folder
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
+        tasks += [Task(task, table.num_fewshot, table.limit, folder, table.chat_template) for task in table.names]
     if corpus is None and not tasks:
         raise UserError(f"{path}: it is empty; a suite has [perplexity], [[tasks]] or both.")
-    return Suite(name, corpus, tasks).limited(limit)
+    return Suite(name, corpus, tuple(tasks)).limited(None if limit is None else int(limit[1]))
 
 
 def suite_of(options: SuiteOptions) -> Suite:
@@ -151,42 +166,27 @@ def suite_of(options: SuiteOptions) -> Suite:
     Raises:
         UserError: the suite is invalid, or the options conflict.
     """
-    suite = _suite_of(options).limited(options.limit)
-    if not options.apply_chat_template:
-        return suite
-    if not suite.tasks:
-        raise UserError("--apply-chat-template is for tasks, and this suite has none; leave it out.")
-    return replace(suite, tasks=tuple(replace(task, chat_template=True) for task in suite.tasks))
-
-
-def _suite_of(options: SuiteOptions) -> Suite:
     if options.tasks is None:
         if options.num_fewshot is not None:
             raise UserError("--num-fewshot needs --tasks; in a suite file, num_fewshot belongs to [[tasks]].")
-        return find_suite(options.suite or "perplexity")
-    if options.suite is not None:
-        raise UserError("--tasks and --suite both choose what is measured; give one of them.")
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise UserError(f"--num-fewshot must be 0 or more, got {options.num_fewshot}.")
-    names = options.tasks.split(",") if isinstance(options.tasks, str) else options.tasks
-    names = [name.strip() for name in names if name.strip()]
-    if not names:
-        raise UserError("--tasks names no task; give names of lm-eval tasks, separated by commas.")
-    _refuse_doubles(names, "--tasks")
-    shots = [] if options.num_fewshot is None else [f"num_fewshot={options.num_fewshot}"]
-    tasks = tuple(Task(name, options.num_fewshot) for name in names)
-    return Suite(",".join([*names, *shots]), None, tasks)
-
-
-def _split_limit(name: str) -> tuple[str, int | None]:
-    """The name of a suite without its ",limit=N", and N."""
-    base, *changes = name.split(",")
-    limits = [change.partition("=")[2].strip() for change in changes if change.partition("=")[0].strip() == "limit"]
-    for limit in limits:
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 19):
-            raise UserError(f"limit={quotable(limit)} in {quotable(name)}: limit must be a number.")
-    rest = [change for change in changes if change.partition("=")[0].strip() != "limit"]
-    return ",".join([base, *rest]), int(limits[-1]) if limits else None
+        suite = find_suite(options.suite or "perplexity")
+    else:
+        if options.suite is not None:
+            raise UserError("--tasks and --suite both choose what is measured; give one of them.")
+        if options.num_fewshot is not None and options.num_fewshot < 0:
+            raise UserError(f"--num-fewshot must be 0 or more, got {options.num_fewshot}.")
+        given = options.tasks.split(",") if isinstance(options.tasks, str) else options.tasks
+        names = [name.strip() for name in given if name.strip()]
+        if not names:
+            raise UserError("--tasks names no task; give names of lm-eval tasks, separated by commas.")
+        shots = [] if options.num_fewshot is None else [f"num_fewshot={options.num_fewshot}"]
+        suite = Suite(",".join([*names, *shots]), None, tuple(Task(name, options.num_fewshot) for name in names))
+    suite = suite.limited(options.limit)
+    if options.apply_chat_template:
+        if not suite.tasks:
+            raise UserError("--apply-chat-template is for tasks, and this suite has none; leave it out.")
+        suite = replace(suite, tasks=tuple(replace(task, chat_template=True) for task in suite.tasks))
+    return suite
 
 
 def _digest(path: Path) -> str:
@@ -196,20 +196,3 @@ def _digest(path: Path) -> str:
         if file.is_file() and "__pycache__" not in file.parts:
             digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _tasks_of(tables: list[TaskTable], path: Path) -> tuple[Task, ...]:
-    tasks = []
-    for table in tables:
-        folder = None if table.folder is None else path.parent / table.folder
-        if folder is not None and not folder.is_dir():
-            raise UserError(f"{path}: folder {table.folder!r}: {folder} is not a folder; name the folder with the task files.")
-        tasks += [Task(name, table.num_fewshot, table.limit, folder, table.chat_template) for name in table.names]
-    _refuse_doubles([task.name for task in tasks], str(path))
-    return tuple(tasks)
-
-
-def _refuse_doubles(names: list[str], place: str) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{place}: task {name!r} is named twice; results are kept by name, so name it once.")

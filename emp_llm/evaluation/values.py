@@ -29,16 +29,6 @@ class Answers:
     correct: int
     weight: float = 1.0
 
-    @property
-    def asked(self) -> tuple[str, int, float]:
-        """Everything but the answers: equal for the same examples."""
-        return self.sha256, self.examples, self.weight
-
-    @property
-    def accuracy(self) -> float:
-        """The share of correct answers."""
-        return self.correct.bit_count() / self.examples
-
 
 @dataclass(frozen=True)
 class Value:
@@ -147,7 +137,8 @@ def _answers(record: TaskRecord, name: str, whole: bool, key: str, value: float)
         answers = tuple(
             Answers(each.sha256, each.examples, each.bits(key), weight) for each, weight in zip(held, weights, strict=True)
         )
-        if math.isclose(math.fsum(each.weight * each.accuracy for each in answers), value, rel_tol=1e-9, abs_tol=1e-12):
+        accuracy = math.fsum(each.weight * each.correct.bit_count() / each.examples for each in answers)
+        if math.isclose(accuracy, value, rel_tol=1e-9, abs_tol=1e-12):
             return answers
     return ()
 
@@ -230,7 +221,8 @@ def paired_error_of_answers(first: Sequence[Answers], second: Sequence[Answers])
     Returns:
         The error; None if there are no answers, they are not to the same examples, or a task has a single example.
     """
-    if not first or [each.asked for each in first] != [each.asked for each in second]:
+    asked, others = ([replace(each, correct=0) for each in answers] for answers in (first, second))
+    if not first or asked != others:
         return None
     squares = 0.0
     for a, b in zip(first, second, strict=True):

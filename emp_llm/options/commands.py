@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import LoudnessOptions, Opt, Options
@@ -12,7 +12,6 @@ from emp_llm.options.output import OutputOptions
 from emp_llm.options.recipe import Tower, check_targets
 
 METHODS = "emp-wanda,wanda,emp-magnitude,magnitude"
-TableFormat = Literal["terminal", "markdown", "csv"]
 PrunedFolder = Annotated[Path, Opt("Output folder of a finished prune.", argument=True)]
 
 

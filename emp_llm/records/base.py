@@ -86,14 +86,17 @@ def version_of(values: dict[str, Any], kind: type[FileRecord]) -> int | None:
     return None if named is None else int(named[1])
 
 
-def converted(values: Any, kind: type[T], where: str) -> T:
+def converted(values: Any, kind: type[T], where: str, strict: bool = True) -> T:
     """Convert JSON or TOML values to a typed structure.
+
+    Args:
+        strict: else numbers and switches may be text, such as "12" and "true".
 
     Raises:
         UserError: a field is missing, unknown or wrong. The message names the field and the rule.
     """
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, kind, strict=strict)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UserError(f"{where}: {_sentence(error)}") from error
 
