@@ -55,26 +55,6 @@ _HOME = {
     "reapply_mask": "runtime.reapply",
     "SparsityCallback": "runtime.reapply",
 }
-# Modules with the names of their functions.
-_COMMANDS = (
-    "bench",
-    "calibrate",
-    "collect",
-    "evaluate",
-    "generate",
-    "measure",
-    "pack",
-    "plan",
-    "prune",
-    "push",
-    "report",
-    "run",
-    "status",
-    "submit",
-    "sweep",
-    "unpack",
-    "verify",
-)
 
 __all__ = [
     "InputStatistics",
@@ -120,7 +100,7 @@ def __getattr__(name: str) -> object:
     """Import torch or transformers only for what needs them, so that `--help` does not wait for them."""
     if name in _HOME:
         return getattr(import_module(f"emp_llm.{_HOME[name]}"), name)
-    if name in _COMMANDS:
+    if name in __all__:  # a command's module, which can be called like its function
         return import_module(f"emp_llm.{name}")
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory, available_memory
 from emp_llm.evaluation.perplexity import _logits
-from emp_llm.models import offload
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model
 
@@ -74,7 +74,7 @@ def test_no_room_for_the_weights_of_a_block(models: Models, monkeypatch: pytest.
     model = load_model(models("llama"), "disk")
     runner, ids = BlockwiseModel(model), torch.arange(80).view(2, 40)
     with runner.walk([ids]) as walk:
-        monkeypatch.setattr(offload, "_install", fail)
+        monkeypatch.setattr(AlignDevicesHook, "pre_forward", fail)
         with pytest.raises(OutOfMemory, match=r"^model\.layers\.0: out of memory on cpu.*weights.*--device-map disk"):
             next(walk.steps())
 

@@ -453,10 +453,15 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     names |= converted
     for name in stacks.keys() & names.keys():
         pieces[name].append(_Piece(names[name], None, 0, False))
-    first_of = {id(own[name]): key for name, key in names.items()}
-    for name, parameter in own.items():  # tied weights have two names and are stored once
-        if name not in names and id(parameter) in first_of:
-            names[name] = first_of[id(parameter)]
+    # Tied weights have two names and are stored once. They are one parameter until accelerate has offloaded them.
+    tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
+    stored_as: dict[Any, str] = {}
+    for name, key in names.items():
+        stored_as[tied.get(name, name)] = stored_as[id(own[name])] = key
+    for name, parameter in own.items():
+        stored = stored_as.get(tied.get(name, name)) or stored_as.get(id(parameter))
+        if name not in names and stored is not None:
+            names[name] = stored
     experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
     used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
