@@ -1,10 +1,8 @@
 """Loading: a model whose checkpoint is incomplete is refused, with the full reason."""
 
-import fcntl
 import gc
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -277,22 +275,3 @@ def fail_in(folder: Any) -> None:
     """Write a weight, then end as on Ctrl-C."""
     Path(folder, "weight.safetensors").write_bytes(b"1")
     raise KeyboardInterrupt
-
-
-def test_folders_of_killed_runs_are_deleted_by_the_next(models: Models, temporary: Path) -> None:
-    def folder(name: str, *files: str, age: int = 3600) -> Path:
-        path = temporary / f"emp-llm-offload-{name}"
-        path.mkdir()
-        for file in files:
-            (path / file).write_bytes(b"")
-        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
-        return path
-
-    folder("killed", "a.safetensors")
-    folder("empty")
-    new, running = folder("new", age=1), folder("running", "a.safetensors")
-    lock = os.open(running, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    load_model(models("llama"), "disk")
-    assert sorted(temporary.iterdir()) == sorted([new, running])
-    os.close(lock)

@@ -25,11 +25,6 @@ class _Shown:
     stage = ""
 
 
-def is_quiet() -> bool:
-    """Whether progress is hidden."""
-    return _Shown.quiet
-
-
 @contextmanager
 def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     """Inside this context, emp-llm logs more or less than usual; if neither is asked for, nothing changes.
@@ -49,9 +44,8 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     start = time.perf_counter()
     try:
         if verbose:
-            memory = available_memory()
-            left = "" if memory is None else f", {format_bytes(memory)} of memory available"
-            logger.debug("emp-llm %s: %s CPU cores%s.", name, available_cores(), left)
+            memory = format_bytes(available_memory())
+            logger.debug("emp-llm %s: %s CPU cores, %s of memory available.", name, available_cores(), memory)
         yield
         if verbose:
             logger.debug("emp-llm %s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
@@ -126,7 +120,7 @@ def progress_of(stage: str) -> Iterator[None]:
 
 def shows_bars() -> bool:
     """Whether this process draws bars: on the first rank, on a terminal, and unless it is quiet."""
-    return ranks().main and sys.stderr.isatty() and not is_quiet()
+    return ranks().main and sys.stderr.isatty() and not _Shown.quiet
 
 
 def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar:
@@ -139,7 +133,7 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
             so on.
         leave: the finished bar stays on the terminal.
     """
-    if not ranks().main or is_quiet():
+    if not ranks().main or _Shown.quiet:
         return Bar()
     title = title if _Shown.stage in ("", title) else f"{_Shown.stage}: {title}"
     if not sys.stderr.isatty():

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.machine import available_memory, enough_for_weights, enough_memory, ran_out
+from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.modules import body_of, find_blocks, find_towers
 from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
@@ -276,9 +276,10 @@ class Walk:
         runner = self.runner
         with closing(loaded_blocks(list(runner.blocks)[first:])) as loader:
             for index in range(first, len(runner.blocks)):
-                with enough_for_weights(f"{runner.path}.{index}", execution_device(runner.blocks[index])):
+                step = Step(self, index, runner.blocks[index])
+                with out_of_memory(step.no_room):
                     runner.bytes_read += next(loader)
-                yield Step(self, index, runner.blocks[index])
+                yield step
 
     def call(self, number: int, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
         """The output of a block whose weights are loaded, for hidden states of a batch; its arguments stay as they are."""
@@ -318,6 +319,13 @@ class Step:
         self.name = f"{walk.runner.path}.{index}"
         self.block = block
         self._walk = walk
+
+    def no_room(self) -> str:
+        """The message when memory runs out while the weights are loaded."""
+        return (
+            f"{self.name}: out of memory on {execution_device(self.block)}; the weights do not fit. Keep fewer there "
+            "(--device-map disk, or a JSON map), or use --dtype bfloat16."
+        )
 
     def run(self, advance: bool = True) -> None:
         """Pass all batches through the block.
@@ -439,8 +447,7 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
         return wanted
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
-    available = available_memory()
-    return "cpu" if available is None or 2 * needed < available else "disk"
+    return "cpu" if 2 * needed < available_memory() else "disk"
 
 
 class _Enough(Exception):
