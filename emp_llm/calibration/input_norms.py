@@ -1,6 +1,6 @@
 """The sums of squares of layers' inputs, collected by hooks while a model runs.
 
-Each linear layer has a hook, and `execution.expert_hooks` observes the experts of a mixture. Squares are summed in float32
+Each linear layer has a hook, and `models.hooks` observes the experts of a mixture. Squares are summed in float32
 within a batch and in float64 over batches, on the device of the input; nothing is copied to the CPU before the end.
 
 Two sums are collected: sum_t x_tj^2, one for each distinct input, and relative to the layer's output y_t for each token,

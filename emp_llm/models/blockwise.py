@@ -33,7 +33,7 @@ from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.modules import body_of, find_blocks, find_towers
+from emp_llm.models.modules import body_of, find_blocks, find_towers, reads_twice
 from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
 from emp_llm.options.calibration import Place
 
@@ -41,11 +41,6 @@ NOT_BY_BLOCKS = (
     "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use --execution model, and "
     "--propagate dense."
 )
-
-
-def reads_twice(model: nn.Module) -> bool:
-    """Whether a model has an encoder and a decoder that both read text."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def decoder_ids(model: Any, ids: Tensor) -> Tensor:
