@@ -450,7 +450,7 @@ def calibrate_blocks(
         UserError: a norm is not finite, memory runs out, or the blocks cannot be run one at a time.
     """
     with propagated(runner, layers, tokens, batch_size, masker, progress) as (collected, walk):
-        place = walk.place
+        place = walk.hidden.place
     propagate = "dense" if masker is None else "pruned"
     about = CalibrationRecord(execution="blocks", propagate=propagate, hidden_states=place)
     return replace(collected.activations(layers), about=about)

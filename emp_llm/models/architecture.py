@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, shortened_list
-from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of, within
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,7 +146,7 @@ class Architecture:
             if not names_suffice:
                 raise
             logger.warning("%s Its layers are derived from the names of its tensors.", error)
-            return by_names(checkpoint, error.reads_text)
+            return by_names(checkpoint)
 
     @classmethod
     def of_model(cls, checkpoint: Checkpoint, model: "nn.Module", blocks: str | None = None) -> "Architecture":
@@ -282,8 +282,8 @@ class Architecture:
     def _dense_towers(self, tower: str) -> dict[str, int]:
         """Name -> number of parameters of each part outside the chosen tower."""
         sizes = dict.fromkeys(self.towers, 0)
-        for name, shape in self.shapes.items() if self.towers else ():
-            root = next((root for root in self.towers if name == root or name.startswith(f"{root}.")), None)
+        for name, shape in self.shapes.items():
+            root = next((root for root in self.towers if within(name, root)), None)
             if root is not None:
                 sizes[root] += math.prod(shape)
         dense = {root: size for root, size in sizes.items() if not self._in(tower, self.towers[root])}
@@ -293,18 +293,17 @@ class Architecture:
 
     def _check_tower(self, tower: str) -> None:
         """Raise UserError if the model has no layers in a tower."""
-        if any(self._in(tower, layer.tower) for layer in self.layers if layer.kind != "embedding"):
+        own = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
+        if not own or any(self._in(tower, each) for each in own):
             return
-        own = sorted({layer.tower for layer in self.layers})
         if own == ["language"]:
             raise UserError(
                 f"--tower {tower}: {self.checkpoint.folder} reads only text and has no {tower} tower. Leave it out."
             )
-        if own:
-            raise UserError(
-                f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
-                "prune them by a magnitude method, add --tower all."
-            )
+        raise UserError(
+            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
+            "prune them by a magnitude method, add --tower all."
+        )
 
     def _matrix(self, layer: Layer) -> Matrix | None:
         """The stored weight of a layer; None, with a warning, if it is not a tensor of its own."""
@@ -443,22 +442,18 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     return None
 
 
-def by_names(checkpoint: Checkpoint, reads_text: bool = True) -> Architecture:
-    """The architecture derived from the names in a checkpoint, for a model without a known class.
-
-    Args:
-        checkpoint: the model.
-        reads_text: layers belong to a language model if their names tell nothing else.
-    """
+def by_names(checkpoint: Checkpoint) -> Architecture:
+    """The architecture derived from the names in a checkpoint, for a model without a known class."""
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape, reads_text)) is not None]
+    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape)) is not None]
     towers: dict[str, Tower] = {}
     for name in shapes:
-        parts = name.split(".")
-        roots = [".".join(parts[: number + 1]) for number in range(len(parts))]
-        root = next((root for root in roots if named_tower(root) is not None), None) if reads_text else name
-        if root is not None:
-            towers[root] = named_tower(root) or "vision"
+        root = ""
+        for part in name.split("."):
+            root = f"{root}.{part}" if root else part
+            if (tower := named_tower(part)) is not None:
+                towers[root] = tower
+                break
     return Architecture(
         checkpoint=checkpoint,
         layers=layers,
@@ -469,7 +464,7 @@ def by_names(checkpoint: Checkpoint, reads_text: bool = True) -> Architecture:
     )
 
 
-def _layer_by_name(name: str, shape: Shape, reads_text: bool) -> Layer | None:
+def _layer_by_name(name: str, shape: Shape) -> Layer | None:
     """The layer whose weight has a name; None if it is no matrix."""
     module, _, parameter = name.rpartition(".")
     if parameter != "weight" or len(shape) != 2:
@@ -485,5 +480,5 @@ def _layer_by_name(name: str, shape: Shape, reads_text: bool) -> Layer | None:
     else:
         kind = "attention" if MIXES_TOKENS.search(module) else "mlp"
     block = None if number is None or kind == "embedding" else int(number[1])
-    tower = named_tower(module) or ("language" if reads_text else "vision")
+    tower = named_tower(module) or "language"
     return Layer(module, kind, block, tower=tower, part="" if tower == "language" else tower)

@@ -253,11 +253,6 @@ class Walk:
         finally:
             runner.bytes_read += runner.outside.release()
 
-    @property
-    def place(self) -> Place:
-        """Where the hidden states are stored."""
-        return self.hidden.place
-
     def __enter__(self) -> "Walk":
         return self
 
@@ -350,7 +345,7 @@ class Step:
             UserError: memory runs out, or the block returns no hidden states.
         """
         walk, device = self._walk, execution_device(self.block)
-        or_else = ", or use --hidden-states cpu" if walk.place == "device" else ""
+        or_else = ", or use --hidden-states cpu" if walk.hidden.place == "device" else ""
         with torch.no_grad(), enough_memory(lambda: (self.name, device), walk.batches[number], or_else):
             hidden = states.get(number, device)
             call = walk._calls[number][self.index]

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 # The generating models of transformers, by auto class; a type in several of them is built as its config.json says.
 _GENERATE = {
-    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 _TRUST = " Its code is in the repository; if you trust it, add --trust-remote-code."
 _KINDS = "causal language model, image-text-to-text or encoder-decoder class"
@@ -44,15 +44,7 @@ _REMEDY = "Get the complete checkpoint and the config.json that belongs to it."
 
 
 class NoModelClassError(UserError):
-    """transformers has no class for a model that generates text for a config.json, or the file is missing.
-
-    Attributes:
-        reads_text: whether the model may have a language tower.
-    """
-
-    def __init__(self, message: str, reads_text: bool = True) -> None:
-        super().__init__(message)
-        self.reads_text = reads_text
+    """transformers has no class for a model that generates text for a config.json, or the file is missing."""
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -83,22 +75,14 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
         return config, getattr(transformers, name)
     hint = _TRUST if remote and not trust_remote_code else ""
     what = next(iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}")
-    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", {}))]
-    raise NoModelClassError(
-        f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}",
-        reads_text=any(getattr(part, "vocab_size", None) is not None for part in parts),
-    )
+    raise NoModelClassError(f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}")
 
 
 def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
     """The auto class of a configuration: that of its repository's code, or whose class config.json names, or the first one."""
-    own = [name for name in _GENERATE if name in remote]
-    if own:
-        return own[0]
     classes = getattr(config, "architectures", None) or [""]
-    known = {auto: getattr(modeling_auto, table, {}).get(config.model_type) for auto, table in _GENERATE.items()}
-    fitting = [auto for auto, found in known.items() if found is not None]
-    named = [auto for auto in fitting if classes[0] == known[auto]]
+    fitting = {auto: table[config.model_type] for auto, table in _GENERATE.items() if config.model_type in table}
+    named = [auto for auto in _GENERATE if auto in remote] or [auto for auto in fitting if fitting[auto] == classes[0]]
     if not named and "AutoModelForSeq2SeqLM" in fitting:
         if classes[0].endswith("EncoderModel"):  # half of the model
             return None

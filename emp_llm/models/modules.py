@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError
-from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of
+from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of, within
 
 _CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
 _HALF = re.compile(r"(?:^|\.)(encoder|decoder)(?=\.|$)")
@@ -138,11 +138,8 @@ def block_lists(model: nn.Module, path: str | None = None) -> Towers:
     except AttributeError:
         blocks = None
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        known: list[str] = []
-        for name, module in model.named_modules():
-            if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in known):
-                known.append(name)
-        lists = f"The lists of this model are: {', '.join(known)}." if known else "This model has none."
+        known = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = f"The lists of this model are: {shortened_list(known)}." if known else "This model has none."
         raise UserError(f"--blocks {path!r} is not a list of modules (nn.ModuleList) of {type(model).__name__}. {lists}")
     tower = tower_of(towers.others, path)
     return replace(towers, lists=(BlockList(path, blocks, tower, "" if tower == "language" else tower),))
@@ -279,7 +276,7 @@ def find_towers(model: nn.Module) -> Towers:
     lists: Lists = {}
     _collect(model, "", lists, encoders, decoder)
     root = _language_root(model, decoder, encoders, lists)
-    inside = {path: modules for path, modules in lists.items() if _within(path, root)}
+    inside = {path: modules for path, modules in lists.items() if within(path, root)}
     chosen = (_with_attention(inside) if reads_twice(model.get_submodule(root)) else {}) or _largest(inside)
     found = [BlockList(path, modules, "language", _half(path, list(chosen))) for path, modules in chosen.items()]
 
@@ -304,7 +301,7 @@ def _collect(module: nn.Module, name: str, lists: Lists, encoders: dict[str, Tow
         path = f"{name}.{leaf}" if name else leaf
         if not parameters_of(child):
             continue
-        tower = None if encoders is None or _within(decoder, path) else _tower_of_module(child, leaf)
+        tower = None if encoders is None or within(decoder, path) else _tower_of_module(child, leaf)
         if encoders is not None and tower is not None:
             encoders[path] = tower
         elif isinstance(child, nn.ModuleList):
@@ -326,11 +323,11 @@ def _language_root(model: nn.Module, decoder: str, encoders: dict[str, Tower], l
     """The largest module that holds the decoder, and no encoder; the whole model if it has no encoder, or reads text twice."""
     if not encoders or reads_twice(model):
         return ""
-    if any(_within(encoder, decoder) for encoder in encoders):
+    if any(within(encoder, decoder) for encoder in encoders):
         decoder = next(iter(_largest(lists)), "").rpartition(".")[0]
     parts = decoder.split(".")
     paths = (".".join(parts[: number + 1]) for number in range(len(parts)))
-    return next((path for path in paths if not any(_within(encoder, path) for encoder in encoders)), decoder)
+    return next((path for path in paths if not any(within(encoder, path) for encoder in encoders)), decoder)
 
 
 def _with_attention(lists: Lists) -> Lists:
@@ -372,17 +369,13 @@ def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Towe
             path = f"{name}.{leaf}" if name else leaf
             if path == root or path in encoders or not parameters_of(child) or any(part is head for part in child.modules()):
                 continue
-            if _within(root, path) or any(_within(encoder, path) for encoder in encoders):
+            if within(root, path) or any(within(encoder, path) for encoder in encoders):
                 visit(child, path)
             elif root or _CONNECTS.search(leaf):
                 others[path] = connects
 
     visit(model, "")
     return others
-
-
-def _within(name: str, root: str) -> bool:
-    return not root or name == root or name.startswith(f"{root}.")
 
 
 @dataclass(frozen=True)
