@@ -10,10 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import transformers
 from accelerate.hooks import AlignDevicesHook
 
-from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory, available_memory
 from emp_llm.evaluation.perplexity import _logits
 from emp_llm.models.blockwise import BlockwiseModel
@@ -87,12 +85,6 @@ def test_no_room_after_the_last_block(models: Models, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model.lm_head, "forward", fail)
     with pytest.raises(OutOfMemory, match=r"^LlamaForCausalLM after its last block: out of memory on cpu with 2 sequences"):
         list(runner.forward([ids]))
-
-
-def test_no_room_to_load(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(UserError, match=r"out of memory while loading it with --device-map cpu\. .*auto, disk"):
-        load_model(models("llama"), "cpu")
 
 
 def test_perplexity_does_not_try_the_whole_model_after_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

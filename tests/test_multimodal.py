@@ -81,18 +81,15 @@ def stored_names(report: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
-def test_the_mlps_of_the_language_tower_change(towers: Towers, pruned: Pruned, name: str, method: str) -> None:
+def test_the_mlps_of_the_language_tower_have_the_oracles_masks(towers: Towers, pruned: Pruned, name: str, method: str) -> None:
     family = FAMILIES[name]
     out, report = pruned(name, method)
     wanted = {each for each in oracle.tensors(towers(name)) if re.fullmatch(family.mlp, each)}
     assert len(wanted) == family.number
     assert changed_names(towers(name), out) == stored_names(report) == wanted
     assert list(report["targets"]["dense_towers"]) == list(family.dense)
-
-
-@pytest.mark.parametrize(("name", "method"), [(name, method) for name, method in PAIRS if name != "llama4"])
-def test_the_masks_are_the_oracles(towers: Towers, pruned: Pruned, name: str, method: str) -> None:
-    out, report = pruned(name, method)
+    if name == "llama4":  # the oracle knows no stacks of experts
+        return
     norms = oracle.load_norms(out / "emp_llm/activations.safetensors") if method.endswith("wanda") else {}
     before, after = oracle.tensors(towers(name)), oracle.tensors(out)
     for layer, entry in report["matrices"].items():

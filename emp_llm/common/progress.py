@@ -94,17 +94,10 @@ class _Lines(Bar):
         from tqdm import tqdm
 
         rate = (self._done - self._last_done) / seconds
+        speed = f"{tqdm.format_sizeof(rate)}{self._unit}/s"
         left = f", {tqdm.format_interval((self._total - self._done) / rate)} left" if rate > 0 else ""
-        logger.info(
-            "%s: %d %% of %s%s, %s%s/s%s",
-            self._title,
-            100 * self._done / self._total if self._total else 100,
-            tqdm.format_sizeof(self._total),
-            self._unit,
-            tqdm.format_sizeof(rate),
-            self._unit,
-            left,
-        )
+        percent, size = 100 * self._done / (self._total or 1), tqdm.format_sizeof(self._total)
+        logger.info("%s: %d %% of %s%s, %s%s", self._title, percent, size, self._unit, speed, left)
         self._last_time, self._last_done = now, self._done
 
 
