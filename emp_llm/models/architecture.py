@@ -203,9 +203,7 @@ class Architecture:
                 as a 16-, 32- or 64-bit floating-point matrix.
         """
         self._check_tower(tower)
-        matching = [layer for layer in self.layers if in_scope(layer, targets)]
-        if ignore:
-            matching = [layer for layer in matching if not is_named(layer, ignore)]
+        matching = [layer for layer in self.layers if in_scope(layer, targets) and not (ignore and is_named(layer, ignore))]
         embeddings = {self.stored_names.get(layer.parameter) for layer in self.layers if layer.kind == "embedding"}
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in matching:

@@ -161,8 +161,8 @@ def load_model(
     for parameter in model.parameters():
         sizes["offloaded" if parameter.device.type == "meta" else str(parameter.device)] += parameter.nbytes
     places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
-    size = f"{count_of(model.num_parameters(), 'parameter')}, {str(model.dtype).removeprefix('torch.')}, {places}"
-    logger.debug("%s: loaded in %.1f s; %s.", folder, time.perf_counter() - start, size)
+    parameters, kind = count_of(model.num_parameters(), "parameter"), str(model.dtype).removeprefix("torch.")
+    logger.debug("%s: loaded in %.1f s; %s, %s, %s.", folder, time.perf_counter() - start, parameters, kind, places)
     loaded: PreTrainedModel = model.eval()
     return loaded
 
