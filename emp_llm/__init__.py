@@ -14,25 +14,27 @@ if TYPE_CHECKING:
     from emp_llm.collect import collect as collect
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
-    from emp_llm.in_memory.prune_model import masks_of, prune_model
+    from emp_llm.in_memory.prune_model import masks_of as masks_of
+    from emp_llm.in_memory.prune_model import prune_model as prune_model
     from emp_llm.measure import measure as measure
-    from emp_llm.options.recipe import Recipe
+    from emp_llm.options.recipe import Recipe as Recipe
     from emp_llm.pack import pack as pack
     from emp_llm.plan import plan as plan
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
     from emp_llm.report import report as report
     from emp_llm.run import run as run
-    from emp_llm.runtime.masks import Masks
-    from emp_llm.runtime.reapply import SparsityCallback, reapply_mask
-    from emp_llm.selection.criteria import InputStatistics, exponential, shift
-    from emp_llm.selection.effective import (
-        effective_mask,
-        effective_mass,
-        effective_mass_bound,
-        effective_number,
-        loss_change_bound,
-    )
+    from emp_llm.runtime.masks import Masks as Masks
+    from emp_llm.runtime.reapply import SparsityCallback as SparsityCallback
+    from emp_llm.runtime.reapply import reapply_mask as reapply_mask
+    from emp_llm.selection.criteria import InputStatistics as InputStatistics
+    from emp_llm.selection.criteria import exponential as exponential
+    from emp_llm.selection.criteria import shift as shift
+    from emp_llm.selection.effective import effective_mask as effective_mask
+    from emp_llm.selection.effective import effective_mass as effective_mass
+    from emp_llm.selection.effective import effective_mass_bound as effective_mass_bound
+    from emp_llm.selection.effective import effective_number as effective_number
+    from emp_llm.selection.effective import loss_change_bound as loss_change_bound
     from emp_llm.status import status as status
     from emp_llm.submit import submit as submit
     from emp_llm.sweep import sweep as sweep
@@ -55,60 +57,6 @@ _HOME = {
     "reapply_mask": "runtime.reapply",
     "SparsityCallback": "runtime.reapply",
 }
-# Modules with the names of their functions.
-_COMMANDS = (
-    "bench",
-    "calibrate",
-    "collect",
-    "evaluate",
-    "generate",
-    "measure",
-    "pack",
-    "plan",
-    "prune",
-    "push",
-    "report",
-    "run",
-    "status",
-    "submit",
-    "sweep",
-    "unpack",
-    "verify",
-)
-
-__all__ = [
-    "InputStatistics",
-    "Masks",
-    "Recipe",
-    "SparsityCallback",
-    "bench",
-    "calibrate",
-    "collect",
-    "effective_mask",
-    "effective_mass",
-    "effective_mass_bound",
-    "effective_number",
-    "evaluate",
-    "exponential",
-    "generate",
-    "loss_change_bound",
-    "masks_of",
-    "measure",
-    "pack",
-    "plan",
-    "prune",
-    "prune_model",
-    "push",
-    "reapply_mask",
-    "report",
-    "run",
-    "shift",
-    "status",
-    "submit",
-    "sweep",
-    "unpack",
-    "verify",
-]
 
 try:
     __version__ = version("emp-llm")
@@ -120,10 +68,14 @@ def __getattr__(name: str) -> object:
     """Import torch or transformers only for what needs them, so that `--help` does not wait for them."""
     if name in _HOME:
         return getattr(import_module(f"emp_llm.{_HOME[name]}"), name)
-    if name in _COMMANDS:
+    from emp_llm.cli import COMMANDS
+
+    if name in COMMANDS:  # a module that can be called like its function
         return import_module(f"emp_llm.{name}")
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    from emp_llm.cli import COMMANDS
+
+    return [*_HOME, *COMMANDS, "__version__"]

@@ -221,7 +221,7 @@ class Machine:
         """
         from emp_llm.common.machine import available_cores, available_memory
 
-        cores, memory = available_cores(), (available_memory() or 0) / 1e9 or float("inf")
+        cores, memory = available_cores(), available_memory() / 1e9
         if scheduled:
             return cls(workers or 1, None, None, memory)
         wanted = [_gpus_of(job) for job in jobs if _gpus_of(job)]

@@ -108,13 +108,18 @@ def check_masks(source: Path, out: Path, adaptive: bool, block: tuple[int, int] 
     assert before == after, "scales and all other bytes stay"
 
 
-@pytest.mark.parametrize("method", ["emp-magnitude", "magnitude"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masks_are_those_of_the_dequantised_weights(models: Models, tmp_path: Path, method: str, dtype: torch.dtype) -> None:
-    source = make_fp8(models("llama"), tmp_path / "model", dtype=dtype)
+@pytest.mark.parametrize(
+    ("method", "dtype", "block"),
+    [(method, dtype, (16, 16)) for method in ("emp-magnitude", "magnitude") for dtype in DTYPES]
+    + [("emp-magnitude", torch.float32, block) for block in ((24, 20), (128, 128), (1, 32))],  # not divisors of the matrix
+)
+def test_masks_are_those_of_the_dequantised_weights(
+    models: Models, tmp_path: Path, method: str, dtype: torch.dtype, block: tuple[int, int]
+) -> None:
+    source = make_fp8(models("llama"), tmp_path / "model", block, dtype)
     assert oracle.tensors(source)[f"{UP}.weight_scale_inv"].dtype == DTYPES[dtype]
     prune(source, output=tmp_path / "out", method=method)
-    check_masks(source, tmp_path / "out", method.startswith("emp-"))
+    check_masks(source, tmp_path / "out", method.startswith("emp-"), block)
     assert verify(tmp_path / "out", source=str(source)).differences == []
 
 
@@ -128,13 +133,6 @@ def test_experts(models: Models, tmp_path: Path) -> None:
         mask = oracle.row_masks(scores_of(source, name, (8, 8)), True)
         np.testing.assert_array_equal(stored(tmp_path / "out", name), np.where(mask, stored(source, name), 0), name)
     assert verify(tmp_path / "out", source=str(source)).differences == []
-
-
-@pytest.mark.parametrize("block", [(24, 20), (128, 128), (1, 32)])
-def test_blocks_that_do_not_divide_the_matrix(models: Models, tmp_path: Path, block: tuple[int, int]) -> None:
-    source = make_fp8(models("llama"), tmp_path / "model", block)
-    prune(source, output=tmp_path / "out", method="emp-magnitude")
-    check_masks(source, tmp_path / "out", True, block)
 
 
 def test_one_scale_for_a_matrix(models: Models, tmp_path: Path) -> None:

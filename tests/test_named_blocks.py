@@ -60,13 +60,11 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_the_manifest_records_the_name(pruned: Path) -> None:
+def test_the_manifest_records_the_name_and_verify_uses_it(source: Path, pruned: Path) -> None:
     assert json.loads((pruned / "emp_manifest.json").read_text())["recipe"]["blocks"] == BLOCKS
     matrices = json.loads((pruned / "emp_report.json").read_text())["matrices"]
     assert {name.rpartition(".mlp")[0] for name in matrices} == {f"{BLOCKS}.0", f"{BLOCKS}.1"}
 
-
-def test_verify_uses_it(source: Path, pruned: Path) -> None:
     found = verify(pruned, source=source)
     assert (found.differences, found.checked["targets"]) == ([], 6)
     assert verify(pruned, source=source, blocks=BLOCKS).differences == []

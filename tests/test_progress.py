@@ -56,20 +56,7 @@ def test_the_rate_is_that_of_the_last_line(clock: list[float], caplog: pytest.Lo
 
 
 @pytest.mark.usefixtures("clock")
-def test_stages_of_a_run_are_named(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    minutes = itertools.count(step=60)
-    monkeypatch.setattr(
-        progress, "time", SimpleNamespace(monotonic=lambda: float(next(minutes)), perf_counter=time.perf_counter)
-    )
-    prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
-    assert any(line.startswith("prune: ") and " % of " in line and " left" in line for line in caplog.messages)
-
-
-@pytest.mark.usefixtures("clock")
-def test_tasks_of_the_dense_and_of_the_pruned_model_are_told_apart(
+def test_stages_and_tasks_of_a_run_are_named(
     evaluable: Any, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -81,6 +68,7 @@ def test_tasks_of_the_dense_and_of_the_pruned_model_are_told_apart(
     titles = {line.rpartition(": ")[0] for line in caplog.messages if " % of " in line}
     for stage in ("evaluate dense", "evaluate pruned"):
         assert {f"{stage}: {part}" for part in ("perplexity", "sums", "sums_text", "sums_shown")} <= titles
+    assert any(line.startswith("prune: ") and " % of " in line and " left" in line for line in caplog.messages)
     assert any(line.startswith("evaluate dense: sums: ") and "req, " in line and " left" in line for line in caplog.messages)
 
 

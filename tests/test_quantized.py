@@ -77,6 +77,8 @@ def test_wrong_quantization(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         evaluate(DEMO, suite="demo", load_in_4bit=True, device_map="disk")
     with pytest.raises(UserError, match="exclude each other"):
         evaluate(DEMO, suite="demo", load_in_8bit=True, load_in_4bit=True)
+    with pytest.raises(UserError, match="--propagate pruned cannot set quantised weights to zero"):
+        prune(DEMO, output=tmp_path / "other", load_in_4bit=True, propagate="pruned")
     monkeypatch.setattr("emp_llm.models.placement.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"need bitsandbytes. Install it: pip install 'emp-llm\[quantize\]'"):
         evaluate(DEMO, suite="demo", load_in_8bit=True)
@@ -96,11 +98,6 @@ def test_quantized_calibration_prunes_the_original_weights(prose: Path, tmp_path
     for name, weight in sparse.named_parameters():
         kept = weight != 0
         assert torch.equal(weight[kept], dense.get_parameter(name)[kept])
-
-
-def test_pruned_propagation_is_for_plain_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--propagate pruned cannot set quantised weights to zero"):
-        prune(DEMO, output=tmp_path / "other", load_in_4bit=True, propagate="pruned")
 
 
 def test_quantized_calibration_of_experts(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from emp_llm.common.machine import enough_memory, ran_out, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Target
-from emp_llm.models.blockwise import BlockwiseModel, Walk, decoder_ids, reads_twice
+from emp_llm.models.blockwise import BlockwiseModel, Walk, decoder_ids
 from emp_llm.models.layers import Layer
-from emp_llm.models.modules import body_of, find_towers, set_to_zero, weight_of
+from emp_llm.models.modules import body_of, find_towers, reads_twice, set_to_zero, weight_of
 from emp_llm.models.offload import execution_device, is_offloaded
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.options.calibration import CalibrationOptions, Propagate
@@ -421,7 +421,7 @@ def calibrate_blocks(
                 progress.save(step.index + 1, collected, walk)
         collected.paused = True
         _run_tail(runner, walk, layers, collected)
-        about = CalibrationRecord(hidden_states=walk.place)
+        about = CalibrationRecord(hidden_states=walk.hidden.place)
     return replace(collected.activations(layers), about=about)
 
 

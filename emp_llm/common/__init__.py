@@ -1,4 +1,4 @@
-"""Small helpers for every room: errors, memory, ranks, provenance, timing, progress bars, tables and wording.
+"""Small helpers for every room: errors and wording, memory and time, ranks, progress, paths, tables, compiled functions.
 
-Imports nothing else from the package; torch and numpy are imported only when needed.
+Imports nothing else from the package; torch and numba are imported only when needed.
 """

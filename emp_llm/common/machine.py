@@ -8,8 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,25 +37,24 @@ class OutOfMemory(UserError):
     """Memory ran out. The message names the options to lower."""
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can allocate without swapping; None if unknown (only Linux reports them).
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can allocate without swapping.
 
     The minimum of the machine's available memory and of the memory left in this process's control groups, which schedulers
     and containers limit. Files in the page cache count as free.
 
     Args:
-        root: folder that holds proc and sys.
+        root: folder that holds proc and sys, where the groups are listed.
     """
-    limits = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        limits.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
+    import psutil  # type: ignore[import-untyped]
+
+    limits = [int(psutil.virtual_memory().available)]
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):  # version 2, version 1
                 limits += _left_in_group(root / "sys/fs/cgroup" / controllers, path.strip("/"))
-    return min(limits, default=None)
+    return min(limits)
 
 
 def _left_in_group(root: Path, path: str) -> Iterator[int]:
@@ -81,9 +79,9 @@ def resident_memory(device: "torch.device") -> int:
         import torch
 
         return torch.cuda.memory_allocated(device)
-    path = Path("/proc/self/statm")
-    pages = int(path.read_text().split()[1]) if path.is_file() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def free_memory() -> None:
@@ -102,39 +100,32 @@ def ran_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def enough_memory(where: "Callable[[], tuple[str, torch.device]]", batch: "Tensor", or_else: str = "") -> Iterator[None]:
-    """Turn an out-of-memory error inside this context into OutOfMemory.
+def out_of_memory(message: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error inside this context into OutOfMemory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemory(message()) from error
+
+
+def enough_memory(
+    where: "Callable[[], tuple[str, torch.device]]", batch: "Tensor", or_else: str = ""
+) -> AbstractContextManager[None]:
+    """A context of a forward pass, in which an out-of-memory error becomes OutOfMemory.
 
     Args:
         where: returns the name of the running module, and its device.
         batch: the current token ids, int64, shape (sequences, length).
         or_else: a further remedy, appended to the message (", or ...").
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not ran_out(error):
-            raise
-        name, device = where()
-        raise OutOfMemory(
-            f"{name}: out of memory on {device} with {count_of(batch.shape[0], 'sequence')} of "
-            f"{count_of(batch.shape[1], 'token')} at a time. "
-            f"Lower --batch-size, then --seqlen{or_else}."
-        ) from error
 
+    def message() -> str:
+        size = f"{count_of(batch.shape[0], 'sequence')} of {count_of(batch.shape[1], 'token')}"
+        return "{}: out of memory on {} with {} at a time. Lower --batch-size, then --seqlen{}.".format(*where(), size, or_else)
 
-@contextmanager
-def enough_for_weights(name: str, device: "torch.device") -> Iterator[None]:
-    """Turn an out-of-memory error while weights move to a device into OutOfMemory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not ran_out(error):
-            raise
-        raise OutOfMemory(
-            f"{name}: out of memory on {device}; the weights do not fit. Keep fewer there (--device-map disk, or a JSON map), "
-            "or use --dtype bfloat16."
-        ) from error
+    return out_of_memory(message)
 
 
 class Stopwatch:
@@ -147,14 +138,14 @@ class Stopwatch:
     def __call__(self, name: str) -> Iterator[None]:
         with suppress(OSError):
             _CLEAR_REFS.write_text("5")  # resets the peak of resident memory, if Linux allows it
+        torch: Any = sys.modules.get("torch")
         for device in range(_gpus()):
-            sys.modules["torch"].cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         yield
         entry: dict[str, float] = {"seconds": round(time.perf_counter() - start, 3), "peak_bytes": peak_memory()}
         if _gpus():
-            cuda: Any = sys.modules["torch"].cuda
-            entry["peak_cuda_bytes"] = max(cuda.max_memory_allocated(device) for device in range(_gpus()))
+            entry["peak_cuda_bytes"] = _peak_of_gpus()
         self.record[name] = entry
 
 
@@ -168,11 +159,14 @@ def peak_memory() -> int:
 
 def memory_words() -> str:
     """The peak memory of this process as text, and that of its GPUs."""
-    words = f"peak memory {format_bytes(peak_memory())}"
-    if _gpus():
-        cuda: Any = sys.modules["torch"].cuda
-        words += f", on the GPU {format_bytes(max(cuda.max_memory_allocated(device) for device in range(_gpus())))}"
-    return words
+    on_gpu = f", on the GPU {format_bytes(_peak_of_gpus())}" if _gpus() else ""
+    return f"peak memory {format_bytes(peak_memory())}{on_gpu}"
+
+
+def _peak_of_gpus() -> int:
+    """The largest peak memory of the GPUs in bytes."""
+    torch: Any = sys.modules["torch"]
+    return max(int(torch.cuda.max_memory_allocated(device)) for device in range(_gpus()))
 
 
 def _gpus() -> int:
@@ -183,17 +177,10 @@ def _gpus() -> int:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that can change a result."""
-    return dict(_versions())
-
-
-@cache
-def _versions() -> dict[str, str]:
     installed = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return installed
 
 

@@ -25,11 +25,6 @@ class _Shown:
     stage = ""
 
 
-def is_quiet() -> bool:
-    """Whether progress is hidden."""
-    return _Shown.quiet
-
-
 @contextmanager
 def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     """Inside this context, emp-llm logs more or less than usual; if neither is asked for, nothing changes.
@@ -49,9 +44,8 @@ def loudness(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
     start = time.perf_counter()
     try:
         if verbose:
-            memory = available_memory()
-            left = "" if memory is None else f", {format_bytes(memory)} of memory available"
-            logger.debug("emp-llm %s: %s CPU cores%s.", name, available_cores(), left)
+            memory = format_bytes(available_memory())
+            logger.debug("emp-llm %s: %s CPU cores, %s of memory available.", name, available_cores(), memory)
         yield
         if verbose:
             logger.debug("emp-llm %s: finished in %.1f s, %s.", name, time.perf_counter() - start, memory_words())
@@ -100,17 +94,10 @@ class _Lines(Bar):
         from tqdm import tqdm
 
         rate = (self._done - self._last_done) / seconds
+        speed = f"{tqdm.format_sizeof(rate)}{self._unit}/s"
         left = f", {tqdm.format_interval((self._total - self._done) / rate)} left" if rate > 0 else ""
-        logger.info(
-            "%s: %d %% of %s%s, %s%s/s%s",
-            self._title,
-            100 * self._done / self._total if self._total else 100,
-            tqdm.format_sizeof(self._total),
-            self._unit,
-            tqdm.format_sizeof(rate),
-            self._unit,
-            left,
-        )
+        percent, size = 100 * self._done / (self._total or 1), tqdm.format_sizeof(self._total)
+        logger.info("%s: %d %% of %s%s, %s%s", self._title, percent, size, self._unit, speed, left)
         self._last_time, self._last_done = now, self._done
 
 
@@ -126,7 +113,7 @@ def progress_of(stage: str) -> Iterator[None]:
 
 def shows_bars() -> bool:
     """Whether this process draws bars: on the first rank, on a terminal, and unless it is quiet."""
-    return ranks().main and sys.stderr.isatty() and not is_quiet()
+    return ranks().main and sys.stderr.isatty() and not _Shown.quiet
 
 
 def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar:
@@ -139,7 +126,7 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
             so on.
         leave: the finished bar stays on the terminal.
     """
-    if not ranks().main or is_quiet():
+    if not ranks().main or _Shown.quiet:
         return Bar()
     title = title if _Shown.stage in ("", title) else f"{_Shown.stage}: {title}"
     if not sys.stderr.isatty():

@@ -28,7 +28,7 @@ from emp_llm.common.errors import UserError, reason
 from emp_llm.common.progress import progress_bar, shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
-from emp_llm.models.blockwise import reads_twice
+from emp_llm.models.modules import reads_twice
 from emp_llm.models.offload import input_device
 from emp_llm.records.evaluation import AnswersRecord, TaskRecord, packed_answers
 

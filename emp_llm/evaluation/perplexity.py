@@ -16,7 +16,8 @@ from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
-from emp_llm.models.blockwise import BlockwiseModel, reads_twice, run_on_text
+from emp_llm.models.blockwise import BlockwiseModel, run_on_text
+from emp_llm.models.modules import reads_twice
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.placement import max_context
 from emp_llm.records.corpus import Corpus

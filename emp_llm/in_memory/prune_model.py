@@ -20,8 +20,9 @@ from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.architecture import Target, check_calibrated
-from emp_llm.models.blockwise import NOT_BY_BLOCKS, reads_twice
+from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_model
+from emp_llm.models.modules import reads_twice
 from emp_llm.models.offload import resident_parameter
 from emp_llm.models.placement import max_context
 from emp_llm.options.calibration import CalibrationOptions, Propagate

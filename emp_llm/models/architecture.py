@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, shortened_list
-from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of, within
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,39 +54,24 @@ class Coverage:
         targets: number of target matrices; targets_outside: of these, outside the decoder blocks.
         matrices: number of matrices in decoder blocks; the matrix of each expert counts as one.
         target_parameters, parameters: weights of the targets; parameters of the checkpoint.
-        targets_in_blocks: weights of the targets in decoder blocks.
-        block_parameters: weights of all matrices in decoder blocks.
+        share_of_blocks: the targets' share of the weights of all matrices in decoder blocks; None without such weights.
         unreachable: parameters in blocks whose matrices cannot be targets; without routers, which are never pruned.
         unreachable_parameters: number of their weights.
-        dense_towers: name of a part of a multimodal model that stays dense as a whole -> number of its parameters.
+        unreachable_share: their share of the weights of all matrices in decoder blocks.
+        dense_shares: name of a part of a multimodal model that stays dense as a whole -> its share of the parameters, the
+            largest first.
     """
 
     targets: int
     targets_outside: int
     matrices: int
     target_parameters: int
-    targets_in_blocks: int
     parameters: int
-    block_parameters: int
+    share_of_blocks: float | None
     unreachable: tuple[str, ...]
     unreachable_parameters: int
-    dense_towers: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def share_of_blocks(self) -> float | None:
-        """The targets' share of the weights in decoder blocks; None without such weights."""
-        return self.targets_in_blocks / self.block_parameters if self.block_parameters else None
-
-    @property
-    def unreachable_share(self) -> float:
-        """The unreachable share of the weights in decoder blocks."""
-        return self.unreachable_parameters / self.block_parameters if self.block_parameters else 0.0
-
-    @property
-    def dense_shares(self) -> dict[str, float]:
-        """The share of each dense tower in the parameters of the checkpoint, the largest first."""
-        largest_first = sorted(self.dense_towers.items(), key=lambda item: -item[1])
-        return {name: number / (self.parameters or 1) for name, number in largest_first}
+    unreachable_share: float
+    dense_shares: dict[str, float]
 
     def check(self, targets: str | list[str], allow_partial: bool) -> None:
         """Warn if layers in the scope cannot be pruned.
@@ -161,7 +146,7 @@ class Architecture:
             if not names_suffice:
                 raise
             logger.warning("%s Its layers are derived from the names of its tensors.", error)
-            return by_names(checkpoint, error.reads_text)
+            return by_names(checkpoint)
 
     @classmethod
     def of_model(cls, checkpoint: Checkpoint, model: "nn.Module", blocks: str | None = None) -> "Architecture":
@@ -218,9 +203,7 @@ class Architecture:
                 as a 16-, 32- or 64-bit floating-point matrix.
         """
         self._check_tower(tower)
-        matching = [layer for layer in self.layers if in_scope(layer, targets)]
-        if ignore:
-            matching = [layer for layer in matching if not is_named(layer, ignore)]
+        matching = [layer for layer in self.layers if in_scope(layer, targets) and not (ignore and is_named(layer, ignore))]
         embeddings = {self.stored_names.get(layer.parameter) for layer in self.layers if layer.kind == "embedding"}
         target_at: dict[tuple[str, int | None], Target] = {}
         for layer in matching:
@@ -249,20 +232,23 @@ class Architecture:
 
     def coverage(self, targets: list[Target], tower: str = "language") -> Coverage:
         """The share of the model, or of its chosen tower, that these targets cover."""
-        in_blocks = [target for target in targets if target.layer.block is not None]
+        inside = [target.matrix.numel for target in targets if target.layer.block is not None]
         blocks = self._in_blocks(tower)
+        in_blocks = sum(weights for _, weights in blocks.values())
         unreachable = self._unreachable(blocks)
+        weights_there = sum(blocks[name][1] for name in unreachable)
+        dense = sorted(self._dense_towers(tower).items(), key=lambda item: -item[1])
         return Coverage(
             targets=len(targets),
-            targets_outside=len(targets) - len(in_blocks),
+            targets_outside=len(targets) - len(inside),
             matrices=sum(number for number, _ in blocks.values()),
             target_parameters=sum(target.matrix.numel for target in targets),
-            targets_in_blocks=sum(target.matrix.numel for target in in_blocks),
             parameters=self.checkpoint.parameters,
-            block_parameters=sum(weights for _, weights in blocks.values()),
+            share_of_blocks=sum(inside) / in_blocks if in_blocks else None,
             unreachable=unreachable,
-            unreachable_parameters=sum(blocks[name][1] for name in unreachable),
-            dense_towers=self._dense_towers(tower),
+            unreachable_parameters=weights_there,
+            unreachable_share=weights_there / in_blocks if in_blocks else 0.0,
+            dense_shares={name: number / (self.checkpoint.parameters or 1) for name, number in dense},
         )
 
     @property
@@ -294,8 +280,8 @@ class Architecture:
     def _dense_towers(self, tower: str) -> dict[str, int]:
         """Name -> number of parameters of each part outside the chosen tower."""
         sizes = dict.fromkeys(self.towers, 0)
-        for name, shape in self.shapes.items() if self.towers else ():
-            root = next((root for root in self.towers if name == root or name.startswith(f"{root}.")), None)
+        for name, shape in self.shapes.items():
+            root = next((root for root in self.towers if within(name, root)), None)
             if root is not None:
                 sizes[root] += math.prod(shape)
         dense = {root: size for root, size in sizes.items() if not self._in(tower, self.towers[root])}
@@ -305,18 +291,17 @@ class Architecture:
 
     def _check_tower(self, tower: str) -> None:
         """Raise UserError if the model has no layers in a tower."""
-        if any(self._in(tower, layer.tower) for layer in self.layers if layer.kind != "embedding"):
+        own = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
+        if not own or any(self._in(tower, each) for each in own):
             return
-        own = sorted({layer.tower for layer in self.layers})
         if own == ["language"]:
             raise UserError(
                 f"--tower {tower}: {self.checkpoint.folder} reads only text and has no {tower} tower. Leave it out."
             )
-        if own:
-            raise UserError(
-                f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
-                "prune them by a magnitude method, add --tower all."
-            )
+        raise UserError(
+            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
+            "prune them by a magnitude method, add --tower all."
+        )
 
     def _matrix(self, layer: Layer) -> Matrix | None:
         """The stored weight of a layer; None, with a warning, if it is not a tensor of its own."""
@@ -390,14 +375,11 @@ def check_calibrated(layers: Iterable[Layer], with_images: bool = False) -> None
 
 
 _BLOCKS = "model.layers"
-_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+_NORMS = {f"{_BLOCKS}.*.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
 _MORE_NORMS = {
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-    "pre_feedforward_layernorm.weight",
-    "post_feedforward_layernorm.weight",
+    f"{_BLOCKS}.*.{name}.weight"
+    for name in ("self_attn.q_norm", "self_attn.k_norm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 }
 # The linear layers of attention and MLP, joined or apart, in the order of the modules.
 _ATTENTION = (("q_proj", "k_proj", "v_proj", "o_proj"), ("o_proj", "qkv_proj"))
@@ -418,78 +400,58 @@ def conventional(checkpoint: Checkpoint, blocks: str | None = None) -> Architect
     if "auto_map" in config or "model_type" not in config or blocks not in (None, _BLOCKS):
         return None
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = [config.get(key) for key in keys]
+    sizes: list[Any] = [config.get(key) for key in keys]
     sizes.append(config.get("num_key_value_heads") or sizes[-1])
     if not all(type(size) is int and size > 0 for size in sizes):
         return None
-    vocabulary, hidden, inner, number, heads, groups = (int(size or 0) for size in sizes)
+    vocabulary, hidden, inner, number, heads, groups = sizes
     head = config.get("head_dim") or hidden // heads
     if type(head) is not int:
         return None
-
-    tied = config.get("tie_word_embeddings") is True
-    outside = {name for name in shapes if not _IN_BLOCK.fullmatch(name)}
-    if outside not in ({_EMBEDDING, _NORM, _HEAD}, {_EMBEDDING, _NORM} if tied else None):
-        return None
-    if any(shapes[name] != (vocabulary, hidden) for name in outside - {_NORM}):
-        return None
-    in_block: dict[int, dict[str, Shape]] = {}
-    for name in shapes.keys() - outside:
-        _, _, index, inside = name.split(".", 3)
-        in_block.setdefault(int(index), {})[inside] = shapes[name]
-    first = in_block.get(0, {})
-    if sorted(in_block) != list(range(number)) or any(block != first for block in in_block.values()):
-        return None
-    roles = _conventional_roles(first, hidden, inner, heads * head, groups * head)
-    if not roles:
-        return None
-    layers = [Layer("model.embed_tokens", "embedding", None)]
-    for block in range(number):
-        for role in roles:
-            layers.append(Layer(f"{_BLOCKS}.{block}.{role}", "attention" if role.startswith("self_attn") else "mlp", block))
-    layers.append(Layer("lm_head", "head", None))
-    stored_names = {_HEAD: _EMBEDDING} | {name: name for name in shapes}
-    return Architecture(checkpoint, layers, stored_names, {name: shapes[name] for name in shapes if name not in outside})
-
-
-def _conventional_roles(block: dict[str, Shape], hidden: int, inner: int, queries: int, keys: int) -> list[str]:
-    """The linear layers of a block, in the order of its modules; empty if the block is not conventional."""
-    expected = {
+    queries, values = heads * head, groups * head
+    shape_of = {
         "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "qkv_proj": (queries + 2 * keys, hidden),
+        "k_proj": (values, hidden),
+        "v_proj": (values, hidden),
+        "qkv_proj": (queries + 2 * values, hidden),
         "o_proj": (hidden, queries),
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "gate_up_proj": (2 * inner, hidden),
         "down_proj": (hidden, inner),
+        "embed_tokens": (vocabulary, hidden),
+        "lm_head": (vocabulary, hidden),
     }
+    tied = config.get("tie_word_embeddings") is True and _HEAD not in shapes
     for attention, mlp in product(_ATTENTION, _MLP):
-        shapes = {f"self_attn.{leaf}": expected[leaf] for leaf in attention} | {f"mlp.{leaf}": expected[leaf] for leaf in mlp}
-        weights = {f"{role}.weight" for role in shapes}
-        biases = {f"{role}.bias" for role in shapes}
-        if weights | _NORMS <= block.keys() <= weights | biases | _NORMS | _MORE_NORMS:
-            return list(shapes) if all(block[f"{role}.weight"] == shape for role, shape in shapes.items()) else []
-    return []
+        roles: list[tuple[str, Kind]] = [(f"self_attn.{leaf}", "attention") for leaf in attention]
+        roles += [(f"mlp.{leaf}", "mlp") for leaf in mlp]
+        inside = [Layer(f"{_BLOCKS}.{block}.{role}", kind, block) for block in range(number) for role, kind in roles]
+        layers = [Layer("model.embed_tokens", "embedding", None), *inside, Layer("lm_head", "head", None)]
+        matrices = {layer.parameter: shape_of[layer.leaf] for layer in layers if layer.kind != "head" or not tied}
+        if not matrices.items() <= shapes.items():
+            continue
+        others = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in shapes.keys() - matrices.keys() - {_NORM})
+        biases = {f"{_BLOCKS}.*.{role}.bias" for role, _ in roles}
+        if _NORM in shapes and _NORMS <= others.keys() <= _NORMS | _MORE_NORMS | biases and set(others.values()) == {number}:
+            stored_names = {_HEAD: _EMBEDDING} | {name: name for name in shapes}
+            in_blocks = {name: shape for name, shape in shapes.items() if name.startswith(f"{_BLOCKS}.")}
+            return Architecture(checkpoint, layers, stored_names, in_blocks)
+    return None
 
 
-def by_names(checkpoint: Checkpoint, reads_text: bool = True) -> Architecture:
-    """The architecture derived from the names in a checkpoint, for a model without a known class.
-
-    Args:
-        checkpoint: the model.
-        reads_text: layers belong to a language model if their names tell nothing else.
-    """
+def by_names(checkpoint: Checkpoint) -> Architecture:
+    """The architecture derived from the names in a checkpoint, for a model without a known class."""
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape, reads_text)) is not None]
+    layers = [layer for name, shape in shapes.items() if (layer := _layer_by_name(name, shape)) is not None]
     towers: dict[str, Tower] = {}
     for name in shapes:
-        parts = name.split(".")
-        roots = [".".join(parts[: number + 1]) for number in range(len(parts))]
-        root = next((root for root in roots if named_tower(root) is not None), None) if reads_text else name
-        if root is not None:
-            towers[root] = named_tower(root) or "vision"
+        root = ""
+        for part in name.split("."):
+            root = f"{root}.{part}" if root else part
+            if (tower := named_tower(part)) is not None:
+                towers[root] = tower
+                break
     return Architecture(
         checkpoint=checkpoint,
         layers=layers,
@@ -500,7 +462,7 @@ def by_names(checkpoint: Checkpoint, reads_text: bool = True) -> Architecture:
     )
 
 
-def _layer_by_name(name: str, shape: Shape, reads_text: bool) -> Layer | None:
+def _layer_by_name(name: str, shape: Shape) -> Layer | None:
     """The layer whose weight has a name; None if it is no matrix."""
     module, _, parameter = name.rpartition(".")
     if parameter != "weight" or len(shape) != 2:
@@ -516,5 +478,5 @@ def _layer_by_name(name: str, shape: Shape, reads_text: bool) -> Layer | None:
     else:
         kind = "attention" if MIXES_TOKENS.search(module) else "mlp"
     block = None if number is None or kind == "embedding" else int(number[1])
-    tower = named_tower(module) or ("language" if reads_text else "vision")
+    tower = named_tower(module) or "language"
     return Layer(module, kind, block, tower=tower, part="" if tower == "language" else tower)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, MutableMapping, MutableSequence,
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,9 +31,9 @@ from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.files import read_exactly, tensor_bytes, write_exactly
 from emp_llm.common.errors import UserError, reason
-from emp_llm.common.machine import OutOfMemory, available_memory, enough_for_weights, enough_memory, ran_out
+from emp_llm.common.machine import available_memory, enough_memory, out_of_memory, ran_out
 from emp_llm.common.progress import progress_bar
-from emp_llm.models.modules import body_of, find_blocks, find_towers
+from emp_llm.models.modules import body_of, find_blocks, find_towers, reads_twice
 from emp_llm.models.offload import OutsideModules, execution_device, input_device, loaded_blocks
 from emp_llm.options.calibration import Place
 
@@ -40,12 +41,6 @@ NOT_BY_BLOCKS = (
     "{}: an encoder-decoder model has two lists of blocks and cannot run block by block. Use --execution model, and "
     "--propagate dense."
 )
-Forward = Callable[..., Any]
-
-
-def reads_twice(model: nn.Module) -> bool:
-    """Whether a model has an encoder and a decoder that both read text."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def decoder_ids(model: Any, ids: Tensor) -> Tensor:
@@ -98,21 +93,23 @@ class BlockwiseModel:
     Attributes:
         path, blocks: name and list of the decoder blocks.
         bytes_read: of offloaded weights, so far.
+        outside: the offloaded modules outside the blocks.
+        outputs: the form of a block's output: 0, a tensor; n, a tuple of n whose first element is the hidden states and whose
+            other elements are None. None before `prepare`.
 
     Raises:
-        UserError: no blocks are found, or `hidden_states` is not a place.
+        UserError: no blocks are found, or the model is an encoder-decoder.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: str | None = None, hidden_states: Place = "auto") -> None:
-        _check_place(hidden_states)
         if reads_twice(model):
             raise UserError(NOT_BY_BLOCKS.format(type(model).__name__))
         self.model = model
         self.path, self.blocks = find_blocks(model, blocks)
         self.hidden_states = hidden_states
         self.bytes_read = 0
-        self._outputs: int | None = None  # the form of a block's output, see `_record_calls`
-        self._outside = OutsideModules(model, self.blocks)
+        self.outside = OutsideModules(model, self.blocks)
+        self.outputs: int | None = None
 
     def forward(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """The logits of each batch, in order: those of `model(batch, use_cache=False)`.
@@ -146,36 +143,85 @@ class BlockwiseModel:
         Raises:
             UserError: the blocks cannot be run one at a time, or memory runs out.
         """
-        if self._outputs is not None:
+        if self.outputs is not None:
             return
-        refused: list[Exception] = []
-        body = body_of(self.model)
-        for outputs in range(4):
-            try:
-                with torch.no_grad(), self._before_blocks(batch):
-                    calls = _record_calls(self.blocks, lambda: run_on_text(self.model, body, batch), outputs)[1]
-                    _check_independence(self.blocks, lambda: run_on_text(self.model, body, batch), outputs, calls)
-            except OutOfMemory:
-                raise
-            except (InseparableBlocks, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-                refused.append(error)
-                continue
-            self._outputs = outputs
-            return
-        cause = next((error for error in refused if isinstance(error, InseparableBlocks)), refused[0])
-        if isinstance(cause, RuntimeError):  # the model itself fails, whatever its blocks return
-            raise cause
-        raise UserError(
-            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {reason(cause)}. Name others "
-            "with --blocks PATH, or use --execution model."
-        )
+        outputs = self._form_of_output(batch)
+        _, calls = self.record(batch, outputs)
+        _, others = self.record(batch, outputs, probe=True)
+        for index, (one, other) in enumerate(zip(calls, others, strict=True)):
+            if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
+                raise self._inseparable(f"the arguments of block {index} depend on the outputs of the blocks before it")
+        self.outputs = outputs
 
-    @contextmanager
-    def _before_blocks(self, batch: Tensor) -> Iterator[None]:
-        """Where the part of the model before its first block runs."""
+    def _form_of_output(self, batch: Tensor) -> int:
+        """The form of the first block's output, see `outputs`."""
+        returned: list[Any] = []
+
+        def see(module: nn.Module, args: Any, output: Any) -> None:
+            returned.append(output)
+            raise _Enough
+
+        handle = self.blocks[0].register_forward_hook(see)
+        try:
+            self._run_to_blocks(batch)
+        finally:
+            handle.remove()
+        if not returned or not isinstance(returned[0], (tuple, list)):
+            return 0
+        return len(returned[0]) if all(other is None for other in returned[0][1:]) else 1  # most models use the first alone
+
+    def record(self, batch: Tensor, outputs: int, probe: bool = False) -> tuple[Tensor, list["Call"]]:
+        """The hidden states that enter the first block, and the calls of all blocks.
+
+        Args:
+            batch: token ids, int64, shape (sequences, length).
+            outputs: the form of a block's output.
+            probe: the stand-ins return other hidden states, and the pass runs to the model's end; else it ends at the last
+                block.
+
+        Raises:
+            UserError: the blocks cannot be run one at a time, or memory runs out.
+        """
+        calls: list[Call] = []
+        entered = returned = torch.empty(0)
+
+        def passed(index: int, hidden: Tensor, call: Call) -> Tensor:
+            nonlocal entered, returned
+            if index != len(calls):
+                raise self._inseparable(f"the model calls block {index} in place of block {len(calls)}")
+            if index == 0:
+                entered = hidden
+            elif hidden is not returned:
+                raise self._inseparable(f"the model changes the hidden states between blocks {index - 1} and {index}")
+            calls.append(call)
+            if not probe and len(calls) == len(self.blocks):
+                raise _Enough
+            returned = torch.full_like(hidden, 0.5) if probe else hidden
+            return returned
+
+        try:
+            with _stand_ins(self.blocks, outputs, passed):
+                self._run_to_blocks(batch)
+        except UserError:
+            raise
+        except (IndexError, TypeError, AttributeError, ValueError) as error:  # the model uses more than the hidden states
+            raise self._inseparable(reason(error)) from error
+        if len(calls) < len(self.blocks):
+            raise self._inseparable(f"the model calls only {len(calls)} of its {len(self.blocks)} blocks")
+        return entered, calls
+
+    def _run_to_blocks(self, batch: Tensor) -> None:
+        """Run the model until `_Enough` is raised in one of its blocks."""
         where = f"{type(self.model).__name__} before its first block"
-        with enough_memory(lambda: (where, input_device(self.model)), batch), self._outside.loaded_on_call():
-            yield
+        memory = enough_memory(lambda: (where, input_device(self.model)), batch)
+        with torch.no_grad(), self.outside.loaded_on_call(), memory, suppress(_Enough):
+            run_on_text(self.model, body_of(self.model), batch)
+
+    def _inseparable(self, cause: str) -> UserError:
+        return UserError(
+            f"{type(self.model).__name__}: its blocks ({self.path}) cannot be run one at a time: {cause}. Name others with "
+            "--blocks PATH, or use --execution model."
+        )
 
 
 class Walk:
@@ -198,20 +244,14 @@ class Walk:
         last: dict[tuple[int, str], Tensor] = {}
         try:
             for number, batch in enumerate(batches):
-                with torch.no_grad(), runner._before_blocks(batch):
-                    hidden, calls = self._record(batch)
+                hidden, calls = runner.record(batch, runner.outputs or 0)
                 if number == 0:
                     needed = hidden.nbytes * tokens // max(1, batch.numel())
                     self.hidden = HiddenStates(choose_place(runner.hidden_states, needed, self.device))
                 self.hidden.put(number, hidden)
                 self._calls.append(_shared(calls, last))
         finally:
-            self.runner.bytes_read += runner._outside.release()
-
-    @property
-    def place(self) -> Place:
-        """Where the hidden states are stored."""
-        return self.hidden.place
+            runner.bytes_read += runner.outside.release()
 
     def __enter__(self) -> "Walk":
         return self
@@ -219,21 +259,21 @@ class Walk:
     def __exit__(self, *_: object) -> None:
         self.hidden.close()
         self.bar.close()
-        self.runner.bytes_read += self.runner._outside.release()
+        self.runner.bytes_read += self.runner.outside.release()
 
     def steps(self, first: int = 0) -> Iterator["Step"]:
         """The blocks from `first` on, in order. The weights of a block stay loaded until the next block is requested."""
         runner = self.runner
         with closing(loaded_blocks(list(runner.blocks)[first:])) as loader:
             for index in range(first, len(runner.blocks)):
-                with enough_for_weights(f"{runner.path}.{index}", execution_device(runner.blocks[index])):
+                step = Step(self, index, runner.blocks[index])
+                with out_of_memory(step.no_room):
                     runner.bytes_read += next(loader)
-                yield Step(self, index, runner.blocks[index])
+                yield step
 
     def call(self, number: int, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
         """The output of a block whose weights are loaded, for hidden states of a batch; its arguments stay as they are."""
-        step = Step(self, index, block)
-        return step._hidden(self._calls[number][index].isolated().on(block, hidden), hidden)
+        return Step(self, index, block).hidden_of(self._calls[number][index].isolated(), hidden)
 
     def tail(self, number: int, body: nn.Module | None = None, final: Tensor | None = None) -> Any:
         """The model's output for a batch that has passed through all blocks.
@@ -248,26 +288,12 @@ class Walk:
         runner, device, batch = self.runner, execution_device(self.runner.blocks[-1]), self.batches[number]
         where = f"{type(runner.model).__name__} after its last block"
         graph = torch.set_grad_enabled(final is not None)
-        with graph, runner._outside.loaded_on_call(), enough_memory(lambda: (where, device), batch):
+        with graph, runner.outside.loaded_on_call(), enough_memory(lambda: (where, device), batch):
             # On the device of the last block, as in a pass of the whole model.
-            hidden = self.hidden.get(number, device) if final is None else final
-            count, outputs = len(runner.blocks), runner._outputs or 0
-
-            def forward(index: int) -> Forward:
-                def stand_in(*args: Any, **kwargs: Any) -> Any:
-                    return _as_output(hidden if index == count - 1 else _split(args, kwargs)[0], outputs)
-
-                return stand_in
-
-            with _replaced_forwards(runner.blocks, forward):
+            leaving = self.hidden.get(number, device) if final is None else final
+            last = len(runner.blocks) - 1
+            with _stand_ins(runner.blocks, runner.outputs or 0, lambda index, hidden, _: leaving if index == last else hidden):
                 return run_on_text(runner.model, body or runner.model, batch)
-
-    def _record(self, batch: Tensor) -> tuple[Tensor, list["Call"]]:
-        runner = self.runner
-        try:
-            return _record_calls(runner.blocks, lambda: run_on_text(runner.model, runner.model, batch), runner._outputs or 0)
-        except InseparableBlocks as error:
-            raise UserError(f"{type(runner.model).__name__}: {error}; use --execution model.") from error
 
 
 class Step:
@@ -283,6 +309,13 @@ class Step:
         self.name = f"{walk.runner.path}.{index}"
         self.block = block
         self._walk = walk
+
+    def no_room(self) -> str:
+        """The message when memory runs out while the weights are loaded."""
+        return (
+            f"{self.name}: out of memory on {execution_device(self.block)}; the weights do not fit. Keep fewer there "
+            "(--device-map disk, or a JSON map), or use --dtype bfloat16."
+        )
 
     def run(self, advance: bool = True) -> None:
         """Pass all batches through the block.
@@ -312,21 +345,18 @@ class Step:
             UserError: memory runs out, or the block returns no hidden states.
         """
         walk, device = self._walk, execution_device(self.block)
-        or_else = ", or use --hidden-states cpu" if walk.place == "device" and device.type != "cpu" else ""
+        or_else = ", or use --hidden-states cpu" if walk.hidden.place == "device" else ""
         with torch.no_grad(), enough_memory(lambda: (self.name, device), walk.batches[number], or_else):
             hidden = states.get(number, device)
             call = walk._calls[number][self.index]
             if isolated:
                 hidden, call = hidden.clone(), call.isolated()
-            return self._hidden(call.on(self.block, hidden), hidden)
+            return self.hidden_of(call, hidden)
 
-    def _hidden(self, output: Any, hidden: Tensor) -> Tensor:
-        """The hidden states in what the block returned for `hidden`."""
+    def hidden_of(self, call: "Call", hidden: Tensor) -> Tensor:
+        """The hidden states that the block returns for `hidden`."""
+        output = call.on(self.block, hidden)
         if isinstance(output, (tuple, list)) and output:
-            runner = self._walk.runner
-            runner._outputs = runner._outputs or 1
-            if runner._outputs > 1 and any(other is not None for other in output[1:]):
-                raise UserError(f"{self.name}: it returns more than hidden states; use --execution model.")
             output = output[0]
         if not isinstance(output, Tensor) or output.shape[-1:] != hidden.shape[-1:]:
             raise UserError(f"{self.name}: it returns no hidden states, so it cannot be run alone; use --execution model.")
@@ -334,7 +364,9 @@ class Step:
 
 
 class HiddenStates:
-    """Hidden states between two blocks: numbered tensors, one for each batch. A new tensor replaces the one with its number.
+    """Hidden states between two blocks: numbered tensors, one for each batch.
+
+    A new tensor replaces the one with its number, whose shape and dtype it has.
 
     Args:
         place: "device", "cpu", or "disk": an unnamed file in the folder for temporary files, which disappears on `close`.
@@ -366,9 +398,8 @@ class HiddenStates:
             self._tensors[number] = tensor.cpu() if self.place == "cpu" else tensor
             return
         copy = tensor.contiguous().cpu()
-        offset, shape, dtype = self._regions.get(number, (self._end, copy.shape, copy.dtype))
-        if (shape, dtype) != (copy.shape, copy.dtype):
-            offset = self._end
+        offset, shape, dtype = self._regions.setdefault(number, (self._end, copy.shape, copy.dtype))
+        assert (shape, dtype) == (copy.shape, copy.dtype)
         try:
             write_exactly(self._file.fileno(), tensor_bytes(copy), offset)
         except OSError as error:
@@ -378,7 +409,6 @@ class HiddenStates:
                 f"{tempfile.gettempdir()}: no space left for the hidden states. Set TMPDIR to a folder on a larger disk, or "
                 "use --hidden-states cpu."
             ) from error
-        self._regions[number] = (offset, copy.shape, copy.dtype)
         self._end = max(self._end, offset + copy.nbytes)
 
     def close(self) -> None:
@@ -399,28 +429,19 @@ def choose_place(wanted: Place, needed: int, device: torch.device) -> Place:
     Raises:
         UserError: `wanted` is not a place.
     """
-    _check_place(wanted)
+    if wanted not in get_args(Place):
+        raise UserError(f"--hidden-states {wanted!r} is not one of {', '.join(get_args(Place))}.")
     if device.type == "cpu" and wanted == "device":
         return "cpu"
     if wanted != "auto":
         return wanted
     if device.type == "cuda" and 2 * needed < torch.cuda.mem_get_info(device)[0]:
         return "device"
-    available = available_memory()
-    return "cpu" if available is None or 2 * needed < available else "disk"
+    return "cpu" if 2 * needed < available_memory() else "disk"
 
 
-def _check_place(wanted: str) -> None:
-    if wanted not in get_args(Place):
-        raise UserError(f"--hidden-states {wanted!r} is not one of {', '.join(get_args(Place))}.")
-
-
-class InseparableBlocks(Exception):
-    """The blocks of a model cannot be run one at a time; the message gives the reason."""
-
-
-class _LastBlock(Exception):
-    """The forward pass has reached the last block; the rest of it is not needed."""
+class _Enough(Exception):
+    """Ends a forward pass whose rest is not needed."""
 
 
 @dataclass(frozen=True)
@@ -448,68 +469,24 @@ class Call:
         return Call(self.keyword, self.args, kwargs)
 
 
-def _record_calls(
-    blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, probe: bool = False
-) -> tuple[Tensor, list[Call]]:
-    """The hidden states that enter the first block, and the calls of all blocks.
+@contextmanager
+def _stand_ins(blocks: nn.ModuleList, outputs: int, passed: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
+    """Replace the forward of every block inside this context, whatever hooks the block has.
 
     Args:
-        blocks: the model's decoder blocks.
-        run: runs the model on one batch.
-        outputs: the form of a block's output: 0, a tensor; n, a tuple of n whose first element is the hidden states and whose
-            other elements are None, as before transformers 5.
-        probe: the stand-ins return other hidden states, and the pass runs to the model's end; else it ends at the last block.
-
-    Raises:
-        InseparableBlocks: the blocks are not called once each in order, or the model changes the hidden states between them.
+        blocks: the decoder blocks.
+        outputs: of `BlockwiseModel`.
+        passed: returns a block's hidden states, given its index, the hidden states that enter it, and the other arguments.
     """
-    calls: list[Call] = []
-    entered: list[Tensor] = []
-    returned: list[Tensor] = []
 
-    def forward(index: int) -> Forward:
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            if index != len(calls):
-                raise InseparableBlocks(f"the model calls block {index} in place of block {len(calls)}")
-            hidden, call = _split(args, kwargs)
-            if returned and hidden is not returned[-1]:
-                raise InseparableBlocks(f"the model changes the hidden states between blocks {index - 1} and {index}")
-            if not entered:
-                entered.append(hidden)
-            calls.append(call)
-            if not probe and len(calls) == len(blocks):
-                raise _LastBlock
-            returned[:] = [torch.full_like(hidden, 0.5) if probe else hidden]
-            return _as_output(returned[0], outputs)
+    def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden = passed(index, *_split(args, kwargs))
+        return (hidden, *[None] * (outputs - 1)) if outputs else hidden
 
-        return stand_in
-
-    with _replaced_forwards(blocks, forward), suppress(_LastBlock):
-        run()
-    if len(calls) < len(blocks):
-        raise InseparableBlocks(f"the model calls only {len(calls)} of its {len(blocks)} blocks")
-    return entered[0], calls
-
-
-def _check_independence(blocks: nn.ModuleList, run: Callable[[], Any], outputs: int, calls: list[Call]) -> None:
-    """Run the model once more, with other hidden states and to its end, and compare the calls.
-
-    Raises:
-        InseparableBlocks: a block's other arguments depend on the hidden states, or a block is called again later.
-    """
-    _, others = _record_calls(blocks, run, outputs, probe=True)
-    for index, (one, other) in enumerate(zip(calls, others, strict=True)):
-        if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
-            raise InseparableBlocks(f"the arguments of block {index} depend on the outputs of the blocks before it")
-
-
-@contextmanager
-def _replaced_forwards(blocks: nn.ModuleList, forward: Callable[[int], Forward]) -> Iterator[None]:
-    """Replace the forward of every block by `forward(index)` inside this context, whatever hooks the block has."""
     before = [vars(block).get("forward") for block in blocks]
     try:
         for index, block in enumerate(blocks):
-            block.forward = forward(index)
+            block.forward = partial(stand_in, index)
         yield
     finally:
         for block, old in zip(blocks, before, strict=True):
@@ -519,17 +496,13 @@ def _replaced_forwards(blocks: nn.ModuleList, forward: Callable[[int], Forward])
                 block.forward = old
 
 
-def _as_output(hidden: Tensor, outputs: int) -> Any:
-    return (hidden, *[None] * (outputs - 1)) if outputs else hidden
-
-
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
     """The hidden states (the first argument, or the argument of that name) and the other arguments."""
     if args and isinstance(args[0], Tensor):
         return args[0], Call(None, args[1:], kwargs)
     hidden = kwargs.get("hidden_states")
     if args or not isinstance(hidden, Tensor):
-        raise InseparableBlocks("a block's first argument is not a tensor, and none is named hidden_states")
+        raise ValueError("a block's first argument is not a tensor, and none is named hidden_states")
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     return hidden, Call("hidden_states", (), others)
 
@@ -537,10 +510,8 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]
 def _same(one: Any, other: Any) -> bool:
     """Whether two arguments have equal tensors and plain values; other objects count as equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one is other:
-            return True
         alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return alike and bool(torch.equal(one, other))
+        return one is other or (alike and torch.equal(one, other))
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
@@ -551,30 +522,27 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _shared(calls: list[Call], last: dict[tuple[int, str], Tensor]) -> list[Call]:
-    """The calls of one batch, with tensors that many calls share stored once: by identity within a batch, by value between.
+    """The calls of one batch, in which tensors equal to those of the batch before are the same tensors.
 
     Args:
         calls: of all blocks.
         last: (block, argument) -> its tensor in an earlier batch; this is updated.
     """
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def pooled(value: Any, slot: tuple[int, str]) -> Any:
-        if isinstance(value, tuple) and type(value) is tuple:
-            return tuple(pooled(item, (slot[0], f"{slot[1]}.{i}")) for i, item in enumerate(value))
+    def pooled(value: Any, index: int, argument: str) -> Any:
+        if type(value) is tuple:
+            return tuple(pooled(item, index, f"{argument}.{i}") for i, item in enumerate(value))
         if not isinstance(value, Tensor):
             return value  # lists and dictionaries too: blocks may pass state in them
-        if id(value) not in seen:
-            before = last.get(slot)
-            seen[id(value)] = (value, before if before is not None and _same(before, value) else value)
-        shared = last[slot] = seen[id(value)][1]
+        before = last.get((index, argument))
+        shared = last[index, argument] = before if before is not None and _same(before, value) else value
         return shared
 
     return [
         Call(
             call.keyword,
-            pooled(call.args, (index, "args")),
-            {name: pooled(value, (index, name)) for name, value in call.kwargs.items()},
+            pooled(call.args, index, "args"),
+            {name: pooled(value, index, name) for name, value in call.kwargs.items()},
         )
         for index, call in enumerate(calls)
     ]

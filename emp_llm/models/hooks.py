@@ -5,9 +5,8 @@ the other factor is the inputs of that expert, and the product its outputs. So n
 scaling.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 _SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
-ExpertObserver = Callable[[str, int, Tensor, Tensor], None]
-ExpertChange = Callable[[str, Tensor], Tensor]
 LayerObserver = Callable[[list[Layer], Tensor, Any], None]
+# Parameter and number of an expert's matrix (of the first, in a product of all experts), its inputs and its outputs, of shape
+# (tokens, features), or (experts, tokens, features).
+Product = tuple[str, int, Tensor, Tensor]
 
 
 @contextmanager
@@ -34,20 +34,24 @@ def layer_hooks(
 ) -> Iterator[None]:
     """Call `observe(layers, inputs, outputs)` after each call of these layers, inside this context.
 
+    Experts run one by one in this context, because kernels for all experts at once do not show the tokens of each.
+
     Args:
         model: on any devices, offloaded or not.
         layers: linear layers, and matrices of experts.
         observe: receives the layers whose weights are one matrix in the model (mostly one layer), its inputs, shape
-            (..., inputs), and its outputs.
+            (..., inputs), and its outputs. For an expert, these have one row for each of its tokens, and a bias that is added
+            to the product is part of the outputs.
         paused: returns true while nothing is to be observed.
+
+    Raises:
+        UserError: in the forward pass, if an expert's matrix is used in another orientation than its shape suggests.
     """
     handles = []
-    experts: dict[tuple[str, int], list[Layer]] = {}
-    stacks: dict[str, bool] = {}
+    experts: dict[str, list[Layer]] = {}  # by the name of their module
     for layer in layers:
         if layer.expert is not None:
-            experts.setdefault((layer.expert.parameter, layer.expert.expert), []).append(layer)
-            stacks[layer.expert.parameter] = layer.expert.transposed
+            experts.setdefault(layer.expert.parameter.rpartition(".")[0], []).append(layer)
             continue
 
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any, layer: Layer = layer) -> None:
@@ -55,54 +59,12 @@ def layer_hooks(
                 observe([layer], args[0], outputs)
 
         handles.append(model.get_submodule(layer.name).register_forward_hook(hook))
-
-    def observe_expert(parameter: str, expert: int, inputs: Tensor, outputs: Tensor) -> None:
-        if (parameter, expert) in experts:
-            observe(experts[parameter, expert], inputs, outputs)
-
-    try:
-        with expert_hooks(model, stacks, observe_expert, paused):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def expert_hooks(
-    model: nn.Module,
-    stacks: Mapping[str, bool],
-    observe: ExpertObserver | None = None,
-    paused: Callable[[], bool] = lambda: False,
-    change: ExpertChange | None = None,
-) -> Iterator[None]:
-    """Call `observe(parameter, expert, inputs, outputs)` for every expert of these parameters, inside this context.
-
-    The experts run one by one in this context, because kernels for all experts at once do not show the tokens of each.
-
-    Args:
-        model: on any devices, offloaded or not.
-        stacks: name of a parameter -> whether its matrices are stored as (inputs, outputs).
-        observe: receives inputs of shape (tokens, inputs) and outputs of shape (tokens, outputs), without the rows of zeros in
-            place of other experts' tokens. A bias that is added to a product is part of the outputs.
-        paused: returns true while nothing is to be observed.
-        change: receives a parameter's name and the inputs of one of its experts, shape (tokens, inputs), or of several, shape
-            (experts, tokens, inputs) with rows of zeros in place of other experts' tokens; returns other inputs.
-
-    Raises:
-        UserError: in the forward pass, if a matrix is used in another orientation than its shape suggests.
-    """
-    by_module: dict[str, dict[str, bool]] = {}
-    for name, transposed in stacks.items():
-        by_module.setdefault(name.rpartition(".")[0], {})[name] = transposed
-    handles = []
-    for path, own in by_module.items():
-        module = model.get_submodule(path)
+    for path, own in experts.items():
         running: list[_Watch] = []
 
-        def enter(module: nn.Module, args: Any, own: dict[str, bool] = own, running: list[_Watch] = running) -> None:
+        def enter(module: nn.Module, args: Any, own: list[Layer] = own, running: list[_Watch] = running) -> None:
             if not paused():
-                running.append(_Watch(module, own, observe, change))
+                running.append(_Watch(module, own, observe))
                 running[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, args: Any, output: Any, running: list[_Watch] = running) -> None:
@@ -111,10 +73,10 @@ def expert_hooks(
                 watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 watch.finish()
 
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(model.get_submodule(path).register_forward_pre_hook(enter))
+        handles.append(model.get_submodule(path).register_forward_hook(leave, always_call=True))
     try:
-        with _one_by_one(model, by_module):
+        with _one_by_one(model, experts):
             yield
     finally:
         for handle in handles:
@@ -124,10 +86,9 @@ def expert_hooks(
 @contextmanager
 def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
     """Inside this context, transformers runs the experts of these modules in a loop."""
-    own = (getattr(model.get_submodule(path), "config", None) for path in modules)
-    configs = {id(config): config for config in own if config is not None}
-    choosing = [config for config in configs.values() if hasattr(config, "_experts_implementation")]
-    before = [(config, config._experts_implementation) for config in choosing]
+    own: Iterable[Any] = (getattr(model.get_submodule(path), "config", None) for path in modules)
+    configs = {id(config): config for config in own if hasattr(config, "_experts_implementation")}
+    before = [(config, config._experts_implementation) for config in configs.values()]
     try:
         for config, _ in before:
             config._experts_implementation = "eager"
@@ -137,91 +98,60 @@ def _one_by_one(model: nn.Module, modules: Iterable[str]) -> Iterator[None]:
             config._experts_implementation = implementation
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A product of inputs and an expert's matrix; it may wait for its bias.
-
-    Attributes:
-        parameter, expert: the matrix; the first of them, for a product of several experts.
-        inputs, outputs: shape (tokens, features), or (experts, tokens, features).
-    """
-
-    parameter: str
-    expert: int
-    inputs: Tensor
-    outputs: Tensor
-
-
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inspects the matrix products of one forward pass of a module of experts."""
+    """Inspects the matrix products of one forward pass of a module of experts, and shows those of some layers."""
 
-    def __init__(
-        self, module: nn.Module, stacks: dict[str, bool], observe: ExpertObserver | None, change: ExpertChange | None
-    ) -> None:
+    def __init__(self, module: nn.Module, layers: list[Layer], observe: LayerObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
-        self._stacks = stacks
         self._observe = observe
-        self._change = change
-        self._product: _Product | None = None
+        self._layers: dict[tuple[str, int], list[Layer]] = {}
+        self._transposed: dict[str, bool] = {}
+        for layer in layers:
+            assert layer.expert is not None
+            self._layers.setdefault((layer.expert.parameter, layer.expert.expert), []).append(layer)
+            self._transposed[layer.expert.parameter] = layer.expert.transposed
+        self._product: Product | None = None  # the last one; it may wait for its bias
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        first = _PRODUCTS.get(func)
-        if first is not None and self._change is not None:
-            args = self._changed(args, first)
         result = func(*args, **(kwargs or {}))
-        if self._observe is None:
-            return result
+        first = _PRODUCTS.get(func)
         if first is not None:
             self.finish()
             left, right = args[first], args[first + 1]
-            self._product = self._found(left, right, result)
-            if self._product is None:
-                turned = [factor.transpose(-1, -2) for factor in (right, left, result)]
-                self._product = self._found(turned[0], turned[1], turned[2])
-            if self._product is not None and not (func is _aten.mm.default and self._has_bias(self._product.parameter)):
+            turned = [factor.transpose(-1, -2) for factor in (right, left, result)]
+            self._product = self._found(left, right, result) or self._found(*turned)
+            if self._product is not None and not (func is _aten.mm.default and self._has_bias(self._product[0])):
                 self.finish()  # at once, because the model may change the product in place
         elif func in _SUMS and self._product is not None:
-            left, right = args[:2]
-            if left is self._product.outputs and isinstance(right, Tensor) and right.dim() == 1:  # the bias of one expert
-                self._product = replace(self._product, outputs=result)
+            parameter, expert, inputs, outputs = self._product
+            if args[0] is outputs and isinstance(args[1], Tensor) and args[1].dim() == 1:  # the bias of one expert
+                self._product = parameter, expert, inputs, result
                 self.finish()
         return result
 
-    def _changed(self, args: tuple[Any, ...], first: int) -> tuple[Any, ...]:
-        """The arguments of a product with other inputs of its experts; unchanged if no factor is an expert's matrix."""
-        assert self._change is not None
-        left, right = args[first], args[first + 1]
-        if (name := self._owner(right)) is not None:
-            return (*args[:first], self._change(name, left), *args[first + 1 :])
-        if (name := self._owner(left.transpose(-1, -2))) is not None:
-            turned = self._change(name, right.transpose(-1, -2)).transpose(-1, -2)
-            return (*args[: first + 1], turned, *args[first + 2 :])
-        return args
-
-    def _owner(self, matrix: Tensor) -> str | None:
-        """Name of the parameter in which a matrix of shape (inputs, outputs) lies."""
-        found = self._found(matrix, matrix, matrix)
-        return None if found is None else found.parameter
-
     def finish(self) -> None:
-        """Observe the last product."""
-        if self._product is None or self._observe is None:
+        """Show the last product."""
+        if self._product is None:
             return
-        product, self._product = self._product, None
-        if product.inputs.dim() == 2:
-            self._observe(product.parameter, product.expert, product.inputs, product.outputs)
+        (parameter, first, inputs, outputs), self._product = self._product, None
+        if inputs.dim() == 2:
+            self._show(parameter, first, inputs, outputs)
             return
-        for expert, (inputs, outputs) in enumerate(zip(product.inputs, product.outputs, strict=True), product.expert):
-            routed = inputs.any(1)
-            self._observe(product.parameter, expert, inputs[routed], outputs[routed])
+        for expert, (given, returned) in enumerate(zip(inputs, outputs, strict=True), first):
+            routed = given.any(1)  # the other rows are zeros in place of other experts' tokens
+            self._show(parameter, expert, given[routed], returned[routed])
+
+    def _show(self, parameter: str, expert: int, inputs: Tensor, outputs: Tensor) -> None:
+        if layers := self._layers.get((parameter, expert)):
+            self._observe(layers, inputs, outputs)
 
     def _has_bias(self, parameter: str) -> bool:
         return hasattr(self._module, f"{parameter.rpartition('.')[2]}_bias")
 
-    def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor) -> _Product | None:
+    def _found(self, inputs: Tensor, matrix: Tensor, outputs: Tensor) -> Product | None:
         """The product, if `matrix`, of shape (inputs, outputs), is an expert's."""
-        for name, as_stored in self._stacks.items():
+        for name, as_stored in self._transposed.items():
             stack = self._module.get_parameter(name.rpartition(".")[2])  # an offloaded parameter is loaded by now
             place = _place(stack, matrix)
             if place is None:
@@ -232,7 +162,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{name}: its experts are used in another orientation than its shape suggests. Leave them out with "
                     "--ignore."
                 )
-            return _Product(name, first, inputs, outputs)
+            return name, first, inputs, outputs
         return None
 
 

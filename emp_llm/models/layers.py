@@ -94,6 +94,11 @@ def named_tower(name: str) -> Tower | None:
     return None
 
 
+def within(name: str, root: str) -> bool:
+    """Whether a module or parameter is another module, or a part of it; the root "" is the whole model."""
+    return not root or name == root or name.startswith(f"{root}.")
+
+
 def tower_of(others: dict[str, Tower], name: str) -> Tower:
     """The tower of a module or parameter; `others`: name of a module outside the language tower -> its tower."""
-    return next((tower for root, tower in others.items() if name == root or name.startswith(f"{root}.")), "language")
+    return next((tower for root, tower in others.items() if within(name, root)), "language")

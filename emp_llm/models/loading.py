@@ -4,18 +4,14 @@
 weights with random numbers and only logs their names, and never compares the shapes of weights that are offloaded to disk.
 """
 
-import fcntl
 import logging
-import os
 import re
-import shutil
 import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +33,18 @@ logger = logging.getLogger(__name__)
 
 # The generating models of transformers, by auto class; a type in several of them is built as its config.json says.
 _GENERATE = {
-    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 _TRUST = " Its code is in the repository; if you trust it, add --trust-remote-code."
 _KINDS = "causal language model, image-text-to-text or encoder-decoder class"
 _REMEDY = "Get the complete checkpoint and the config.json that belongs to it."
-_OFFLOAD = "emp-llm-offload-"
-_YOUNG = 60.0  # seconds in which a run locks its new folder
 
 
 class NoModelClassError(UserError):
-    """transformers has no class for a model that generates text for a config.json, or the file is missing.
-
-    Attributes:
-        reads_text: whether the model may have a language tower.
-    """
-
-    def __init__(self, message: str, reads_text: bool = True) -> None:
-        super().__init__(message)
-        self.reads_text = reads_text
+    """transformers has no class for a model that generates text for a config.json, or the file is missing."""
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -89,22 +75,14 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
         return config, getattr(transformers, name)
     hint = _TRUST if remote and not trust_remote_code else ""
     what = next(iter(getattr(config, "architectures", None) or ()), f"the model type {config.model_type!r}")
-    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", {}))]
-    raise NoModelClassError(
-        f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}",
-        reads_text=any(getattr(part, "vocab_size", None) is not None for part in parts),
-    )
+    raise NoModelClassError(f"{folder}: transformers {version} has no {_KINDS} for {what}.{hint}")
 
 
 def _auto_class(config: Any, remote: dict[str, Any]) -> str | None:
     """The auto class of a configuration: that of its repository's code, or whose class config.json names, or the first one."""
-    own = [name for name in _GENERATE if name in remote]
-    if own:
-        return own[0]
     classes = getattr(config, "architectures", None) or [""]
-    known = {auto: getattr(modeling_auto, table, {}).get(config.model_type) for auto, table in _GENERATE.items()}
-    fitting = [auto for auto, found in known.items() if found is not None]
-    named = [auto for auto in fitting if classes[0] == known[auto]]
+    fitting = {auto: table[config.model_type] for auto, table in _GENERATE.items() if config.model_type in table}
+    named = [auto for auto in _GENERATE if auto in remote] or [auto for auto in fitting if fitting[auto] == classes[0]]
     if not named and "AutoModelForSeq2SeqLM" in fitting:
         if classes[0].endswith("EncoderModel"):  # half of the model
             return None
@@ -159,131 +137,88 @@ def load_model(
             f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
         )
     start = time.perf_counter()
-    with ExitStack() as stack, load_report() as report, quiet_bar():
-        offload, delete = _offload_folder()
-        stack.callback(delete)
-        try:
-            model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
-                folder,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                device_map=placement,
-                offload_folder=offload,
-                use_safetensors=True,
-                # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
-                **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # listed in `info`, and refused below
-                output_loading_info=True,
-            )
-        except NoModelClassError:
-            raise
-        except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
-            if ran_out(error) or report.out_of_memory:
-                raise OutOfMemory(
-                    f"{folder}: out of memory while loading it with --device-map {device_map}. Keep less of it in memory: "
-                    "--device-map auto, disk, or a JSON map."
-                ) from error
-            report.refuse_conversions(folder, error)
-            if isinstance(error, RuntimeError):
-                raise
-            raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
+    remedy = f" with --device-map {device_map}. Keep less of it in memory: --device-map auto, disk, or a JSON map."
+    with ExitStack() as stack, loading(folder, remedy):
+        # For weights that transformers converts and then offloads to disk, such as experts.
+        offload = tempfile.TemporaryDirectory(prefix="emp-llm-offload-", ignore_cleanup_errors=True)
+        stack.enter_context(offload)
+        model, info = read_config(folder, trust_remote_code)[1].from_pretrained(
+            folder,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            device_map=placement,
+            offload_folder=offload.name,
+            use_safetensors=True,
+            # Given as None, it would hide that a checkpoint is quantised: FP8 weights would be read without their scales.
+            **({} if quantization is None else {"quantization_config": quantization_config(quantization)}),
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # listed in `info`, and refused below
+            output_loading_info=True,
+        )
         check_complete(folder, model, info)
-        if any(offload.iterdir()):
-            stack.pop_all()
-            weakref.finalize(model, delete)
+        if any(Path(offload.name).iterdir()):
+            weakref.finalize(model, stack.pop_all().close)
     sizes: Counter[str] = Counter()
     for parameter in model.parameters():
         sizes["offloaded" if parameter.device.type == "meta" else str(parameter.device)] += parameter.nbytes
     places = ", ".join(f"{format_bytes(size)} on {place}" for place, size in sizes.items())
-    size = f"{count_of(model.num_parameters(), 'parameter')}, {str(model.dtype).removeprefix('torch.')}, {places}"
-    logger.debug("%s: loaded in %.1f s; %s.", folder, time.perf_counter() - start, size)
+    parameters, kind = count_of(model.num_parameters(), "parameter"), str(model.dtype).removeprefix("torch.")
+    logger.debug("%s: loaded in %.1f s; %s, %s, %s.", folder, time.perf_counter() - start, parameters, kind, places)
     loaded: PreTrainedModel = model.eval()
     return loaded
 
 
-def _offload_folder() -> tuple[Path, Callable[[], None]]:
-    """A new folder for weights that transformers converts and then offloads to disk, such as experts; and what deletes it.
+@contextmanager
+def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
+    """transformers loads a model inside this context. Its table of problems is held back: `check_complete` reports the same.
 
-    The process locks the folder as long as it lives. So the next run knows, and deletes, the folders of killed runs.
+    So is its progress bar, unless this process draws bars.
+
+    Args:
+        folder: the model folder, for messages.
+        remedy: ends the message when memory runs out.
+
+    Raises:
+        UserError: the model cannot be loaded, or memory runs out.
     """
-    for path in Path(tempfile.gettempdir()).glob(f"{_OFFLOAD}*"):
-        with suppress(OSError):  # another user's, or locked: its run is alive
-            if time.time() - path.stat().st_mtime >= _YOUNG:
-                _delete_folder(path, _locked(path), os.getpid())
-                logger.debug("%s: deleted; the run that made it was killed.", path)
-    folder = Path(tempfile.mkdtemp(prefix=_OFFLOAD))
-    lock = None
-    with suppress(OSError):  # a file system without locks
-        lock = _locked(folder)
-    return folder, partial(_delete_folder, folder, lock, os.getpid())
+    table = ""
+    their_logger = logging.getLogger("transformers.modeling_utils")
+    level, shown = their_logger.level, their_logger.getEffectiveLevel()
 
-
-def _locked(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder; OSError if another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _delete_folder(folder: Path, lock: int | None, owner: int) -> None:
-    if os.getpid() == owner:  # not in a fork
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-class LoadReport(logging.Filter):
-    """Holds back the table of problems that transformers logs while it loads a model: `check_complete` reports the same."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self._level = level
-        self._text = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep the table; let other records pass as before."""
-        message = record.getMessage()
-        if "LOAD REPORT" not in message:
-            return record.levelno >= self._level
-        self._text = re.sub(r"\x1b\[\d*m", "", message)  # the colours of a terminal
+    def hold_back(record: logging.LogRecord) -> bool:
+        nonlocal table
+        if "LOAD REPORT" not in record.getMessage():
+            return record.levelno >= shown
+        table = re.sub(r"\x1b\[\d*m", "", record.getMessage())  # without the colours of a terminal
         return False
 
-    @property
-    def conversions(self) -> list[str]:
-        """The parameters that could not be built from the stored tensors; those of several layers as "layers.{0, 1}.NAME"."""
-        return re.findall(r"^(\S.*?) *\| *CONVERSION\b", self._text, re.MULTILINE)
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether memory ran out in a conversion; transformers reports this like any other error."""
-        return bool(self.conversions) and re.search("OutOfMemoryError|MemoryError|allocate memory", self._text) is not None
-
-    def refuse_conversions(self, folder: Path, error: Exception) -> None:
-        """Raise UserError for `error` if stored tensors are the cause."""
-        if self.conversions:
-            raise UserError(
-                f"{folder}: the checkpoint lacks parts of {shortened_list(self.conversions)}, or has them in other shapes than "
-                f"config.json. {_REMEDY}"
-            ) from error
-
-
-@contextmanager
-def load_report() -> Iterator[LoadReport]:
-    """Hold back transformers' table inside this context; yields it."""
-    their_logger = logging.getLogger("transformers.modeling_utils")
-    report, level = LoadReport(their_logger.getEffectiveLevel()), their_logger.level
-    their_logger.addFilter(report)
+    their_logger.addFilter(hold_back)
     if not their_logger.isEnabledFor(logging.WARNING):
         their_logger.setLevel(logging.WARNING - 1)  # at WARNING itself, transformers also checks plans for many devices
+    hides_bar = transformers.utils.logging.is_progress_bar_enabled() and not shows_bars()
+    if hides_bar:
+        transformers.utils.logging.disable_progress_bar()
     try:
-        yield report
+        yield
+    except UserError:
+        raise
+    except (ValueError, KeyError, OSError, ImportError, MemoryError, RuntimeError) as error:
+        # The parameters that could not be built from the stored tensors; those of several layers as "layers.{0, 1}.NAME".
+        parts = re.findall(r"^(\S.*?) *\| *CONVERSION\b", table, re.MULTILINE)
+        if ran_out(error) or (parts and re.search("OutOfMemoryError|MemoryError|allocate memory", table)):
+            raise OutOfMemory(f"{folder}: out of memory while loading it{remedy}") from error
+        if parts:
+            raise UserError(
+                f"{folder}: the checkpoint lacks parts of {shortened_list(parts)}, or has them in other shapes than "
+                f"config.json. {_REMEDY}"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise
+        raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
     finally:
-        their_logger.removeFilter(report)
+        their_logger.removeFilter(hold_back)
         their_logger.setLevel(level)
+        if hides_bar:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -328,27 +263,12 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     if not ranks().main:
         return
     buffers, unused = sorted(info["missing_keys"] - set(names)), sorted(info["unexpected_keys"])
-    if buffers:
-        lacks = (
-            f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in: {shortened_list(buffers)}."
-        )
-        logger.warning("warning: %s: the checkpoint %s", folder, lacks)
-    if unused:
-        holds = f"holds {count_of(len(unused), 'tensor')} that the model does not use: {shortened_list(unused)}."
-        logger.warning("warning: %s: the checkpoint %s", folder, holds)
-
-
-@contextmanager
-def quiet_bar() -> Iterator[None]:
-    """Switch transformers' progress bars off inside this context, unless this process draws bars."""
-    if shows_bars() or not transformers.utils.logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.enable_progress_bar()
+    for found, told in (
+        (buffers, f"lacks {count_of(len(buffers), 'buffer')} of the model, which transformers fills in"),
+        (unused, f"holds {count_of(len(unused), 'tensor')} that the model does not use"),
+    ):
+        if found:
+            logger.warning("warning: %s: the checkpoint %s: %s.", folder, told, shortened_list(found))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:

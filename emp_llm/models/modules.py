@@ -1,8 +1,8 @@
 """The modules of a model, with or without weights: its towers, lists of decoder blocks, linear layers and stacks of experts.
 
-transformers marks every encoder of images, video or sound with the inputs that it takes (`input_modalities`). The language
-tower is the part that holds the input embeddings and the decoder blocks. All other parts, such as projectors, belong to the
-encoders.
+transformers marks every encoder of images, video or sound with the inputs that it takes (`input_modalities`), and knows the
+decoder. The language tower is the part that holds the decoder and no encoder. All other parts, such as projectors, belong to
+the encoders.
 
 The matrices of all experts of a block lie in parameters of three dimensions, which are no linear layers (`nn.Linear`).
 
@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import Matrix
-from emp_llm.common.errors import UserError
-from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of
+from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, ExpertSlice, Kind, Layer, Tower, named_tower, tower_of, within
 
 _CONNECTS = re.compile(r"projector|connector|aligner|multi_modal", re.IGNORECASE)
 _HALF = re.compile(r"(?:^|\.)(encoder|decoder)(?=\.|$)")
@@ -136,11 +138,8 @@ def block_lists(model: nn.Module, path: str | None = None) -> Towers:
     except AttributeError:
         blocks = None
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        known: list[str] = []
-        for name, module in model.named_modules():
-            if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in known):
-                known.append(name)
-        lists = f"The lists of this model are: {', '.join(known)}." if known else "This model has none."
+        known = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        lists = f"The lists of this model are: {shortened_list(known)}." if known else "This model has none."
         raise UserError(f"--blocks {path!r} is not a list of modules (nn.ModuleList) of {type(model).__name__}. {lists}")
     tower = tower_of(towers.others, path)
     return replace(towers, lists=(BlockList(path, blocks, tower, "" if tower == "language" else tower),))
@@ -150,6 +149,11 @@ def body_of(model: nn.Module) -> nn.Module:
     """The model without its head: in small models with large vocabularies, the logits take most of the time."""
     body: nn.Module = getattr(model, "base_model", model)
     return body
+
+
+def reads_twice(model: nn.Module) -> bool:
+    """Whether a model has an encoder and a decoder that both read text."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def parameters_of(module: nn.Module) -> int:
@@ -266,14 +270,14 @@ def set_to_zero(weight: Tensor, removed: Tensor) -> None:
 
 def find_towers(model: nn.Module) -> Towers:
     """The towers of a model of any class, with or without weights. Lists without parameters are left out."""
-    embedding = _embedding_of(model)
+    known = getattr(model, "get_decoder", lambda: model)()  # modules of other libraries have no such method
+    decoder = next((name for name, module in model.named_modules() if module is known), "")
     encoders: dict[str, Tower] = {}
     lists: Lists = {}
-    _collect(model, "", lists, encoders, embedding)
-    root = _language_root(model, embedding, encoders, lists)
-    inside = {path: modules for path, modules in lists.items() if _within(path, root)}
-    reads_twice = _config_says(model.get_submodule(root), "is_encoder_decoder")
-    chosen = (_with_attention(inside) if reads_twice else {}) or _largest(inside)
+    _collect(model, "", lists, encoders, decoder)
+    root = _language_root(model, decoder, encoders, lists)
+    inside = {path: modules for path, modules in lists.items() if within(path, root)}
+    chosen = (_with_attention(inside) if reads_twice(model.get_submodule(root)) else {}) or _largest(inside)
     found = [BlockList(path, modules, "language", _half(path, list(chosen))) for path, modules in chosen.items()]
 
     of_encoders: list[BlockList] = []
@@ -288,38 +292,22 @@ def find_towers(model: nn.Module) -> Towers:
     return Towers(tuple(found), root, _others(model, root, encoders) if encoders else {})
 
 
-def _embedding_of(model: Any) -> str:
-    """Name of the embedding of the token ids; empty if unknown."""
-    getter = getattr(model, "get_input_embeddings", None)  # modules of other libraries have none
-    try:
-        embedding = None if getter is None else getter()
-    except NotImplementedError:  # of a class that does not name its embedding; the size of the vocabulary finds it below
-        embedding = None
-    named = dict(model.named_modules())
-    found = next((name for name, module in named.items() if module is embedding), "")
-    if found or not hasattr(model, "config"):
-        return found
-    words = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-    tables = (name for name, module in named.items() if isinstance(module, nn.Embedding) and module.num_embeddings == words)
-    return next(tables, "")
-
-
-def _collect(module: nn.Module, name: str, lists: Lists, encoders: dict[str, Tower] | None = None, embedding: str = "") -> None:
+def _collect(module: nn.Module, name: str, lists: Lists, encoders: dict[str, Tower] | None = None, decoder: str = "") -> None:
     """Collect the outermost lists of modules; with `encoders`, also the outermost encoders of other inputs than text.
 
-    No list is collected inside an encoder. The module that holds the embedding is no encoder.
+    No list is collected inside an encoder. A module that holds the decoder is no encoder.
     """
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}" if name else leaf
         if not parameters_of(child):
             continue
-        tower = None if encoders is None or _within(embedding, path) else _tower_of_module(child, leaf)
+        tower = None if encoders is None or within(decoder, path) else _tower_of_module(child, leaf)
         if encoders is not None and tower is not None:
             encoders[path] = tower
         elif isinstance(child, nn.ModuleList):
             lists[path] = child
         else:
-            _collect(child, path, lists, encoders, embedding)
+            _collect(child, path, lists, encoders, decoder)
 
 
 def _tower_of_module(module: Any, leaf: str) -> Tower | None:
@@ -331,19 +319,15 @@ def _tower_of_module(module: Any, leaf: str) -> Tower | None:
     return "vision" if getattr(module, "main_input_name", "") == "pixel_values" else named_tower(leaf)
 
 
-def _language_root(model: nn.Module, embedding: str, encoders: dict[str, Tower], lists: Lists) -> str:
-    """The largest module that holds the embedding and a list of blocks, and no encoder; else the smallest with a list."""
-    if not encoders or _config_says(model, "is_encoder_decoder"):
+def _language_root(model: nn.Module, decoder: str, encoders: dict[str, Tower], lists: Lists) -> str:
+    """The largest module that holds the decoder, and no encoder; the whole model if it has no encoder, or reads text twice."""
+    if not encoders or reads_twice(model):
         return ""
-    parts = embedding.split(".")[:-1]
-    paths = [".".join(parts[: number + 1]) for number in range(len(parts))]
-    holding = [path for path in paths if any(_within(name, path) for name in lists)]
-    alone = [path for path in holding if not any(_within(encoder, path) for encoder in encoders)]
-    return alone[0] if alone else holding[-1] if holding else ""
-
-
-def _config_says(module: nn.Module, key: str) -> bool:
-    return bool(getattr(getattr(module, "config", None), key, False))
+    if any(within(encoder, decoder) for encoder in encoders):
+        decoder = next(iter(_largest(lists)), "").rpartition(".")[0]
+    parts = decoder.split(".")
+    paths = (".".join(parts[: number + 1]) for number in range(len(parts)))
+    return next((path for path in paths if not any(within(encoder, path) for encoder in encoders)), decoder)
 
 
 def _with_attention(lists: Lists) -> Lists:
@@ -385,17 +369,13 @@ def _others(model: Any, root: str, encoders: dict[str, Tower]) -> dict[str, Towe
             path = f"{name}.{leaf}" if name else leaf
             if path == root or path in encoders or not parameters_of(child) or any(part is head for part in child.modules()):
                 continue
-            if _within(root, path) or any(_within(encoder, path) for encoder in encoders):
+            if within(root, path) or any(within(encoder, path) for encoder in encoders):
                 visit(child, path)
             elif root or _CONNECTS.search(leaf):
                 others[path] = connects
 
     visit(model, "")
     return others
-
-
-def _within(name: str, root: str) -> bool:
-    return not root or name == root or name.startswith(f"{root}.")
 
 
 @dataclass(frozen=True)
@@ -453,10 +433,15 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     names |= converted
     for name in stacks.keys() & names.keys():
         pieces[name].append(_Piece(names[name], None, 0, False))
-    first_of = {id(own[name]): key for name, key in names.items()}
-    for name, parameter in own.items():  # tied weights have two names and are stored once
-        if name not in names and id(parameter) in first_of:
-            names[name] = first_of[id(parameter)]
+    # Tied weights have two names and are stored once. They are one parameter until accelerate has offloaded them.
+    tied = getattr(model, "all_tied_weights_keys", {})  # name -> the weight that it is tied to
+    stored_as: dict[Any, str] = {}
+    for name, key in names.items():
+        stored_as[tied.get(name, name)] = stored_as[id(own[name])] = key
+    for name, parameter in own.items():
+        stored = stored_as.get(tied.get(name, name)) or stored_as.get(id(parameter))
+        if name not in names and stored is not None:
+            names[name] = stored
     experts = [pair for name, stack in stacks.items() for pair in _matrices(stack, pieces[name], checkpoint)]
     used = {*names.values(), *(piece.key for parts in pieces.values() for piece in parts)}
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
@@ -479,11 +464,6 @@ def _converted(
     names: dict[str, str] = {}
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
     if not keys:
-        return names, pieces
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-    except ImportError:  # a version of transformers without these tables: converted names are reported as unknown
         return names, pieces
     transforms = get_model_conversion_mapping(model)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]

@@ -1,32 +1,20 @@
 """Offloaded parameters: loaded on their device once for many calls, then removed.
 
 accelerate keeps an offloaded module's parameters on the meta device, and reads them from the safetensors (or from CPU memory)
-before every call. Here they are read once and stay for as many calls as needed; a thread reads the next block while this one
-computes.
+before every call. Here its hooks run once, and the weights stay for as many calls as needed; a thread loads the next block
+while this one computes.
 """
 
 import ctypes
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
-from accelerate.utils import named_module_tensors
 from torch import Tensor, nn
-
-
-@dataclass
-class _Weights:
-    """The weights of one offloaded module, as read, and the meta tensors that they replace."""
-
-    module: nn.Module
-    hook: AlignDevicesHook
-    values: dict[str, Tensor]
-    meta: dict[str, Tensor]
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -84,28 +72,25 @@ def offloaded_files(model: nn.Module) -> dict[str, dict[str, str]]:
     return files
 
 
-def loaded_blocks(blocks: Iterable[nn.Module]) -> Generator[int, None, None]:
-    """Load the weights of one block after another; a thread reads the next block in the background.
+def loaded_blocks(blocks: Sequence[nn.Module]) -> Generator[int, None, None]:
+    """Load the weights of one block after another; a thread loads the next block in the background.
 
     Yields:
-        The bytes that were read for the block. Its weights are on its device until the next block is requested.
+        The bytes that were loaded for the block. Its weights are on its device until the next block is requested.
     """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights")
-    ahead = (thread.submit(_read, list(block.modules())) for block in blocks)
-    try:
-        following = next(ahead, None)
-        while following is not None:
-            weights = following.result()
-            following = next(ahead, None)
-            size = _size(weights)
-            _install(weights)
-            try:
+    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-weights") as thread:
+        try:
+            ahead = [thread.submit(_load, block.modules()) for block in blocks[:1]]
+            for number, block in enumerate(blocks, 1):
+                size = ahead.pop().result()
+                ahead += [thread.submit(_load, following.modules()) for following in blocks[number : number + 1]]
                 yield size
-            finally:
-                _remove(weights)
+                _unload(block.modules())
                 _trim()
-    finally:
-        thread.shutdown(cancel_futures=True)
+        finally:
+            thread.shutdown()
+            for block in blocks:
+                _unload(block.modules())
 
 
 class OutsideModules:
@@ -115,15 +100,18 @@ class OutsideModules:
         inside = set(blocks.modules())
         self._modules = [m for m in model.modules() if m not in inside and _offload_hook(m) is not None]
         self._embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-        self._loaded: dict[nn.Module, list[_Weights]] = {}
 
     @contextmanager
     def loaded_on_call(self) -> Iterator[None]:
         """Inside this context, a module is loaded before it is called."""
-        handles = [module.register_forward_pre_hook(lambda module, args: self._load(module)) for module in self._modules]
+
+        def load(module: nn.Module, args: Any) -> None:
+            _load([module])
+
+        handles = [module.register_forward_pre_hook(load) for module in self._modules]
         try:
             if self._embeddings in self._modules:  # models ask for their device before they call them
-                self._load(self._embeddings)
+                _load([self._embeddings])
             yield
         finally:
             for handle in handles:
@@ -131,16 +119,7 @@ class OutsideModules:
 
     def release(self) -> int:
         """Remove all loaded weights; returns their bytes."""
-        size = sum(_size(weights) for weights in self._loaded.values())
-        for weights in self._loaded.values():
-            _remove(weights)
-        self._loaded.clear()
-        return size
-
-    def _load(self, module: nn.Module) -> None:
-        if module not in self._loaded:
-            self._loaded[module] = _read([module])
-            _install(self._loaded[module])
+        return _unload(self._modules)
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
@@ -150,58 +129,36 @@ def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
 
 
 def _offload_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """accelerate's hook that loads a module's weights before each call; None if they are loaded."""
     return next((hook for hook in _hooks(module) if hook.offload), None)
 
 
-def _read(modules: list[nn.Module]) -> list[_Weights]:
-    """Read the weights of those modules that are offloaded, each to the device that runs it."""
-    weights = []
+def _load(modules: Iterable[nn.Module]) -> int:
+    """Load the weights of those modules that are offloaded, each to the device that runs it; returns their bytes."""
+    size = 0
     for module in modules:
         hook = _offload_hook(module)
         if hook is None:
             continue
-        tensors = named_module_tensors(
-            module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
-        )
-        device = execution_device(module)
-        meta = dict(tensors)
-        values = {name: _on_device(hook.weights_map[name], device, old.dtype) for name, old in meta.items()}
-        weights.append(_Weights(module, hook, values, meta))
-    return weights
+        hook.pre_forward(module)
+        hook.offload = False  # accelerate leaves the module alone from here on
+        for parameter in module.parameters(recurse=hook.place_submodules):
+            if parameter.device.type == "cpu":  # a view of the stored values; the copy reads a file now, and can be changed
+                parameter.data = parameter.data.clone()
+            size += parameter.nbytes
+    return size
 
 
-def _on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    moved = value.to(device, dtype)
-    # On the CPU the value is a view of the mapped file. The copy reads it now; otherwise the first product would.
-    return moved.clone() if moved is value and device.type == "cpu" else moved
-
-
-def _install(weights: list[_Weights]) -> None:
-    for entry in weights:
-        for name, value in entry.values.items():
-            _set(entry.module, name, value)
-        entry.hook.offload = False  # accelerate leaves the module alone from here on
-
-
-def _remove(weights: list[_Weights]) -> None:
-    for entry in weights:
-        for name, placeholder in entry.meta.items():
-            _set(entry.module, name, placeholder)
-        entry.hook.offload = True
-        entry.values.clear()
-
-
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-    else:
-        owner._buffers[leaf] = value
-
-
-def _size(weights: list[_Weights]) -> int:
-    return sum(value.nbytes for entry in weights for value in entry.values.values())
+def _unload(modules: Iterable[nn.Module]) -> int:
+    """Remove the weights that `_load` has loaded; returns their bytes."""
+    size = 0
+    for module in modules:
+        for hook in _hooks(module):
+            if hook.weights_map is not None and not hook.offload:
+                size += sum(parameter.nbytes for parameter in module.parameters(recurse=hook.place_submodules))
+                hook.offload = True
+                hook.post_forward(module, None)
+    return size
 
 
 def _trim() -> None:

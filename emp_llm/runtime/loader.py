@@ -27,7 +27,7 @@ from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, r
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
-from emp_llm.models.loading import build_skeleton, check_complete, load_report, quiet_bar
+from emp_llm.models.loading import build_skeleton, check_complete, loading
 from emp_llm.models.modules import find_names
 from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, pack_words, rows_of
@@ -258,19 +258,15 @@ def _load_others(
 
     with_holes = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
     left = weights.checkpoint.tensors.keys() - {layer.stored for layer in packed}
-    with load_report() as report, quiet_bar():
-        try:
-            model, info = with_holes.from_pretrained(  # type: ignore[attr-defined]
-                None,
-                config=skeleton.config,
-                state_dict={name: weights.dense(name) for name in weights.checkpoint.tensors if name in left},
-                dtype=dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype),
-                ignore_mismatched_sizes=True,  # listed in `info`, and refused below
-                output_loading_info=True,
-            )
-        except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
-            report.refuse_conversions(folder, error)
-            raise UserError(f"{folder}: transformers cannot load it ({reason(error, whole=True)}).") from error
+    with loading(folder):
+        model, info = with_holes.from_pretrained(  # type: ignore[attr-defined]
+            None,
+            config=skeleton.config,
+            state_dict={name: weights.dense(name) for name in weights.checkpoint.tensors if name in left},
+            dtype=dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype),
+            ignore_mismatched_sizes=True,  # listed in `info`, and refused below
+            output_loading_info=True,
+        )
     check_complete(folder, model, info)
     model.__class__ = kind
     if (folder / "generation_config.json").is_file():

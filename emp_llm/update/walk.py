@@ -78,7 +78,7 @@ def update_model(
     rest = list(ranks().part(torch.split(tokens[kept:], batch_size))) if kept < len(tokens) else []
     seen, held_out = range(len(batches)), range(len(batches), len(batches) + len(rest))
     runner.prepare(batches[0])
-    with runner.walk([*batches, *rest], "refit") as walk, closing(HiddenStates(walk.place)) as pruned:
+    with runner.walk([*batches, *rest], "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
         for number in (*seen, *held_out):
             pruned.put(number, walk.hidden.get(number, walk.device))
         for step in walk.steps():
