@@ -85,7 +85,7 @@ def test_long_rows(width: int) -> None:
 
 
 def test_threads_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emp_llm.selection.cpu_kernel._PIECE", 1000)  # 19 pieces of two rows
+    monkeypatch.setattr("emp_llm.selection.cpu_kernel._PIECE", 1000)  # up to ten pieces
     weight, norms = weights("normal", (37, 500), torch.bfloat16, 3), torch.rand(500)
     before = torch.get_num_threads()
     try:
