@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from emp_llm.collect import collect as collect
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
+    from emp_llm.in_memory.masks import Masks
     from emp_llm.in_memory.prune_model import masks_of, prune_model
+    from emp_llm.in_memory.reapply import SparsityCallback, reapply_mask
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe
     from emp_llm.pack import pack as pack
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from emp_llm.push import push as push
     from emp_llm.report import report as report
     from emp_llm.run import run as run
-    from emp_llm.runtime.masks import Masks
-    from emp_llm.runtime.reapply import SparsityCallback, reapply_mask
     from emp_llm.selection.criteria import InputStatistics, exponential, shift
     from emp_llm.selection.effective import (
         effective_mask,
@@ -48,12 +48,12 @@ _HOME = {
     "InputStatistics": "selection.criteria",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
-    "Masks": "runtime.masks",
+    "Masks": "in_memory.masks",
     "Recipe": "options.recipe",
     "masks_of": "in_memory.prune_model",
     "prune_model": "in_memory.prune_model",
-    "reapply_mask": "runtime.reapply",
-    "SparsityCallback": "runtime.reapply",
+    "reapply_mask": "in_memory.reapply",
+    "SparsityCallback": "in_memory.reapply",
 }
 # Modules with the names of their functions.
 _COMMANDS = (

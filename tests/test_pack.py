@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from emp_llm.checkpoint import bits
+from emp_llm.checkpoint.bits import join_planes, mask_of, nonzero_words, put_zeros_in, split_planes, zstd_frames
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.packed_format import PackedFolder, PackLayout
+from emp_llm.checkpoint.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
 from emp_llm.common.errors import UserError
 from emp_llm.pack import pack
-from emp_llm.runtime import bits
-from emp_llm.runtime.bits import join_planes, mask_of, nonzero_words, put_zeros_in, split_planes, zstd_frames
-from emp_llm.runtime.packed_format import PackedFolder, PackLayout
-from emp_llm.runtime.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
 from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]

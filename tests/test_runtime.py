@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import emp_llm
+from emp_llm.checkpoint.packed_format import PackedFolder
 from emp_llm.common.errors import UserError
 from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
@@ -30,7 +31,6 @@ from emp_llm.records.results import Results
 from emp_llm.runtime import SparseLinear, cpu_kernel, load, sparse_linear
 from emp_llm.runtime.cpu_kernel import INSTRUCTIONS, CpuProducts, instructions_for, product_module
 from emp_llm.runtime.loader import sparse_layers
-from emp_llm.runtime.packed_format import PackedFolder
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, rows_of, torch_product
 from emp_llm.runtime.sparse_linear import products_of
 

@@ -1,7 +1,6 @@
-"""Packed checkpoints, lossless (one bit for each weight, and the weights that are not zero), and models that run from them.
+"""Models of transformers whose pruned linear layers are `SparseLinear`: they compute from packed rows.
 
-It packs and unpacks checkpoints, gives a model in memory its zeros back, and makes models of transformers whose pruned linear
-layers are `SparseLinear`.
+The weights come from a packed folder or an ordinary checkpoint. Only commands import this room.
 """
 
 from importlib import import_module

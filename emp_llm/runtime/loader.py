@@ -23,13 +23,13 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
+from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, load_report, quiet_bar
 from emp_llm.models.modules import find_names
-from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, pack_words, rows_of
 from emp_llm.runtime.sparse_linear import SparseLinear, check_semi_structured, make_semi_structured
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emp_llm.checkpoint.bits import Bytes, mask_of, nonzero_words, put_zeros_in, set_bits
 from emp_llm.checkpoint.matrices import WORD, Words
-from emp_llm.runtime.bits import Bytes, mask_of, nonzero_words, put_zeros_in, set_bits
 
 WORD_COLUMNS = 64  # weights that a word of a mask covers; each row begins with a new word
 _TILE = 1 << 19  # weights that are dense at a time

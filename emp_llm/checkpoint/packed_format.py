@@ -35,13 +35,13 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from emp_llm.checkpoint.bits import Bytes, join_planes, mask_of, need_zstandard, ones_in, put_zeros_in, zstd_content
 from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_from_files
 from emp_llm.checkpoint.files import INDEX_LIMIT, FileReader, file_hash, prefetch, read_json
 from emp_llm.checkpoint.headers import StoredTensor, parse_header, read_header
 from emp_llm.checkpoint.matrices import Words, mask_bytes, read_words, word_bytes, words_in
 from emp_llm.common.errors import ReadError, UserError, quotable, reason
 from emp_llm.common.paths import PACK_NAME
-from emp_llm.runtime.bits import Bytes, join_planes, mask_of, need_zstandard, ones_in, put_zeros_in, zstd_content
 
 Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
 PackKind = Literal["weights", "mask"]

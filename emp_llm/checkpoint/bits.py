@@ -196,6 +196,6 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
 def _loops() -> ModuleType | None:
     """The compiled loops; None without numba."""
     try:
-        return import_module("emp_llm.runtime.bit_loops")
+        return import_module("emp_llm.checkpoint.bit_loops")
     except ImportError:
         return None
