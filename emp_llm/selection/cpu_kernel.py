@@ -6,7 +6,7 @@ that it keeps, and writes the row while it is in the cache.
 Scores and their squares are summed in the order of `reference.sum_rows`: 64 lanes, then halves. The compiler must not reorder
 them, so there is no fastmath. (Squares of 32-bit floats are exact in float64, so contraction cannot change a bit.)
 
-All compiled code is in this file; its constants are those of `rule`.
+numba keeps the machine code on disk until this file changes, so all compiled code is in this file.
 """
 
 import os
@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from emp_llm.common.compiled import compiler_of
 from emp_llm.common.machine import available_cores
-from emp_llm.selection import rule as constants
 from emp_llm.selection.rule import LANES, KeepRule, RowFigures, mass_share, row_counts
 
 Array = np.ndarray[Any, Any]
-compiled = compiler_of(__file__, str(constants.__file__))
+compiled = njit(nogil=True, cache=True)
 
 # Vector loops, in LLVM's IR: numba's own loops would keep the lanes in memory. The 64 lanes of a row are one vector of float64,
 # which LLVM splits into registers. Every operation is one IEEE operation in the order of the definition.
