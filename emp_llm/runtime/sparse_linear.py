@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, count_of, quotable, reason
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
+from emp_llm.runtime.packed_rows import PackedRows, torch_product
 
 logger = logging.getLogger(__name__)
 _AT_MOST_TWO = np.array([(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)])
@@ -22,7 +22,8 @@ class SparseLinear(nn.Module):
     """y = x W^T + b, with W as packed rows. For inference only: it has no gradient.
 
     Products are summed in float32 and rounded to the dtype of x, whatever the dtype of W. In a state dict the weight is
-    dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model.
+    dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model. To load
+    another state dict, load the model again.
 
     Args:
         rows: W, shape (outputs, inputs).
@@ -92,17 +93,6 @@ class SparseLinear(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None:
-            weight = weight.T if self.transposed else weight
-            if tuple(weight.shape) != (self.out_features, self.in_features):
-                raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
-            rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
-            self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
-            self._prepare()
-        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != f"{prefix}weight"}, prefix, *others)
 
 
 def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
