@@ -204,17 +204,26 @@ class TestSparseLinear:
         check_product(layer.float()(x.float()), x.float(), weight.float())
         assert layer(x.double()).dtype == torch.float64
 
-    def test_without_numba(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        sparse_linear._compiles.cache_clear()
-        monkeypatch.setattr(sparse_linear, "find_spec", lambda name: None)
-        weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
-        try:
-            for _ in range(2):
-                x = torch.randn(3, 70).bfloat16()
-                check_product(SparseLinear(pack_rows(weight))(x), x, weight)
-        finally:
-            sparse_linear._compiles.cache_clear()
-        assert caplog.text.count("numba is missing") == 1
+
+@pytest.mark.parametrize(
+    ("home", "name", "stand_in", "said"),
+    [
+        (sparse_linear, "find_spec", lambda name: None, "numba is missing"),
+        (cpu_kernel, "instructions_for", lambda dtype: [], "this processor has neither AVX-512 nor AVX2"),
+    ],
+)
+def test_without_a_compiler_or_its_instructions(
+    home: Any, name: str, stand_in: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse_linear._instructions.cache_clear()
+    monkeypatch.setattr(home, name, stand_in)
+    weight, x = sparse_matrix(8, 70, 0.5, torch.bfloat16), torch.randn(3, 70).bfloat16()
+    try:
+        for _ in range(2):
+            check_product(SparseLinear(pack_rows(weight))(x), x, weight)
+    finally:
+        sparse_linear._instructions.cache_clear()
+    assert caplog.text.count(said) == 1
 
 
 def half(model: Path, output: Path) -> None:
@@ -307,16 +316,6 @@ def test_other_dtypes_stay_dense(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "15 linear layers in F64, which is never packed" in caplog.text
     theirs = dense_of(tmp_path / "pruned").state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_processor_without_the_instructions(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    sparse_linear._warn_of_slow_processor.cache_clear()
-    monkeypatch.setattr(cpu_kernel, "instructions_for", lambda dtype: [])
-    weight = sparse_matrix(8, 70, 0.5, torch.bfloat16)
-    x = torch.randn(3, 70).bfloat16()
-    for _ in range(2):
-        check_product(SparseLinear(pack_rows(weight))(x), x, weight)
-    assert caplog.text.count("this processor has neither AVX-512 nor AVX2") == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

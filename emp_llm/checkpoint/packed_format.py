@@ -298,7 +298,8 @@ class PackedFolder:
         _check_format(path, index.get("format"))
         try:
             told = msgspec.convert(index, PackIndex)
-            shards, self.files = ({_plain(name): each for name, each in files.items()} for files in (told.shards, told.files))
+            shards = {_plain(name): each for name, each in told.shards.items()}
+            self.files = {_plain(name): each for name, each in told.files.items()}
             if shards.keys() & self.files.keys():
                 raise ValueError("it names a shard among the other files")
             if any("/" in name or not name.endswith(".safetensors") for name in shards):

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, count_of, quotable, reason
 from emp_llm.runtime.packed_rows import PackedRows, torch_product
+
+if TYPE_CHECKING:
+    from emp_llm.runtime.cpu_kernel import Instructions
 
 logger = logging.getLogger(__name__)
 _AT_MOST_TWO = np.array([(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)])
@@ -97,13 +100,10 @@ class SparseLinear(nn.Module):
 
 def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
     """The fastest function on the device of rows that multiplies x, shape (tokens, inputs), with them."""
-    if rows.values.device.type == "cpu" and _compiles():
-        from emp_llm.runtime.cpu_kernel import CpuProducts, instructions_for
+    if rows.values.device.type == "cpu" and (instructions := _instructions(rows.values.dtype)) is not None:
+        from emp_llm.runtime.cpu_kernel import CpuProducts
 
-        instructions = instructions_for(rows.values.dtype)
-        if instructions:
-            return CpuProducts(rows, instructions[0])
-        _warn_of_slow_processor()
+        return CpuProducts(rows, instructions)
     if _runs_triton(rows.values.device):
         from emp_llm.runtime.cuda_kernel import CudaProducts
 
@@ -119,17 +119,17 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 @cache
-def _warn_of_slow_processor() -> None:
-    logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by torch alone, slowly.")
+def _instructions(dtype: torch.dtype) -> "Instructions | None":
+    """The fastest instructions of this processor for weights of a dtype; None if there are none, said once."""
+    if find_spec("llvmlite") is None:
+        logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
+        return None
+    from emp_llm.runtime.cpu_kernel import instructions_for
 
-
-@cache
-def _compiles() -> bool:
-    """Whether the loops for CPUs can be compiled here; says once if not."""
-    if find_spec("llvmlite") is not None:
-        return True
-    logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
-    return False
+    found = instructions_for(dtype)
+    if not found:
+        logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by torch alone, slowly.")
+    return found[0] if found else None
 
 
 class SemiStructuredLinear(nn.Linear):
