@@ -239,15 +239,7 @@ def sparse_models(models: Models, tmp_path_factory: pytest.TempPathFactory) -> M
 
     def folder(family: str) -> Path:
         if not (root / family).exists():
-            emp_llm.prune(
-                models(family),
-                method="magnitude",
-                sparsity=0.5,
-                targets="all-linear",
-                allow_partial=True,
-                output=root / family,
-                quiet=True,
-            )
+            half(models(family), root / family)
             emp_llm.pack(root / family, root / f"{family}-packed")
         return root / family
 
@@ -321,9 +313,7 @@ def test_other_dtypes_stay_dense(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_zstd_and_float16(family: str, tmp_path: Path) -> None:
     make_model(tmp_path / "dense", family, torch.float16)
-    emp_llm.prune(
-        tmp_path / "dense", method="magnitude", sparsity=0.5, targets="all-linear", output=tmp_path / "pruned", quiet=True
-    )
+    half(tmp_path / "dense", tmp_path / "pruned")
     emp_llm.pack(tmp_path / "pruned", tmp_path / "packed", zstd=True)
     own, theirs = load(tmp_path / "packed").state_dict(), dense_of(tmp_path / "pruned").state_dict()
     assert all(torch.equal(own[name], theirs[name]) for name in theirs)

@@ -187,7 +187,8 @@ def bits_of(typing: Any, value: Any) -> Any:
 # Keys, scores and their sums. A key is an integer in the order of the scores: the bits of |w|, or, with norms, of the float32
 # number |w| * norm. The form of weights or keys, (magnitude, shift, scale), says which numbers their bits are.
 
-FORMS = {"BF16": (0x7FFF, 16, 1.0), "F16": (0x7FFF, 13, 2.0**112), "F32": (0x7FFFFFFF, 0, 1.0)}
+F32 = (0x7FFFFFFF, 0, 1.0)
+FORMS = {"BF16": (0x7FFF, 16, 1.0), "F16": (0x7FFF, 13, 2.0**112), "F32": F32}
 
 
 @compiled
@@ -234,19 +235,20 @@ def _masses(keys: Array, form: Any, kept: Array, least: Any, first: Array, secon
 
 
 @compiled
-def sums(weights: Array, norms: Array, form: Any, like: Array, key_form: Any, total: Array, power: Array) -> None:
+def sums(weights: Array, norms: Array, form: Any, like: Array, total: Array, power: Array) -> None:
     """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite where a score is not.
 
     Args:
         weights: the bits, uint16 or uint32, shape (rows, columns).
         norms: float32, shape (columns,); empty for magnitude.
-        form, key_form: of the weights, and of their keys.
+        form: of the weights.
         like: shape (0,), of the type of the keys.
         total, power: float64, shape (rows,), outputs.
     """
     keys = np.empty(weights.shape[1], like.dtype)
     first, second = np.empty(LANES), np.empty(LANES)
     whole = keys.size // LANES * LANES
+    key_form = F32 if norms.size else form
     for r in range(weights.shape[0]):
         if norms.size:
             _fill(keys, weights[r], norms, form)
@@ -406,7 +408,6 @@ def cut(
     norms: Array,
     form: Any,
     like: Array,
-    key_form: Any,
     nu: Array,
     counts: Array,
     n: Any,
@@ -418,7 +419,7 @@ def cut(
     """Keep the weights of the largest keys of each row; set the others to zero, in place.
 
     Args:
-        weights, norms, form, like, key_form: as for `sums`.
+        weights, norms, form, like: as for `sums`.
         nu, counts: int64, shape (rows,): floor(N_eff) of a row, and how many weights are kept.
         n, m: keep n of every m; m is 0 for the other rules.
         zeros: int64, shape (rows,), an output: how many weights of the row are now zero.
@@ -426,14 +427,13 @@ def cut(
     """
     columns = weights.shape[1]
     keys = np.empty(columns, like.dtype)
+    key_form = F32 if norms.size else form
     high, low = np.empty(columns, np.uint16), np.empty(columns, np.uint16)
     narrow = keys.itemsize == 2
     if narrow:
         high = keys.view(np.uint16)
     first, second = np.empty(LANES), np.empty(LANES)
-    places = np.empty(columns if m else 0, np.uint16)
-    for j in range(places.size):
-        places[j] = np.uint16(j % m)
+    places = (np.arange(columns if m else 0) % max(m, 1)).astype(np.uint16)
     ahead = np.empty_like(places)
     upper_bits = np.uint32(8 * keys.itemsize - 16)
     guess = np.uint32(1 << 14)
@@ -486,7 +486,7 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
     # abs: the sign of a norm of -0.0 would become the highest bit of a key.
     factors = np.empty(0, np.float32) if norms is None else np.abs(norms)
     like = np.empty(0, words.dtype if norms is None else np.uint32)
-    how = factors, FORMS[dtype], like, FORMS[dtype if norms is None else "F32"]
+    how = factors, FORMS[dtype], like
     total, power, kept_mass, nu_mass = np.empty((4, rows))
     zeros = np.empty(rows, np.int64)
     _in_parallel(rows, columns, lambda part: sums(words[part], *how, total[part], power[part]))
