@@ -89,23 +89,25 @@ def _pass(builder: Any, whole: Any, lanes: list[Any], step: Callable[[Any], list
 
 
 @intrinsic
-def add_scores(typing: Any, keys: Any, whole: Any, magnitude: Any, shift: Any, scale: Any, first: Any, second: Any) -> Any:
+def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first: Any, second: Any) -> Any:
     """Add the scores of keys[j], keys[j + 64], ... to first[j], and their squares to second[j].
 
-    Only the first `whole` keys are added; `whole` is a multiple of 64. first, second:
+    Only the first `whole` keys are added; `whole` is a multiple of 64. The sign bits of 16-bit keys are ignored. first, second:
     float64, shape (64,).
     """
-    signature = types.void(keys, types.int64, keys.dtype, types.uint32, types.float32, first, second)
+    signature = types.void(keys, types.int64, types.uint32, types.float32, first, second)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kinds = signature.args
         data = _data(context, builder, kinds[0], arguments[0])
-        lanes = [_data(context, builder, kinds[i], arguments[i]) for i in (5, 6)]
+        lanes = [_data(context, builder, kinds[i], arguments[i]) for i in (4, 5)]
         element = ir.IntType(kinds[0].dtype.bitwidth)
 
         def step(start: Any) -> list[Any]:
-            vector = builder.and_(_load(builder, data, start, element), _splat(builder, arguments[2]))
-            scores = _scores(builder, vector, arguments[3], arguments[4])
+            vector = _load(builder, data, start, element)
+            if element.width == 16:  # bits of weights, with their signs; 32-bit keys have none
+                vector = builder.and_(vector, _splat(builder, ir.Constant(element, 0x7FFF)))
+            scores = _scores(builder, vector, arguments[2], arguments[3])
             return [scores, builder.fmul(scores, scores)]
 
         _pass(builder, arguments[1], lanes, step)
@@ -250,13 +252,13 @@ def sums(weights: Array, norms: Array, form: Any, like: Array, total: Array, pow
     whole = keys.size // LANES * LANES
     key_form = F32 if norms.size else form
     for r in range(weights.shape[0]):
-        if norms.size:
+        if norms.size or keys.itemsize == 4:
             _fill(keys, weights[r], norms, form)
         else:
-            keys = weights[r].view(like.dtype)
+            keys = weights[r].view(like.dtype)  # signs are ignored
         first[:] = 0.0
         second[:] = 0.0
-        add_scores(keys, whole, key_form[0], key_form[1], key_form[2], first, second)
+        add_scores(keys, whole, key_form[1], key_form[2], first, second)
         for j in range(keys.size - whole):
             value = np.float64(_value(keys[whole + j], key_form))
             first[j] += value
