@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from emp_llm.collect import collect as collect
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
+    from emp_llm.in_memory.masks import Masks as Masks
     from emp_llm.in_memory.prune_model import masks_of as masks_of
     from emp_llm.in_memory.prune_model import prune_model as prune_model
+    from emp_llm.in_memory.reapply import SparsityCallback as SparsityCallback
+    from emp_llm.in_memory.reapply import reapply_mask as reapply_mask
     from emp_llm.measure import measure as measure
     from emp_llm.options.recipe import Recipe as Recipe
     from emp_llm.pack import pack as pack
@@ -24,9 +27,6 @@ if TYPE_CHECKING:
     from emp_llm.push import push as push
     from emp_llm.report import report as report
     from emp_llm.run import run as run
-    from emp_llm.runtime.masks import Masks as Masks
-    from emp_llm.runtime.reapply import SparsityCallback as SparsityCallback
-    from emp_llm.runtime.reapply import reapply_mask as reapply_mask
     from emp_llm.selection.criteria import InputStatistics as InputStatistics
     from emp_llm.selection.criteria import exponential as exponential
     from emp_llm.selection.criteria import shift as shift
@@ -50,12 +50,12 @@ _HOME = {
     "InputStatistics": "selection.criteria",
     "shift": "selection.criteria",
     "exponential": "selection.criteria",
-    "Masks": "runtime.masks",
+    "Masks": "in_memory.masks",
     "Recipe": "options.recipe",
     "masks_of": "in_memory.prune_model",
     "prune_model": "in_memory.prune_model",
-    "reapply_mask": "runtime.reapply",
-    "SparsityCallback": "runtime.reapply",
+    "reapply_mask": "in_memory.reapply",
+    "SparsityCallback": "in_memory.reapply",
 }
 
 try:

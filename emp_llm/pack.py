@@ -11,7 +11,7 @@ from emp_llm.options.base import takes
 from emp_llm.options.commands import PackOptions
 
 if TYPE_CHECKING:
-    from emp_llm.runtime.packing import PackedSizes
+    from emp_llm.checkpoint.packing import PackedSizes
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ def pack(options: PackOptions) -> Packed:
     Raises:
         UserError: DIR is no checkpoint, OUT exists or cannot be written, zstandard is missing, or there are no zeros to mask.
     """
+    from emp_llm.checkpoint.bits import need_zstandard
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.runtime.bits import need_zstandard
-    from emp_llm.runtime.packed_format import PackLayout
-    from emp_llm.runtime.packing import most_bytes, other_files, pack_checkpoint
+    from emp_llm.checkpoint.packed_format import PackLayout
+    from emp_llm.checkpoint.packing import most_bytes, other_files, pack_checkpoint
 
     started = time.monotonic()
     if options.zstd:

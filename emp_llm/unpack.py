@@ -37,9 +37,9 @@ def unpack(options: UnpackOptions) -> Unpacked:
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
+    from emp_llm.checkpoint.packed_format import PackedFolder
+    from emp_llm.checkpoint.packing import check_base, unpack_folder
     from emp_llm.hub.local_model import find_model
-    from emp_llm.runtime.packed_format import PackedFolder
-    from emp_llm.runtime.packing import check_base, unpack_folder
 
     started = time.monotonic()
     packed = PackedFolder(options.packed)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
 from emp_llm.selection.reference import apply_selection, select_rows
-from emp_llm.selection.rows import has_kernel, prune_rows, prune_words
+from emp_llm.selection.rows import has_kernel, prune_words, words_of
 from emp_llm.selection.rule import KeepRule
 
 SHAPES = ((11008, 4096), (4096, 11008))
@@ -115,8 +115,8 @@ def cpu_times(weight: Tensor, norms: Tensor | None, rule: KeepRule, repeats: int
         return run
 
     factors = None if norms is None else norms.numpy()
-    kernel = in_chunks(lambda rows: prune_rows(rows, norms, rule))
-    by_numpy = in_chunks(lambda rows: prune_words(rows.view(torch.uint16).numpy(), "BF16", factors, rule, compiled=False))
+    kernel = in_chunks(lambda rows: prune_words(words_of(rows), "BF16", factors, rule))
+    by_numpy = in_chunks(lambda rows: prune_words(words_of(rows), "BF16", factors, rule, compiled=False))
     steps: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(weight), "kernel": kernel}
     slow: dict[str, Callable[[], object]] = {
         "numpy": by_numpy,

@@ -11,6 +11,7 @@ if there are any.
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emp_llm.selection import numpy_rows
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
 from emp_llm.selection.reference import apply_selection, select_rows
-from emp_llm.selection.rows import has_kernel, prune_rows
+from emp_llm.selection.rows import has_kernel, prune_words, words_of
 from emp_llm.selection.rule import KeepRule
 
 WIDTHS = (4096, 11008, 1000, 333, 64)
@@ -66,15 +66,16 @@ def main(line: list[str] | None = None) -> None:
 
 def ways_to_prune(dtype: torch.dtype, criterion: str) -> dict[str, Callable[[Tensor, Tensor], object]]:
     """The implementations that take a dtype, by name; each prunes weights in place, given the norms."""
-    name, unsigned, _ = DTYPES[dtype]
-    by_norms = criterion == "wanda"
+    name, by_norms = DTYPES[dtype][0], criterion == "wanda"
+
+    def by_words(weight: Tensor, norms: Tensor, compiled: bool) -> object:
+        return prune_words(words_of(weight), name, norms.numpy() if by_norms else None, RULE, compiled)
+
     ways: dict[str, Callable[[Tensor, Tensor], object]] = {}
     if has_kernel(torch.ones(1, 1, dtype=dtype), RULE):
-        ways["compiled"] = lambda weight, norms: prune_rows(weight, norms if by_norms else None, RULE)
+        ways["compiled"] = partial(by_words, compiled=True)
     if name != "F64":
-        ways["numpy"] = lambda weight, norms: numpy_rows.prune_words(
-            weight.view(unsigned).numpy(), name, norms.numpy() if by_norms else None, RULE
-        )
+        ways["numpy"] = partial(by_words, compiled=False)
 
     def by_torch(weight: Tensor, norms: Tensor) -> None:
         scores = wanda(weight, InputStatistics(norms)) if by_norms else magnitude(weight)

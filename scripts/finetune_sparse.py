@@ -30,9 +30,9 @@ from transformers import (
 from transformers.utils import logging
 
 from emp_llm import SparsityCallback
+from emp_llm.in_memory.reapply import masks_in
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
-from emp_llm.runtime.reapply import masks_in
 
 ROOT = Path(__file__).parents[1]
 _LENGTH = 128  # tokens of an example

@@ -25,12 +25,12 @@ ROOMS = (
     "update",
     "pruning",
     "hub",
-    "runtime",
     "in_memory",
     "evaluation",
     "reporting",
     "structure",
     "cluster",
+    "runtime",
 )
 COMMANDS = "commands"  # the files beside the rooms
 

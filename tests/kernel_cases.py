@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.rule import KeepRule, spread_counts, uniform_counts
+from emp_llm.selection import rows
+from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
+from emp_llm.selection.reference import apply_selection, select_rows
+from emp_llm.selection.rule import KeepRule, RowFigures, spread_counts, uniform_counts
 
 Budget = Callable[[tuple[int, int]], KeepRule]  # from the shape of the rows
 
@@ -88,3 +91,18 @@ def norms_of(kind: str, columns: int) -> Tensor:
 
 def bits(weight: Tensor) -> Tensor:
     return weight.cpu().view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
+
+
+def prune_plainly(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> RowFigures:
+    """By the reference, in place."""
+    scores = magnitude(weight) if norms is None else wanda(weight, InputStatistics(norms))
+    return apply_selection(weight, select_rows(scores, rule))
+
+
+def prune_rows(weight: Tensor, norms: Tensor | None, rule: KeepRule, compiled: bool = True) -> RowFigures:
+    """By the compiled kernel or numpy where they take the dtype and the rule, else by the reference; in place."""
+    name = rows._name(weight)
+    if not rows.words_supported(name, rule):
+        return prune_plainly(weight, norms, rule)
+    factors = None if norms is None else norms.numpy()
+    return RowFigures(*map(torch.from_numpy, rows.prune_words(rows.words_of(weight), name, factors, rule, compiled)))

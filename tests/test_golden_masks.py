@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Budget, effective, pattern, ratio, total
-from test_kernels import prune_plainly
+from kernel_cases import Budget, effective, pattern, prune_plainly, prune_rows, ratio, total
 from torch import Tensor
 
 from emp_llm import effective_mask
 from emp_llm.selection.reference import GroupSelector
-from emp_llm.selection.rows import prune_rows
 from emp_llm.selection.rule import KeepRule, RowFigures
 
 Prune = Callable[[Tensor, Tensor | None, KeepRule], RowFigures]

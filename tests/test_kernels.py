@@ -10,39 +10,46 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BUDGETS, DTYPES, EDGES, FIELDS, KINDS, Budget, bits, effective, norms_of, pattern, total, weights
+from kernel_cases import (
+    BUDGETS,
+    DTYPES,
+    EDGES,
+    FIELDS,
+    KINDS,
+    Budget,
+    bits,
+    effective,
+    norms_of,
+    pattern,
+    prune_plainly,
+    prune_rows,
+    total,
+    weights,
+)
 from torch import Tensor
 
 from emp_llm import effective_mask
 from emp_llm.selection import effective as algorithm
-from emp_llm.selection import numpy_rows, rows
-from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
-from emp_llm.selection.reference import apply_selection, select_rows
-from emp_llm.selection.rows import has_kernel, has_numba, prune_rows
+from emp_llm.selection import rows
+from emp_llm.selection.criteria import InputStatistics, wanda
+from emp_llm.selection.rows import has_kernel, has_numba
 from emp_llm.selection.rule import KeepRule, NonFiniteError, RowFigures
 
 pytest.importorskip("numba")
 
 
-def prune_plainly(weight: Tensor, norms: Tensor | None, rule: KeepRule) -> RowFigures:
-    """The reference, in place."""
-    scores = magnitude(weight) if norms is None else wanda(weight, InputStatistics(norms))
-    return apply_selection(weight, select_rows(scores, rule))
-
-
 def assert_same(weight: Tensor, norms: Tensor | None, budget: Budget) -> None:
     """The compiled kernel, numpy and the reference give the same bits for copies of `weight`."""
-    rule, name = budget((weight.shape[0], weight.shape[1])), rows._name(weight)
+    rule = budget((weight.shape[0], weight.shape[1]))
     assert has_kernel(weight, rule)
-    ours, by_numpy, theirs = weight.clone(), weight.clone(), weight.clone()
-    found, wanted = prune_rows(ours, norms, rule), prune_plainly(theirs, norms, rule)
-    words = by_numpy.view(torch.uint16 if weight.element_size() == 2 else torch.uint32).numpy()
-    third = numpy_rows.prune_words(words, name, None if norms is None else norms.numpy(), rule)
-    assert torch.equal(bits(ours), bits(theirs))
-    assert torch.equal(bits(by_numpy), bits(theirs))
-    for field in FIELDS:
-        assert torch.equal(getattr(found, field), getattr(wanted, field)), field
-        assert torch.equal(torch.from_numpy(getattr(third, field)), getattr(wanted, field)), field
+    plain = weight.clone()
+    wanted = prune_plainly(plain, norms, rule)
+    for compiled in (True, False):
+        pruned = weight.clone()
+        found = prune_rows(pruned, norms, rule, compiled)
+        assert torch.equal(bits(pruned), bits(plain))
+        for field in FIELDS:
+            assert torch.equal(getattr(found, field), getattr(wanted, field)), field
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,7 +92,7 @@ def test_long_rows(width: int) -> None:
 
 
 def test_threads_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emp_llm.selection.cpu_kernel._PIECE", 1000)  # 19 pieces of two rows
+    monkeypatch.setattr("emp_llm.selection.cpu_kernel._PIECE", 1000)  # up to ten pieces
     weight, norms = weights("normal", (37, 500), torch.bfloat16, 3), torch.rand(500)
     before = torch.get_num_threads()
     try:
@@ -113,10 +120,9 @@ def test_non_finite_weights_stay_unchanged(dtype: torch.dtype, bad: float, crite
 
 
 def test_norms_of_another_shape() -> None:
-    weight = weights("normal", (4, 70), torch.bfloat16, 0)
     for wrong in (torch.rand(69), torch.rand(71), torch.rand(1), torch.rand(70, 1)):
         with pytest.raises(ValueError, match=r"norms have shape .* need \(70,\)"):
-            prune_rows(weight, wrong, KeepRule(beta=1.0))
+            wanda(torch.ones(4, 70), InputStatistics(wrong))
 
 
 def test_a_compiler_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,18 +148,6 @@ def test_a_compiler_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, caplo
         assert "numba cannot be loaded (no folder for its cache)" in message
     finally:
         has_numba.cache_clear()
-
-
-def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = weights("normal", (5, 64), torch.bfloat16, 0)
-    compiled, plain = weight.clone(), weight.clone()
-    with counted_kernel_calls() as calls:
-        found = prune_rows(compiled, None, KeepRule(beta=1.0))
-        assert len(calls) == 1
-        monkeypatch.setattr(rows, "has_numba", lambda: False)
-        assert torch.equal(prune_rows(plain, None, KeepRule(beta=1.0)).kept, found.kept)
-        assert len(calls) == 1
-    assert torch.equal(plain, compiled)
 
 
 @contextmanager

@@ -18,13 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from emp_llm.checkpoint.bits import join_planes, mask_of, nonzero_words, put_zeros_in, split_planes, zstd_frames
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.packed_format import PackedFolder, PackLayout
+from emp_llm.checkpoint.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
 from emp_llm.common.errors import UserError
 from emp_llm.pack import pack
-from emp_llm.runtime import bits
-from emp_llm.runtime.bits import join_planes, mask_of, nonzero_words, put_zeros_in, split_planes, zstd_frames
-from emp_llm.runtime.packed_format import PackedFolder, PackLayout
-from emp_llm.runtime.packing import PackedSizes, other_files, pack_checkpoint, unpack_folder
 from emp_llm.unpack import unpack
 
 Models = Callable[[str], Path]
@@ -399,25 +398,21 @@ def test_from_the_shell(pruned: Callable[[str], Path], models: Models, command: 
 @given(
     st.lists(st.integers(0, 3) | st.integers(0, 65535), max_size=300),
     st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),
-    st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
-def test_words_are_restored_from_their_parts(numbers: list[int], dtype: Any, compiled: bool) -> None:
+@settings(deadline=None, max_examples=100)
+def test_words_are_restored_from_their_parts(numbers: list[int], dtype: Any) -> None:
     words = np.array(numbers, dtype=np.uint64).astype(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(bits, "_loops", lambda: None)
-        mask, values = mask_of(words), nonzero_words(words)
-        assert [int(mask[j // 8] >> (j % 8) & 1) for j in range(8 * mask.size)] == [
-            int(j < words.size and words[j] != 0) for j in range(8 * mask.size)
-        ]
-        assert values.dtype == dtype
-        assert values.tolist() == [word for word in words.tolist() if word]
-        assert np.array_equal(put_zeros_in(mask, values, words.size), words)
-        for wrong in (np.append(values, dtype(1)), values[:-1]):
-            if wrong.size != values.size:
-                with pytest.raises(ValueError, match="bits set for"):
-                    put_zeros_in(mask, wrong, words.size)
+    mask, values = mask_of(words), nonzero_words(words)
+    assert [int(mask[j // 8] >> (j % 8) & 1) for j in range(8 * mask.size)] == [
+        int(j < words.size and words[j] != 0) for j in range(8 * mask.size)
+    ]
+    assert values.dtype == dtype
+    assert values.tolist() == [word for word in words.tolist() if word]
+    assert np.array_equal(put_zeros_in(mask, values, words.size), words)
+    for wrong in (np.append(values, dtype(1)), values[:-1]):
+        if wrong.size != values.size:
+            with pytest.raises(ValueError, match="bits set for"):
+                put_zeros_in(mask, wrong, words.size)
     for name in ("BF16", "F32") if words.itemsize in (2, 4) else ("U8",):
         frames = [memoryview(frame) for frame in zstd_frames(split_planes(words, name))]
         assert np.array_equal(join_planes(frames, words.size, name), words)

@@ -12,6 +12,7 @@ from pathlib import Path
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import INDEX_LIMIT
 from emp_llm.checkpoint.output import describe_difference
+from emp_llm.checkpoint.packed_format import PackedFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
@@ -24,7 +25,6 @@ from emp_llm.records.base import read_record
 from emp_llm.records.evaluation import EvaluationRecord, Measures
 from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pruned_by
 from emp_llm.records.run_report import RunReport
-from emp_llm.runtime.packed_format import PackedFolder
 
 logger = logging.getLogger(__name__)
 # The numbers depend on these files as well as on the weights: the config, and the tokenizer in any of its forms.

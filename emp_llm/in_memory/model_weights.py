@@ -18,11 +18,11 @@ from emp_llm.checkpoint.files import FilePool, FileReader, tensor_bytes
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
+from emp_llm.in_memory.masks import check_merged
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.layers import MIXES_TOKENS, Layer
 from emp_llm.models.modules import block_lists, model_layers
 from emp_llm.models.offload import resident_parameter
-from emp_llm.runtime.masks import check_merged
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}

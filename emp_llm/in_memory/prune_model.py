@@ -17,6 +17,7 @@ from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluatio
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.hub.local_model import find_model
+from emp_llm.in_memory.masks import Masks, rows_in
 from emp_llm.in_memory.model_report import ModelReport
 from emp_llm.in_memory.model_weights import ModelWeights, architecture_of, is_convolution, name_of
 from emp_llm.models.architecture import Target, check_calibrated
@@ -34,7 +35,6 @@ from emp_llm.pruning.outcome import Outcomes, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
-from emp_llm.runtime.masks import Masks, rows_in
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import check_update, update_warnings
 from emp_llm.update.walk import update_model

@@ -91,7 +91,7 @@ class CpuProducts:
             return self._by_tiles(x)
         if x.shape[0] > _MOST_VECTORS:
             return torch.cat([self(x[:_MOST_VECTORS]), self(x[_MOST_VECTORS:])])
-        function = product_function(self._dtype, self._how, x.shape[0])
+        function = _compiled(product_module, self._dtype, self._how, x.shape[0])
         result = torch.empty(x.shape[0], self._rows.rows)
         self._run(function, 0, self._rows.rows, max(1, _PART // self._padded), self._inputs(x), result)
         return result if x.dtype == torch.float32 else result.to(x.dtype)
@@ -111,7 +111,7 @@ class CpuProducts:
         for first in range(0, rows, tile.shape[0]):
             last = min(first + tile.shape[0], rows)
             height = -(-(last - first) // (4 * torch.get_num_threads()))
-            self._run(dense_function(self._dtype, self._how), first, last, height, None, tile)
+            self._run(_compiled(dense_module, self._dtype, self._how), first, last, height, None, tile)
             torch.mm(tile[: last - first, : x.shape[1]].to(dtype), inputs, out=result[first:last])
         return torch.empty(x.shape[0], rows, dtype=x.dtype).copy_(result.T)
 
@@ -137,18 +137,6 @@ def multiplies_bfloat16() -> bool:
 def instructions_for(dtype: torch.dtype) -> list[Instructions]:
     """The instructions of this processor for weights of a dtype, the fastest first."""
     return [each for each in INSTRUCTIONS if dtype in NAMES and processor_features().issuperset(each.features)]
-
-
-@cache
-def product_function(dtype: str, how: Instructions, vectors: int) -> int:
-    """The address of the function of `product_module`, compiled."""
-    return _compiled(product_module(dtype, how, vectors))
-
-
-@cache
-def dense_function(dtype: str, how: Instructions) -> int:
-    """The address of the function of `dense_module`, compiled."""
-    return _compiled(dense_module(dtype, how))
 
 
 def product_module(dtype: str, how: Instructions, vectors: int) -> ir.Module:
@@ -391,8 +379,10 @@ def _count(
     return _loop(b, [first, *initial], lambda values: b.icmp_signed("<", values[0], last), each)[1:]
 
 
-def _compiled(module: ir.Module) -> int:
-    """The address of a module's function "run", compiled for this processor."""
+@cache
+def _compiled(module_of: Callable[..., ir.Module], *arguments: Any) -> int:
+    """The address of the function "run" of `module_of(*arguments)`, compiled for this processor."""
+    module = module_of(*arguments)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()

@@ -4,8 +4,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,13 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
+from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
 from emp_llm.models.loading import build_skeleton, check_complete, loading
 from emp_llm.models.modules import find_names
-from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.runtime.packed_rows import PackedRows, pack_rows, pack_words, rows_of
 from emp_llm.runtime.sparse_linear import SparseLinear, check_semi_structured, make_semi_structured
 
@@ -75,12 +73,13 @@ def load(
     folder = find_model(str(model), revision, trust_remote_code).folder
     weights = _StoredWeights(folder)
     _refuse_quantised(weights.checkpoint)
-    with _checked(weights.packed if check else None):
-        skeleton = build_skeleton(folder, trust_remote_code)
-        layers = _linear_layers(skeleton, weights.checkpoint)
-        found = {layer: weights.rows(layer.stored, least_zeros) for layer in layers}
-        packed = {layer: rows for layer, rows in found.items() if rows is not None}
-        loaded = _load_others(folder, skeleton, weights, list(packed), dtype)
+    if check and weights.packed is not None:
+        _check(weights.packed)
+    skeleton = build_skeleton(folder, trust_remote_code)
+    layers = _linear_layers(skeleton, weights.checkpoint)
+    found = {layer: weights.rows(layer.stored, least_zeros) for layer in layers}
+    packed = {layer: rows for layer, rows in found.items() if rows is not None}
+    loaded = _load_others(folder, skeleton, weights, list(packed), dtype)
     for layer, rows in packed.items():
         hole = loaded.get_submodule(layer.module)
         rows = pack_rows(rows.dense().T) if layer.transposed else rows
@@ -179,24 +178,11 @@ class _StoredWeights:
         return tensor
 
 
-@contextmanager
-def _checked(packed: PackedFolder | None) -> Iterator[None]:
-    """Compare the hashes of a packed folder: of its other files now, of its shards in a thread until the context ends."""
-    if packed is None:
-        yield
-        return
+def _check(packed: PackedFolder) -> None:
+    """Compare the hashes of a packed folder."""
     for name in packed.files:
         if (packed.folder / name).is_file():  # files that a model does not need, such as its card, are not downloaded
             packed.check_file(name)
-    with ThreadPoolExecutor(1, thread_name_prefix="emp-llm-check") as pool:
-        check = pool.submit(_check_shards, packed)
-        try:
-            yield
-        finally:
-            check.result()  # its error explains an error of the reader, so it takes its place
-
-
-def _check_shards(packed: PackedFolder) -> None:
     with progress_bar(sum(shard.path.stat().st_size for shard in packed.shards.values()), "check", "B") as bar:
         for shard in packed.shards.values():
             if blake3(max_threads=blake3.AUTO).update_mmap(shard.path).hexdigest() != shard.packed_digest:

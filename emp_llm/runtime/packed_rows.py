@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emp_llm.checkpoint.bits import Bytes, mask_of, nonzero_words, put_zeros_in
 from emp_llm.checkpoint.matrices import WORD, Words
-from emp_llm.runtime.bits import Bytes, mask_of, nonzero_words, put_zeros_in, set_bits
 
 WORD_COLUMNS = 64  # weights that a word of a mask covers; each row begins with a new word
 _TILE = 1 << 19  # weights that are dense at a time
@@ -105,7 +105,7 @@ def rows_of(mask: Tensor, values: Tensor, rows: int, columns: int) -> PackedRows
         full = np.zeros((rows, padded), dtype=np.uint8)
         full[:, :columns] = np.unpackbits(mask.numpy(), count=rows * columns, bitorder="little").reshape(rows, columns)
         of_rows = torch.from_numpy(np.packbits(full, axis=1, bitorder="little"))
-    counts = set_bits(of_rows.numpy()).reshape(rows, -1 if of_rows.numel() else 0).sum(axis=1, dtype=np.int64)
+    counts = np.bitwise_count(of_rows.numpy()).sum(axis=1, dtype=np.int64)
     offsets = torch.from_numpy(np.append(np.int64(0), counts.cumsum()))
     if int(offsets[-1]) != values.numel():
         raise ValueError(f"its mask has {int(offsets[-1]):,} bits set for {values.numel():,} values")

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from emp_llm.common.errors import UserError, count_of, quotable, reason
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows, torch_product
+from emp_llm.runtime.packed_rows import PackedRows, torch_product
+
+if TYPE_CHECKING:
+    from emp_llm.runtime.cpu_kernel import Instructions
 
 logger = logging.getLogger(__name__)
 _AT_MOST_TWO = np.array([(byte & 15).bit_count() <= 2 and (byte >> 4).bit_count() <= 2 for byte in range(256)])
@@ -22,7 +25,8 @@ class SparseLinear(nn.Module):
     """y = x W^T + b, with W as packed rows. For inference only: it has no gradient.
 
     Products are summed in float32 and rounded to the dtype of x, whatever the dtype of W. In a state dict the weight is
-    dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model.
+    dense, under the name and in the shape that the layer had before, so checkpoints are those of the dense model. To load
+    another state dict, load the model again.
 
     Args:
         rows: W, shape (outputs, inputs).
@@ -93,27 +97,13 @@ class SparseLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None:
-            weight = weight.T if self.transposed else weight
-            if tuple(weight.shape) != (self.out_features, self.in_features):
-                raise ValueError(f"its weight is {list(weight.shape)}; {[self.out_features, self.in_features]} is expected")
-            rows = pack_rows(weight.to(self.values.dtype)).to(self.values.device)
-            self.mask, self.values, self.offsets = rows.mask, rows.values, rows.offsets
-            self._prepare()
-        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k != f"{prefix}weight"}, prefix, *others)
-
 
 def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
     """The fastest function on the device of rows that multiplies x, shape (tokens, inputs), with them."""
-    if rows.values.device.type == "cpu" and _compiles():
-        from emp_llm.runtime.cpu_kernel import CpuProducts, instructions_for
+    if rows.values.device.type == "cpu" and (instructions := _instructions(rows.values.dtype)) is not None:
+        from emp_llm.runtime.cpu_kernel import CpuProducts
 
-        instructions = instructions_for(rows.values.dtype)
-        if instructions:
-            return CpuProducts(rows, instructions[0])
-        _warn_of_slow_processor()
+        return CpuProducts(rows, instructions)
     if _runs_triton(rows.values.device):
         from emp_llm.runtime.cuda_kernel import CudaProducts
 
@@ -129,17 +119,17 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 @cache
-def _warn_of_slow_processor() -> None:
-    logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by torch alone, slowly.")
+def _instructions(dtype: torch.dtype) -> "Instructions | None":
+    """The fastest instructions of this processor for weights of a dtype; None if there are none, said once."""
+    if find_spec("llvmlite") is None:
+        logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
+        return None
+    from emp_llm.runtime.cpu_kernel import instructions_for
 
-
-@cache
-def _compiles() -> bool:
-    """Whether the loops for CPUs can be compiled here; says once if not."""
-    if find_spec("llvmlite") is not None:
-        return True
-    logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
-    return False
+    found = instructions_for(dtype)
+    if not found:
+        logger.warning("warning: this processor has neither AVX-512 nor AVX2, so sparse layers run by torch alone, slowly.")
+    return found[0] if found else None
 
 
 class SemiStructuredLinear(nn.Linear):

@@ -1,12 +1,12 @@
 """The row kernel for CPUs, compiled by numba: it prunes rows with the bits of the reference, and needs no torch.
 
-Threads share the rows in two rounds. `sums` adds up the scores. `cut16` or `cut32` then sets the number of weights that a row
-keeps, finds the cut, and writes the row while it is in the cache.
+Threads share the rows in two rounds. `sums` adds up the scores. `cut` then finds the cut of each row for the number of weights
+that it keeps, and writes the row while it is in the cache.
 
 Scores and their squares are summed in the order of `reference.sum_rows`: 64 lanes, then halves. The compiler must not reorder
 them, so there is no fastmath. (Squares of 32-bit floats are exact in float64, so contraction cannot change a bit.)
 
-All compiled code is in this file; its constants are those of `rule`.
+numba keeps the machine code on disk until this file changes, so all compiled code is in this file.
 """
 
 import os
@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from emp_llm.common.compiled import compiler_of
 from emp_llm.common.machine import available_cores
-from emp_llm.selection import rule as constants
-from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures
+from emp_llm.selection.rule import LANES, KeepRule, RowFigures, mass_share, row_counts
 
 Array = np.ndarray[Any, Any]
-compiled = compiler_of(__file__, str(constants.__file__))
+compiled = njit(nogil=True, cache=True)
 
 # Vector loops, in LLVM's IR: numba's own loops would keep the lanes in memory. The 64 lanes of a row are one vector of float64,
 # which LLVM splits into registers. Every operation is one IEEE operation in the order of the definition.
@@ -56,7 +54,7 @@ def _load(builder: Any, pointer: Any, index: Any, element: Any, size: int = LANE
 
 
 def _scores(builder: Any, keys: Any, shift: Any, scale: Any) -> Any:
-    """The scores, in float64, of a vector of keys. 16-bit keys are shifted and scaled as in `value16`."""
+    """The scores, in float64, of a vector of keys. 16-bit keys are shifted and scaled as in `_value`."""
     if keys.type.element.width == 32:
         return builder.fpext(builder.bitcast(keys, _vector(_FLOAT)), _vector(_DOUBLE))
     bits = builder.shl(builder.zext(keys, _vector(_I32)), _splat(builder, shift))
@@ -107,7 +105,7 @@ def add_scores(typing: Any, keys: Any, whole: Any, shift: Any, scale: Any, first
 
         def step(start: Any) -> list[Any]:
             vector = _load(builder, data, start, element)
-            if element.width == 16:
+            if element.width == 16:  # bits of weights, with their signs; 32-bit keys have none
                 vector = builder.and_(vector, _splat(builder, ir.Constant(element, 0x7FFF)))
             scores = _scores(builder, vector, arguments[2], arguments[3])
             return [scores, builder.fmul(scores, scores)]
@@ -168,9 +166,6 @@ def trailing_zeros(typing: Any, bits: Any) -> Any:
     return types.int64(types.uint32), codegen
 
 
-# Scores and their sums.
-
-
 @intrinsic
 def float_of(typing: Any, bits: Any) -> Any:
     """The float32 with these bits."""
@@ -191,77 +186,90 @@ def bits_of(typing: Any, value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
-@compiled
-def value16(bits: Any, shift: Any, scale: Any) -> Any:
-    """|w| in float32, exactly, from the bits of a 16-bit weight; shift 16, scale 1 for bfloat16; 13, 2^112 for float16."""
-    return float_of(np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << shift)) * scale
+# Keys, scores and their sums. A key is an integer in the order of the scores: the bits of |w|, or, with norms, of the float32
+# number |w| * norm. The form of weights or keys, (magnitude, shift, scale), says which numbers their bits are.
+
+F32 = (0x7FFFFFFF, 0, 1.0)
+FORMS = {"BF16": (0x7FFF, 16, 1.0), "F16": (0x7FFF, 13, 2.0**112), "F32": F32}
 
 
 @compiled
-def fold(lanes: Array) -> Any:
+def _value(bits: Any, form: Any) -> Any:
+    """|w| in float32, exactly, from the bits of w."""
+    magnitude, shift, scale = form
+    return float_of(np.uint32((np.uint32(bits) & np.uint32(magnitude)) << np.uint32(shift))) * np.float32(scale)
+
+
+@compiled
+def _fill(keys: Array, row: Array, norms: Array, form: Any) -> None:
+    """The keys of a row. Without norms, which are then empty, they have the type of the weights; with norms they are uint32."""
+    if norms.size:
+        for j in range(row.size):
+            keys[j] = bits_of(_value(row[j], form) * norms[j])
+    else:
+        for j in range(row.size):
+            keys[j] = row[j] & keys.dtype.type(form[0])
+
+
+@compiled
+def _fold(lanes: Array) -> Any:
     """The sum of 64 lanes, folded in halves, in place."""
     half = LANES // 2
     while half:
         for j in range(half):
-            lanes[j] = lanes[j] + lanes[j + half]
+            lanes[j] += lanes[j + half]
         half //= 2
     return lanes[0]
 
 
 @compiled
-def keys32(row: Array, norms: Array, shift: Any, scale: Any, keys: Array) -> None:
-    """The keys of |w| * norm, or, without norms, of |w| of 32-bit weights: the bits of the float32 scores."""
-    if row.itemsize == 4:
-        if norms.size:
-            for j in range(row.size):
-                keys[j] = bits_of(float_of(np.uint32(row[j] & np.uint32(0x7FFFFFFF))) * norms[j])
-        else:
-            for j in range(row.size):
-                keys[j] = np.uint32(row[j] & np.uint32(0x7FFFFFFF))
-    else:
-        for j in range(row.size):
-            keys[j] = bits_of(value16(row[j], shift, scale) * norms[j])
+def _masses(keys: Array, form: Any, kept: Array, least: Any, first: Array, second: Array) -> Any:
+    """The sums of the scores whose `kept` is not 0, and of those whose keys are above `least`; lanes as for `sums`."""
+    first[:] = 0.0
+    second[:] = 0.0
+    whole = keys.size // LANES * LANES
+    add_masses(keys, kept, least, whole, form[1], form[2], first, second)
+    for j in range(keys.size - whole):
+        value = np.float64(_value(keys[whole + j], form))
+        first[j] += value if kept[whole + j] != 0 else 0.0
+        second[j] += value if keys[whole + j] > least else 0.0
+    return _fold(first), _fold(second)
 
 
 @compiled
-def sums(weights: Array, norms: Array, shift: Any, scale: Any, total: Array, power: Array) -> None:
+def sums(weights: Array, norms: Array, form: Any, like: Array, total: Array, power: Array) -> None:
     """sum s and sum s^2 of each row, in the order of `reference.sum_rows`. `total` is not finite where a score is not.
 
     Args:
         weights: the bits, uint16 or uint32, shape (rows, columns).
         norms: float32, shape (columns,); empty for magnitude.
-        shift, scale: as for `value16`.
+        form: of the weights.
+        like: shape (0,), of the type of the keys.
         total, power: float64, shape (rows,), outputs.
     """
-    rows, columns = weights.shape
-    whole = columns // LANES * LANES
+    keys = np.empty(weights.shape[1], like.dtype)
     first, second = np.empty(LANES), np.empty(LANES)
-    narrow = weights.itemsize == 2 and norms.size == 0
-    keys = np.empty(0 if narrow else columns, np.uint32)
-    for r in range(rows):
-        row = weights[r]
+    whole = keys.size // LANES * LANES
+    key_form = F32 if norms.size else form
+    for r in range(weights.shape[0]):
+        if norms.size or keys.itemsize == 4:
+            _fill(keys, weights[r], norms, form)
+        else:
+            keys = weights[r].view(like.dtype)  # signs are ignored
         first[:] = 0.0
         second[:] = 0.0
-        if narrow:
-            add_scores(row, whole, shift, scale, first, second)
-            for j in range(columns - whole):
-                value = np.float64(value16(row[whole + j], shift, scale))
-                first[j] += value
-                second[j] += value * value
-        else:
-            keys32(row, norms, shift, scale, keys)
-            add_scores(keys, whole, shift, scale, first, second)
-            for j in range(columns - whole):
-                value = np.float64(float_of(keys[whole + j]))
-                first[j] += value
-                second[j] += value * value
-        total[r] = np.nan if shift == 13 and _infinite16(row) else fold(first)
-        power[r] = fold(second)
+        add_scores(keys, whole, key_form[1], key_form[2], first, second)
+        for j in range(keys.size - whole):
+            value = np.float64(_value(keys[whole + j], key_form))
+            first[j] += value
+            second[j] += value * value
+        total[r] = np.nan if form[1] == 13 and _infinite16(weights[r]) else _fold(first)
+        power[r] = _fold(second)
 
 
 @compiled
 def _infinite16(row: Array) -> Any:
-    """Whether float16 weights hold infinity or NaN. `value16` turns these into finite numbers, unlike those of bfloat16."""
+    """Whether float16 weights hold infinity or NaN. `_value` turns these into finite numbers, unlike those of bfloat16."""
     largest = np.uint16(0)
     for j in range(row.size):
         largest = max(largest, np.uint16(row[j] & np.uint16(0x7FFF)))
@@ -288,42 +296,38 @@ def _count(keys: Array, least: Any) -> Any:
 
 
 @compiled
-def kth16(keys: Array, k: Any, guess: Any) -> Any:
-    """The k-th largest of 16-bit keys. With a good guess, such as the key of the row before, it takes 3 or 4 counts."""
-    low, high = 0, 1 << 16  # at least k keys are `low` or more; fewer than k are `high` or more
+def _kth16(keys: Array, k: Any, guess: Any) -> Any:
+    """The k-th largest of 16-bit keys, and the number of larger ones. With a good guess it takes 3 or 4 counts."""
+    low, high, above = 0, 1 << 16, 0  # at least k keys are `low` or more; `above` of them, fewer than k, are `high` or more
     candidate, step = np.int64(guess), 2
     while high - low > 1:
-        if _count(keys, np.uint16(candidate)) >= k:
+        count = _count(keys, np.uint16(candidate))
+        if count >= k:
             low = candidate
             candidate = low + step
         else:
-            high = candidate
+            high, above = candidate, count
             candidate = high - step
         if candidate >= high or candidate <= low:
             candidate = (low + high) // 2
         else:
             step *= 4
-    return np.uint16(low)
+    return np.uint16(low), above
 
 
 @compiled
-def above16(keys: Array, key: Any) -> Any:
-    """The number of 16-bit keys that are larger than `key`."""
-    return 0 if key == np.uint16(0xFFFF) else _count(keys, np.uint16(key + np.uint16(1)))
-
-
-@compiled
-def kth32(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
-    """The k-th largest of 32-bit keys, and the number of larger ones.
+def _kth(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
+    """The k-th largest key, and the number of larger ones.
 
     Args:
-        keys: uint32.
-        high: uint16, the upper halves of the keys.
-        low: uint16, scratch memory of the same size for lower halves.
-        guess: a key whose upper half is near that of the result.
+        keys: uint16 or uint32.
+        high: uint16, the upper halves of 32-bit keys, or the 16-bit keys.
+        low: uint16, scratch memory of the same size.
+        guess: the upper half of a key near the result.
     """
-    upper = kth16(high, k, np.uint32(guess) >> np.uint32(16))
-    above = above16(high, upper)
+    upper, above = _kth16(high, k, guess)
+    if keys.itemsize == 2:
+        return np.uint32(upper), above
     size = 0
     whole = keys.size // AT_ONCE * AT_ONCE
     for start in range(0, whole, AT_ONCE):
@@ -336,13 +340,12 @@ def kth32(keys: Array, high: Array, low: Array, k: Any, guess: Any) -> Any:
         if high[j] == upper:
             low[size] = np.uint16(keys[j] & np.uint32(0xFFFF))
             size += 1
-    lower = kth16(low[:size], k - above, 1 << 15)
-    above += above16(low[:size], lower)
-    return np.uint32((np.uint32(upper) << np.uint32(16)) | np.uint32(lower)), above
+    lower, ahead = _kth16(low[:size], k - above, 1 << 15)
+    return np.uint32((np.uint32(upper) << np.uint32(16)) | np.uint32(lower)), above + ahead
 
 
 @compiled
-def end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
+def _end_of_ties(keys: Array, key: Any, ties: Any) -> Any:
     """The index after the first `ties` keys that equal `key`."""
     if ties == 0:
         return 0
@@ -402,192 +405,68 @@ def _write_pattern(row: Array, keys: Array, n: Any, m: Any, places: Array, ahead
 
 
 @compiled
-def _places(size: Any, m: Any) -> Array:
-    places = np.empty(size if m else 0, np.uint16)
-    for j in range(places.size):
-        places[j] = np.uint16(j % m)
-    return places
-
-
-@compiled
-def _zeros(row: Array, magnitude: Any) -> Any:
-    """The number of weights that are zero. `magnitude`: a mask of all bits but the sign, in the type of the weights."""
-    zeros = 0
-    for start in range(0, row.size, COUNTED):
-        part = row[start : start + COUNTED]
-        counted = np.uint16(0)
-        for j in range(part.size):
-            counted = np.uint16(counted + np.uint16((part[j] & magnitude) == 0))
-        zeros += np.int64(counted)
-    return zeros
-
-
-@compiled
-def _score(key: Any, wide: Any, shift: Any, scale: Any) -> Any:
-    return np.float64(float_of(np.uint32(key)) if wide else value16(np.uint16(key), shift, scale))
-
-
-@compiled
-def _masses(keys: Array, kept: Array, nu_key: Any, wide: Any, shift: Any, scale: Any, lanes: Array, above: Array) -> None:
-    """Lane sums: of the kept scores (`kept` is not 0 for them) into `lanes`, of the scores above `nu_key` into `above`."""
-    lanes[:] = 0.0
-    above[:] = 0.0
-    whole = keys.size // LANES * LANES
-    add_masses(keys, kept, nu_key, whole, shift, scale, lanes, above)
-    for j in range(keys.size - whole):
-        value = _score(keys[whole + j], wide, shift, scale)
-        lanes[j] += value if kept[whole + j] != 0 else 0.0
-        above[j] += value if keys[whole + j] > nu_key else 0.0
-
-
-@compiled
-def _floor(value: Any) -> Any:
-    """Floor; a value below an integer by no more than rounding error counts as that integer."""
-    return np.floor(value * (1 + RELATIVE_TOLERANCE))
-
-
-@compiled
-def _number(total: Any, power: Any, columns: Any) -> Any:
-    """N_eff = (sum s)^2 / sum s^2, the number of order 2 of `reference.Moments`."""
-    if total == 0:
-        return np.float64(columns)
-    number = total * total / power
-    nearest = np.rint(number)
-    if abs(number - nearest) <= RELATIVE_TOLERANCE * nearest:
-        number = nearest
-    return min(max(number, 1.0), np.float64(columns))
-
-
-@compiled
-def _count_of(number: Any, total: Any, beta: Any, columns: Any) -> Any:
-    """clip(floor(beta * N_eff), 1, N); N for a row of zeros. The rule of `rule.counts_at`."""
-    if total == 0:
-        return np.int64(columns)
-    return np.int64(min(max(_floor(beta * number), 1.0), np.float64(columns)))
-
-
-@compiled
-def _share(total: Any, above: Any, ties: Any, value: Any) -> Any:
-    """s_eff, the share of the floor(N_eff) largest scores."""
-    return 1.0 if total == 0 else min(1.0, (above + np.float64(ties) * value) / total)
-
-
-@compiled
-def cut16(
-    weights: Array,
-    shift: Any,
-    scale: Any,
-    beta: Any,
-    n: Any,
-    m: Any,
-    total: Array,
-    power: Array,
-    counts: Array,
-    zeros: Array,
-    kept_mass: Array,
-    n_eff: Array,
-    s_eff: Array,
-) -> None:
-    """Keep the largest |w| of each row of 16-bit weights; set the others to zero, in place.
-
-    Args:
-        weights, shift, scale, total, power: as for `sums`; uint16.
-        beta: keep floor(beta * N_eff) of a row; 0: keep as many as `counts` says.
-        n, m: keep n of every m; m is 0 for the other rules.
-        counts: int64, shape (rows,): how many weights are kept; an output if beta is not 0.
-        zeros: int64, shape (rows,), an output: how many weights of the row are now zero.
-        kept_mass, n_eff, s_eff: float64, shape (rows,), outputs.
-    """
-    columns = weights.shape[1]
-    keys = np.empty(columns, np.uint16)
-    first, second = np.empty(LANES), np.empty(LANES)
-    places = _places(columns, m)
-    ahead = np.empty_like(places)
-    guess = np.uint16(1 << 14)
-    for r in range(weights.shape[0]):
-        row = weights[r]
-        for j in range(columns):
-            keys[j] = row[j] & np.uint16(0x7FFF)
-        n_eff[r] = _number(total[r], power[r], columns)
-        nu = _count_of(n_eff[r], total[r], 1.0, columns)
-        if beta != 0:
-            counts[r] = _count_of(n_eff[r], total[r], beta, columns)
-        k = counts[r]
-        guess = nu_key = kth16(keys, nu, guess)
-        nu_above = above = above16(keys, nu_key)
-        key = nu_key
-        if m:
-            _write_pattern(row, keys, np.uint16(n), m, places, ahead)
-        else:
-            if k != nu:
-                key = kth16(keys, k, nu_key)
-                above = above16(keys, key)
-            _write(row, keys, key, end_of_ties(keys, key, k - above))
-        _masses(keys, row, nu_key, False, shift, scale, first, second)
-        kept_mass[r] = fold(first)
-        s_eff[r] = _share(total[r], fold(second), nu - nu_above, _score(nu_key, False, shift, scale))
-        zeros[r] = _zeros(row, np.uint16(0x7FFF)) if m or key == 0 else columns - k
-
-
-@compiled
-def cut32(
+def cut(
     weights: Array,
     norms: Array,
-    shift: Any,
-    scale: Any,
-    beta: Any,
+    form: Any,
+    like: Array,
+    nu: Array,
+    counts: Array,
     n: Any,
     m: Any,
-    total: Array,
-    power: Array,
-    counts: Array,
     zeros: Array,
     kept_mass: Array,
-    n_eff: Array,
-    s_eff: Array,
+    nu_mass: Array,
 ) -> None:
-    """As `cut16`, for float32 scores: |w| * norm, or, without norms, |w| of 32-bit weights."""
+    """Keep the weights of the largest keys of each row; set the others to zero, in place.
+
+    Args:
+        weights, norms, form, like: as for `sums`.
+        nu, counts: int64, shape (rows,): floor(N_eff) of a row, and how many weights are kept.
+        n, m: keep n of every m; m is 0 for the other rules.
+        zeros: int64, shape (rows,), an output: how many weights of the row are now zero.
+        kept_mass, nu_mass: float64, shape (rows,), outputs: the sums of the kept scores, and of the `nu` largest.
+    """
     columns = weights.shape[1]
-    keys = np.empty(columns, np.uint32)
+    keys = np.empty(columns, like.dtype)
+    key_form = F32 if norms.size else form
     high, low = np.empty(columns, np.uint16), np.empty(columns, np.uint16)
+    narrow = keys.itemsize == 2
+    if narrow:
+        high = keys.view(np.uint16)
     first, second = np.empty(LANES), np.empty(LANES)
-    places = _places(columns, m)
+    places = (np.arange(columns if m else 0) % max(m, 1)).astype(np.uint16)
     ahead = np.empty_like(places)
-    guess = np.uint32(1 << 30)
+    upper_bits = np.uint32(8 * keys.itemsize - 16)
+    guess = np.uint32(1 << 14)
     for r in range(weights.shape[0]):
         row = weights[r]
-        keys32(row, norms, shift, scale, keys)
-        for j in range(columns):
-            high[j] = np.uint16(keys[j] >> np.uint32(16))
-        n_eff[r] = _number(total[r], power[r], columns)
-        nu = _count_of(n_eff[r], total[r], 1.0, columns)
-        if beta != 0:
-            counts[r] = _count_of(n_eff[r], total[r], beta, columns)
-        k = counts[r]
-        nu_key, nu_above = kth32(keys, high, low, nu, guess)
-        guess = nu_key
-        key, above = nu_key, nu_above
+        _fill(keys, row, norms, form)
+        if not narrow:
+            for j in range(columns):
+                high[j] = np.uint16(keys[j] >> upper_bits)
+        nu_bits, nu_above = _kth(keys, high, low, nu[r], guess)
+        guess = nu_bits >> upper_bits
+        bits, above = nu_bits, nu_above
+        if not m and counts[r] != nu[r]:
+            bits, above = _kth(keys, high, low, counts[r], guess)
+        nu_key, key = like.dtype.type(nu_bits), like.dtype.type(bits)
         if m:
             _write_pattern(row, keys, np.uint16(n), m, places, ahead)
         else:
-            if k != nu:
-                key, above = kth32(keys, high, low, k, nu_key)
-            _write(row, keys, key, end_of_ties(keys, key, k - above))
-        _masses(keys, row, nu_key, True, shift, scale, first, second)
-        kept_mass[r] = fold(first)
-        s_eff[r] = _share(total[r], fold(second), nu - nu_above, _score(nu_key, True, shift, scale))
-        if m or key == 0:
-            zeros[r] = _zeros(row, weights.dtype.type(0x7FFFFFFF if weights.itemsize == 4 else 0x7FFF))
-        else:
-            zeros[r] = columns - k
+            _write(row, keys, key, _end_of_ties(keys, key, counts[r] - above))
+        kept_mass[r], above_mass = _masses(keys, key_form, row, nu_key, first, second)
+        nu_mass[r] = above_mass + np.float64(nu[r] - nu_above) * np.float64(_value(nu_key, key_form))
+        zeros[r] = columns - counts[r]
+        if m or key == 0:  # weights that are kept may be zero
+            zeros[r] = 0
+            for j in range(columns):
+                zeros[r] += (row[j] & weights.dtype.type(form[0])) == 0
 
 
 # Threads.
 
-# A shift and a factor for each dtype. The bits of |w|, shifted left, are the bits of a float32; this number times the factor is
-# |w| (see `value16`).
-_SHIFTS = {"BF16": (16, 1.0), "F16": (13, 2.0**112), "F32": (0, 1.0)}
-_PIECE = 1 << 18  # weights in each piece of work
+_PIECE = 1 << 17  # weights in the smallest piece of work
 
 
 def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -> RowFigures:
@@ -608,46 +487,28 @@ def prune_words(words: Array, dtype: str, norms: Array | None, rule: KeepRule) -
     rows, columns = words.shape
     # abs: the sign of a norm of -0.0 would become the highest bit of a key.
     factors = np.empty(0, np.float32) if norms is None else np.abs(norms)
-    shift, scale = np.uint32(_SHIFTS[dtype][0]), np.float32(_SHIFTS[dtype][1])
-    total, power, kept_mass, n_eff, s_eff = np.empty((5, rows))
-    counts, zeros = np.empty((2, rows), np.int64)
+    like = np.empty(0, words.dtype if norms is None else np.uint32)
+    how = factors, FORMS[dtype], like
+    total, power, kept_mass, nu_mass = np.empty((4, rows))
+    zeros = np.empty(rows, np.int64)
+    _in_parallel(rows, columns, lambda part: sums(words[part], *how, total[part], power[part]))
+    n_eff, nu, counts = row_counts(total, power, columns, rule)
+    n, m = rule.pattern or (0, 0)
 
-    _in_parallel(rows, columns, lambda part: sums(words[part], factors, shift, scale, total[part], power[part]))
-    if not np.isfinite(total).all():
-        raise NonFiniteError("scores hold NaN or infinity")
-    if rule.counts is not None:
-        counts[:] = rule.counts
-    outputs = (total, power, counts, zeros, kept_mass, n_eff, s_eff)
-    beta, (n, m) = rule.beta or 0.0, rule.pattern or (0, 0)
-    if rule.pattern is not None:
-        counts[:] = columns // m * n
+    def cut_part(part: slice) -> None:
+        cut(words[part], *how, nu[part], counts[part], n, m, zeros[part], kept_mass[part], nu_mass[part])
 
-    def cut(part: slice) -> None:
-        own = [output[part] for output in outputs]
-        if norms is None and words.itemsize == 2:
-            cut16(words[part], shift, scale, beta, n, m, *own)
-        else:
-            cut32(words[part], factors, shift, scale, beta, n, m, *own)
-
-    _in_parallel(rows, columns, cut)
-    return RowFigures(counts, zeros, kept_mass, total, n_eff, s_eff)
+    _in_parallel(rows, columns, cut_part)
+    return RowFigures(counts, zeros, kept_mass, total, n_eff, mass_share(nu_mass, total))
 
 
 def _in_parallel(rows: int, columns: int, work: Callable[[slice], Any]) -> None:
-    """Share rows among threads. A free thread takes the next piece; this thread starts without waiting for the others."""
-    step = max(1, _PIECE // columns)
-    parts = iter([slice(first, min(first + step, rows)) for first in range(0, rows, step)])
-
-    def work_on_parts() -> None:
-        for part in parts:
-            work(part)
-
-    helpers = min(_threads(), -(-rows // step)) - 1
-    others = [_pool(helpers).submit(work_on_parts) for _ in range(helpers)]
-    work_on_parts()
-    for other in others:
-        if not other.cancel():
-            other.result()
+    """Share rows among threads, two pieces for each, unless they are few."""
+    threads = _threads()
+    pieces = 1 if threads == 1 else max(1, min(2 * threads, rows * columns // _PIECE))
+    step = -(-rows // pieces)
+    parts = [slice(first, first + step) for first in range(0, rows, step)]
+    list(_pool(threads).map(work, parts) if len(parts) > 1 else map(work, parts))
 
 
 def _threads() -> int:

@@ -11,49 +11,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures, counts_at
+from emp_llm.selection.rule import LANES, KeepRule, RowFigures, mass_share, row_counts
 
 _Array = NDArray[Any]
 
 
 def prune_words(words: _Array, dtype: str, norms: _Array | None, rule: KeepRule) -> RowFigures:
     """`cpu_kernel.prune_words` by numpy, with the same arguments, result and errors."""
-    columns = words.shape[1]
-    scores, keys = _scores(words, dtype, norms)
+    columns, scores = words.shape[1], _scores(words, dtype, norms)
+    keys = scores.view(np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
         total, power = _sum_rows(scores, lambda s: s, lambda s: s * s)
-    if not np.isfinite(total).all():
-        raise NonFiniteError("scores hold NaN or infinity")
-    n_eff = _effective_numbers(total, power, columns)
-    nu = counts_at(n_eff, total, 1.0, columns).astype(np.int64)
-    ordered = np.sort(keys, axis=1, kind="stable" if keys.itemsize == 2 else None)  # stable means radix sort for 16 bits
+    n_eff, nu, counts = row_counts(total, power, columns, rule)
+    ordered = np.sort(keys, axis=1)
     if rule.pattern is not None:
         n, m = rule.pattern
         groups = keys.reshape(-1, m)
         mask = _keep(groups, np.sort(groups, axis=1), np.full(len(groups), n)).reshape(keys.shape)
     else:
-        kept = counts_at(n_eff, total, rule.beta, columns) if rule.beta is not None else np.asarray(rule.counts)
-        counts = np.broadcast_to(kept.astype(np.int64), (len(words),))
         mask = _keep(keys, ordered, counts)
-    s_eff = _mass_of_largest(scores, keys, ordered, nu, total)
-    (kept_mass,) = _sum_rows(np.where(mask, scores, scores.dtype.type(0)), lambda s: s)
+    key, ties = _cut(keys, ordered, nu)
+    (above,) = _sum_rows(scores * (keys > key), lambda s: s)
+    nu_mass = above + ties[:, 0] * key.view(np.float32)[:, 0].astype(np.float64)
+    (kept_mass,) = _sum_rows(scores * mask, lambda s: s)
     words[~mask] = 0
     zeros = columns - np.count_nonzero(words & _magnitude_bits(words), axis=1)
-    return RowFigures(mask.sum(1), zeros.astype(np.int64), kept_mass, total, n_eff, s_eff)
+    return RowFigures(counts, zeros.astype(np.int64), kept_mass, total, n_eff, mass_share(nu_mass, total))
 
 
-def _scores(words: _Array, dtype: str, norms: _Array | None) -> tuple[_Array, _Array]:
-    """Scores as floats, and as integer keys in the same order."""
+def _scores(words: _Array, dtype: str, norms: _Array | None) -> _Array:
+    """Scores in float32. Their bits are integers in the same order."""
     magnitudes = words & _magnitude_bits(words)
     if dtype == "BF16":
         values: _Array = (magnitudes.astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
-        values = magnitudes.view(np.float16 if dtype == "F16" else np.float32)
-    if norms is None:
-        return values, magnitudes
+        values = magnitudes.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        scores = values.astype(np.float32) * np.abs(norms)
-    return scores, scores.view(np.uint32)
+        return values if norms is None else values * np.abs(norms)
 
 
 def _magnitude_bits(words: _Array) -> Any:
@@ -79,15 +73,6 @@ def _fold(lanes: _Array) -> _Array:
     return lanes[:, 0]
 
 
-def _effective_numbers(total: _Array, power: _Array, columns: int) -> _Array:
-    """N_eff of each row."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        number = np.where(total == 0, float(columns), total * total / power)
-    nearest = np.rint(number)
-    number = np.where(np.abs(number - nearest) <= RELATIVE_TOLERANCE * nearest, nearest, number)
-    return np.clip(number, 1.0, float(columns))
-
-
 def _cut(keys: _Array, ordered: _Array, counts: _Array) -> tuple[_Array, _Array]:
     """The key at which each row is cut, and how many of the keys equal to it are kept; shape (rows, 1)."""
     columns = keys.shape[1]
@@ -104,20 +89,3 @@ def _keep(keys: _Array, ordered: _Array, counts: _Array) -> _Array:
         tied &= tied.cumsum(1, dtype=np.int32) <= ties
     mask: _Array = (keys > key) | tied
     return mask
-
-
-def _mass_of_largest(scores: _Array, keys: _Array, ordered: _Array, nu: _Array, total: _Array) -> _Array:
-    """s_eff: the share of each row's mass that its `nu` largest scores hold."""
-    key, ties = _cut(keys, ordered, nu)
-    cut = _values_of_keys(key, scores.dtype)
-    (above,) = _sum_rows(np.where(keys > key, scores, scores.dtype.type(0)), lambda s: s)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = (above + ties[:, 0] * cut[:, 0]) / total
-    return np.minimum(np.where(total == 0, 1.0, share), 1.0)
-
-
-def _values_of_keys(keys: _Array, dtype: np.dtype[Any]) -> _Array:
-    """The scores of keys, in float64. 16-bit keys of float32 scores are those of bfloat16 weights."""
-    if keys.itemsize == dtype.itemsize:
-        return keys.view(dtype).astype(np.float64)
-    return (keys.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)

@@ -43,35 +43,6 @@ def prune_words(words: Any, dtype: str, norms: Any, rule: KeepRule, compiled: bo
     return numpy_rows.prune_words(words, dtype, norms, rule)
 
 
-def prune_rows(weight: "Tensor", norms: "Tensor | None", rule: KeepRule) -> RowFigures:
-    """Set to zero, in place, the weights of each row that a rule does not keep.
-
-    Args:
-        weight: shape (rows, columns), floating, on any device.
-        norms: float32, shape (columns,), on any device, for the criterion wanda; None: magnitude.
-        rule: how many weights of each row to keep.
-
-    Returns:
-        Figures of the rows, as tensors on the device of the weights.
-
-    Raises:
-        NonFiniteError: scores hold NaN or infinity; the weights are unchanged.
-        ValueError: norms have another shape.
-    """
-    import torch
-
-    from emp_llm.selection.criteria import InputStatistics, check_norms, magnitude, wanda
-    from emp_llm.selection.reference import apply_selection, select_rows
-
-    if has_kernel(weight, rule):
-        factors = None if norms is None else check_norms(norms, weight.shape[1]).detach().float().cpu().contiguous().numpy()
-        unsigned = {2: torch.uint16, 4: torch.uint32}[weight.element_size()]
-        words, name = weight.detach().view(unsigned).numpy(), _name(weight)
-        return RowFigures(*map(torch.from_numpy, prune_words(words, name, factors, rule)))
-    scores = magnitude(weight) if norms is None else wanda(weight, InputStatistics(norms))
-    return apply_selection(weight, select_rows(scores.contiguous(), rule))
-
-
 def mask_by_kernel(scores: "Tensor", rule: KeepRule) -> "Tensor":
     """The mask of the largest |scores| of each row, by the compiled kernel.
 
@@ -85,15 +56,24 @@ def mask_by_kernel(scores: "Tensor", rule: KeepRule) -> "Tensor":
     Raises:
         NonFiniteError: scores hold NaN or infinity.
     """
+    import torch
+
     from emp_llm.selection.reference import largest_mask, order_keys
 
     pruned = scores.clone()
-    figures = prune_rows(pruned, None, rule)
+    figures = prune_words(words_of(pruned), _name(scores), None, rule)
     mask = order_keys(pruned).bool()
-    zeros_kept = (figures.kept > scores.shape[1] - figures.zeros).nonzero()[:, 0]  # rows whose mask is not the non-zero scores
+    zeros_kept = (figures.kept > scores.shape[1] - figures.zeros).nonzero()[0]  # rows whose mask is not the non-zero scores
     if len(zeros_kept):
-        mask[zeros_kept] = largest_mask(scores[zeros_kept], figures.kept[zeros_kept])
+        mask[zeros_kept] = largest_mask(scores[zeros_kept], torch.from_numpy(figures.kept[zeros_kept]))
     return mask
+
+
+def words_of(weight: "Tensor") -> Any:
+    """The bits of a tensor on the CPU, of 16 or 32 bits, as an array of unsigned integers in the same memory."""
+    import torch
+
+    return weight.detach().view({2: torch.uint16, 4: torch.uint32}[weight.element_size()]).numpy()
 
 
 def has_kernel(weight: "Tensor", rule: KeepRule) -> bool:

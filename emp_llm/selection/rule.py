@@ -101,6 +101,44 @@ def counts_at(n_eff: Any, total: Any, beta: float, size: Any) -> Any:
     return counts + (size - counts) * (total == 0)
 
 
+def row_counts(
+    total: "NDArray[Any]", power: "NDArray[Any]", columns: int, rule: KeepRule
+) -> "tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]":
+    """N_eff of rows in float64, floor(N_eff), and how many scores of each row a compiled rule keeps.
+
+    Args:
+        total, power: sum s and sum s^2 of each row, float64.
+        columns: N.
+
+    Raises:
+        NonFiniteError: a total is not finite.
+    """
+    import numpy as np
+
+    if not np.isfinite(total).all():
+        raise NonFiniteError("scores hold NaN or infinity")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        number = np.where(total == 0, float(columns), total * total / power)
+    nearest = np.rint(number)
+    number = np.where(np.abs(number - nearest) <= RELATIVE_TOLERANCE * nearest, nearest, number)
+    n_eff = np.clip(number, 1.0, float(columns))
+    if rule.beta is not None:
+        kept = counts_at(n_eff, total, rule.beta, columns)
+    else:
+        kept = np.asarray(rule.counts if rule.pattern is None else columns // rule.pattern[1] * rule.pattern[0])
+    counts = np.broadcast_to(kept, total.shape).astype(np.int64)
+    return n_eff, counts_at(n_eff, total, 1.0, columns).astype(np.int64), counts
+
+
+def mass_share(mass: "NDArray[Any]", total: "NDArray[Any]") -> "NDArray[Any]":
+    """`mass` relative to `total`, at most 1; 1 for a row of zeros."""
+    import numpy as np
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(total == 0, 1.0, mass / total)
+    return np.minimum(share, 1.0)
+
+
 def uniform_counts(sizes: "NDArray[np.int64]", sparsity: float) -> "NDArray[np.int64]":
     """How many scores stay if floor(sparsity * N) of each group of N are removed, as in Wanda: int64, the shape of `sizes`."""
     import numpy as np

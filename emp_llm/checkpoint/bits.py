@@ -1,12 +1,9 @@
 """Chunks of words split into masks, values and zstd frames, and restored from them.
 
 A word is the bits of a number as an unsigned integer, so that nothing is rounded and no NaN is changed. A word is zero if no
-bit is set; -0.0 is a value like any other. Everything is numpy, except for the two loops of `bit_loops` if numba is installed.
+bit is set; -0.0 is a value like any other.
 """
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from emp_llm.common.errors import UserError, reason
 
 Bytes = NDArray[np.uint8]
 
-_ONES = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 _FREQUENT = 15  # exponents with a code of four bits; the sixteenth code marks all others
 _SAMPLE = 1 << 16  # bytes that decide which are frequent
 _PAIRED = ("BF16", "F32")  # the highest plane of these is the exponent alone
@@ -35,10 +31,6 @@ def mask_of(words: Words) -> Bytes:
 
 def nonzero_words(words: Words) -> Words:
     """The words that are not zero."""
-    loops = _loops()
-    if loops is not None:
-        values = np.empty(words.size + 1, dtype=words.dtype)
-        return values[: loops.compress(words, values)]
     # By positions, and the positions of booleans: numpy's other ways branch at every word and are five times as slow.
     return words.take(np.flatnonzero(words != 0))
 
@@ -52,16 +44,7 @@ def ones_in(mask: Bytes, count: int) -> int:
     whole, rest = divmod(count, 8)
     if mask.size != mask_bytes(count) or (rest and mask[whole] >> rest) or mask[whole + bool(rest) :].any():
         raise ValueError("a mask does not fit its numbers")
-    return int(set_bits(mask).sum(dtype=np.int64))
-
-
-def set_bits(mask: Bytes) -> NDArray[np.uint8]:
-    """The number of set bits of each few bytes of a mask."""
-    numpy: Any = np  # version 1 has no bitwise_count
-    counts: NDArray[np.uint8] = (
-        numpy.bitwise_count(mask.view("<u8")) if hasattr(np, "bitwise_count") else _ONES[mask.view("<u2")]
-    )
-    return counts
+    return int(np.bitwise_count(mask.view("<u8")).sum(dtype=np.int64))
 
 
 def booleans(mask: Bytes, count: int) -> NDArray[np.bool_]:
@@ -77,13 +60,8 @@ def put_zeros_in(mask: Bytes, values: Words, count: int) -> Words:
     """
     if (ones := ones_in(mask, count)) != values.size:
         raise ValueError(f"its mask has {ones:,} bits set for {values.size:,} values")
-    loops = _loops()
-    if loops is None:
-        words = np.zeros(count, dtype=values.dtype)
-        words[np.flatnonzero(booleans(mask, count))] = values
-    else:
-        words = np.empty(count, dtype=values.dtype)
-        loops.expand(mask.view("<u8"), values, words)
+    words = np.zeros(count, dtype=values.dtype)
+    words[np.flatnonzero(booleans(mask, count))] = values
     return words
 
 
@@ -190,12 +168,3 @@ def unpair_exponents(packed: Bytes, count: int) -> Bytes:
         raise ValueError("the number of rare exponents is wrong")
     plane[rare] = packed[end:]
     return plane
-
-
-@cache
-def _loops() -> ModuleType | None:
-    """The compiled loops; None without numba."""
-    try:
-        return import_module("emp_llm.runtime.bit_loops")
-    except ImportError:
-        return None

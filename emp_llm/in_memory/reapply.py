@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from emp_llm.checkpoint.bits import Bytes, booleans, mask_of
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import FileReader
 from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import read_words, words_in
+from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import PACK_NAME, REPORT_NAME
+from emp_llm.in_memory.masks import Masks, check_merged, check_whole, rows_in
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.modules import weight_of
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import read_report
-from emp_llm.runtime.bits import Bytes, booleans, mask_of
-from emp_llm.runtime.masks import Masks, check_merged, check_whole, rows_in
-from emp_llm.runtime.packed_format import PackedCheckpoint, PackedFolder, PackLayout
 
 Source = Path | str | Mapping[str, Tensor]
 

@@ -12,15 +12,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from blake3 import blake3
 
+from emp_llm.checkpoint.bits import booleans, mask_of, nonzero_words, split_planes, zstd_frames
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
 from emp_llm.checkpoint.files import FileReader, file_hash, prefetch, read_json, write_json
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
 from emp_llm.checkpoint.matrices import Words, mask_bytes, packed_bytes, read_words, word_bytes, words_in
-from emp_llm.common.errors import UserError, quotable
-from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, REPORT_NAME
-from emp_llm.common.progress import progress_bar
-from emp_llm.runtime.bits import booleans, mask_of, nonzero_words, split_planes, zstd_frames
-from emp_llm.runtime.packed_format import (
+from emp_llm.checkpoint.packed_format import (
     FORMAT,
     SUFFIX,
     THREADS,
@@ -31,6 +28,9 @@ from emp_llm.runtime.packed_format import (
     damaged,
     packed_name,
 )
+from emp_llm.common.errors import UserError, quotable
+from emp_llm.common.paths import EXTRAS, OTHER_WEIGHTS, PACK_NAME, REPORT_NAME
+from emp_llm.common.progress import progress_bar
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,19 @@ from functools import partial
 from itertools import accumulate
 from os import cpu_count
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from emp_llm.checkpoint.bits import Bytes, join_planes, mask_of, need_zstandard, ones_in, put_zeros_in, zstd_content
 from emp_llm.checkpoint.checkpoint import Checkpoint, check_links, identity_from_files
 from emp_llm.checkpoint.files import INDEX_LIMIT, FileReader, file_hash, prefetch, read_json
 from emp_llm.checkpoint.headers import StoredTensor, parse_header, read_header
 from emp_llm.checkpoint.matrices import Words, mask_bytes, read_words, word_bytes, words_in
 from emp_llm.common.errors import ReadError, UserError, quotable, reason
 from emp_llm.common.paths import PACK_NAME
-from emp_llm.runtime.bits import Bytes, join_planes, mask_of, need_zstandard, ones_in, put_zeros_in, zstd_content
 
 Chunk = tuple[int, int, Bytes | None, Words | None]  # first word, number of words, mask, values
 PackKind = Literal["weights", "mask"]
@@ -52,26 +54,48 @@ FORMAT = "emp-llm pack 3"
 SUFFIX = ".packed.safetensors"
 CHUNK = 1 << 20
 THREADS = min(4, cpu_count() or 1)
-_LARGEST_CHUNK = 1 << 23
+
+Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class FileEntry(msgspec.Struct):
+    """A file in emp_pack.json."""
+
+    bytes: Size
+    blake3: str
+
+
+class PackedEntry(msgspec.Struct):
+    """The packed file of a shard in emp_pack.json."""
+
+    blake3: str
+
+
+class ShardEntry(FileEntry):
+    """An original shard in emp_pack.json."""
+
+    packed: PackedEntry
+    header: str
+
+
+class PackIndex(msgspec.Struct):
+    """The content of emp_pack.json, but for its format."""
+
+    kind: PackKind
+    codec: Codec
+    block: Annotated[int, Meta(ge=64, le=1 << 23, multiple_of=64)]
+    base: dict[str, Any] | None
+    shards: Annotated[dict[str, ShardEntry], Meta(min_length=1)]
+    files: dict[str, FileEntry]
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """How a folder is packed: `kind`, `codec` and `block` of emp_pack.json; `chunk` is its block.
-
-    Raises:
-        ValueError: an unknown kind or codec, or a chunk that is no multiple of 64 or too large.
-    """
+    """How a folder is packed: `kind`, `codec` and `block` of emp_pack.json; `chunk` is its block."""
 
     kind: PackKind = "weights"
     codec: Codec = "raw"
     chunk: int = CHUNK
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("weights", "mask") or self.codec not in ("raw", "zstd"):
-            raise ValueError(f"unknown kind {quotable(str(self.kind))} or codec {quotable(str(self.codec))}")
-        if type(self.chunk) is not int or not 64 <= self.chunk <= _LARGEST_CHUNK or self.chunk % 64:
-            raise ValueError(f"its block is not a multiple of 64 from 64 to {_LARGEST_CHUNK}")
 
     def chunks(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
         """(first word, number of words) of each chunk of a tensor."""
@@ -117,16 +141,15 @@ class PackedShard:
         UserError: the file is missing, is no packed shard, or contradicts its entry.
     """
 
-    def __init__(self, path: Path, layout: PackLayout, told: dict[str, Any]) -> None:
+    def __init__(self, path: Path, layout: PackLayout, told: ShardEntry) -> None:
         self.path, self.layout = path, layout
         if not path.is_file():
             raise UserError(f"{path}: it is missing, but {PACK_NAME} names it. Download it again.")
         self._entries = {tensor.name: tensor for tensor in read_header(path)}
         try:
-            text = told["header"].encode("utf-8")
+            text = told.header.encode("utf-8")
             self.header = len(text).to_bytes(8, "little") + text
-            self.size = _natural(told["bytes"])
-            self.digest, self.packed_digest = str(told["blake3"]), str(told["packed"]["blake3"])
+            self.size, self.digest, self.packed_digest = told.bytes, told.blake3, told.packed.blake3
             self.tensors = parse_header(text, path, self.size)
             self.forms = {tensor.name: self._form(tensor) for tensor in self.tensors}
             used: set[str] = set()
@@ -142,7 +165,7 @@ class PackedShard:
                 used |= entries.keys()
             if used != self._entries.keys():
                 raise ValueError(f"{quotable(min(self._entries.keys() - used))} belongs to no tensor of the original")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except ValueError as error:
             damaged(path, error)
 
     def zeros_in(self, tensor: StoredTensor) -> int:
@@ -258,7 +281,7 @@ class PackedFolder:
         layout: how it is packed.
         base: the model that was pruned, as the report of the pruning run names it.
         shards: original name -> packed shard.
-        files: path -> (bytes, BLAKE3) of the other files.
+        files: the other files, by path.
 
     Raises:
         UserError: it is no packed folder, it contradicts itself, a path in it leads out of it, or it needs
@@ -274,24 +297,24 @@ class PackedFolder:
         index = read_json(path, unique=True, limit=INDEX_LIMIT)
         _check_format(path, index.get("format"))
         try:
-            self.layout = PackLayout(index["kind"], index["codec"], index["block"])
-            self.base: dict[str, Any] = dict(index["base"] or {})
-            self.files = {_plain(name): (_natural(told["bytes"]), str(told["blake3"])) for name, told in index["files"].items()}
-            shards = {_plain(name): dict(told) for name, told in index["shards"].items()}
-            if not shards or shards.keys() & self.files.keys():
-                raise ValueError("it names no shards, or a shard among the other files")
+            told = msgspec.convert(index, PackIndex)
+            shards = {_plain(name): each for name, each in told.shards.items()}
+            self.files = {_plain(name): each for name, each in told.files.items()}
+            if shards.keys() & self.files.keys():
+                raise ValueError("it names a shard among the other files")
             if any("/" in name or not name.endswith(".safetensors") for name in shards):
                 raise ValueError("its shards are not plain names of safetensors files")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (msgspec.ValidationError, ValueError) as error:
             damaged(path, error)
+        self.layout, self.base = PackLayout(told.kind, told.codec, told.block), told.base or {}
         if self.layout.codec == "zstd":
             need_zstandard(str(folder))
-        self.shards = {name: PackedShard(folder / packed_name(name), self.layout, told) for name, told in shards.items()}
+        self.shards = {name: PackedShard(folder / packed_name(name), self.layout, each) for name, each in shards.items()}
 
     @property
     def bytes(self) -> int:
         """The size of all files when unpacked."""
-        return sum(shard.size for shard in self.shards.values()) + sum(size for size, _ in self.files.values())
+        return sum(shard.size for shard in self.shards.values()) + sum(file.bytes for file in self.files.values())
 
     @property
     def identity(self) -> str:
@@ -308,8 +331,8 @@ class PackedFolder:
 
     def check_file(self, name: str) -> None:
         """Raise UserError if one of the other files is not the one that was packed."""
-        path, (size, digest) = self.folder / name, self.files[name]
-        if path.stat().st_size != size or file_hash(path) != digest:
+        path, told = self.folder / name, self.files[name]
+        if path.stat().st_size != told.bytes or file_hash(path) != told.blake3:
             damaged(path, f"its content is not what {PACK_NAME} says")
 
 
@@ -331,7 +354,7 @@ def damaged(path: Path, cause: Exception | str) -> NoReturn:
     """Raise the UserError for an unsound packed file."""
     if isinstance(cause, ReadError):
         raise cause
-    why = cause if isinstance(cause, str) else f"it has no {cause}" if isinstance(cause, KeyError) else reason(cause)
+    why = cause if isinstance(cause, str) else reason(cause)
     raise UserError(f"{path}: not a sound packed file ({why}). Download or pack it again.")
 
 
@@ -345,12 +368,6 @@ def _check_format(path: Path, name: Any) -> None:
         )
     if name != FORMAT:
         damaged(path, f"its format is {quotable(str(name))}")
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{quotable(str(value))} is not a size")
-    return value
 
 
 def _plain(name: str) -> str:
