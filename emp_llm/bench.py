@@ -3,20 +3,38 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.options.base import takes
-from emp_llm.options.runtime import BenchOptions
+from emp_llm.options.base import Opt
+from emp_llm.options.model import DeviceOptions, TrustRemoteCode
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from emp_llm.records.bench import Bench, Speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(DeviceOptions):
+    """Options of `bench`."""
+
+    model: Annotated[str, Opt("Pruned or packed model: a folder or Hub id.", argument=True, metavar="DIR")] = field(
+        kw_only=False
+    )
+    baseline: Annotated[str | None, Opt("Dense model to compare with; default: the same model, run dense.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    trust_remote_code: TrustRemoteCode = False
+    prompt_tokens: Annotated[int, Opt("Tokens of the prompt.", minimum=1)] = 512
+    new_tokens: Annotated[int, Opt("Tokens to decode after it.", minimum=1)] = 32
+    batch_size: Annotated[int, Opt("Sequences at a time.", minimum=1)] = 1
+    repeats: Annotated[int, Opt("Rounds; both models run in each, and medians are reported.", minimum=1)] = 5
+    output: Annotated[Path | None, Opt("File for the figures, which report and push read; default: MODEL-bench.json.")] = None
+    overwrite: Annotated[bool, Opt("Replace an existing file.")] = False
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Benched:
     table: str
 
 
-@takes(BenchOptions)
+@command
 def bench(options: BenchOptions) -> Benched:
     """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of the dense model, in turn.
 
@@ -50,7 +68,6 @@ def bench(options: BenchOptions) -> Benched:
     from emp_llm.records.bench import Bench
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
-    options.check()
     device = torch.device(run_device(options.device))
     source = find_model(options.model, options.revision, options.trust_remote_code)
     baseline = None if options.baseline is None else find_model(options.baseline, None, options.trust_remote_code)
@@ -236,8 +253,6 @@ def show(result: Benched) -> None:
     """Print the table."""
     print(result.table)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(bench, show)

@@ -1,19 +1,25 @@
-"""The command line: options generated from the dataclasses of the commands, and exit codes."""
+"""Commands: functions whose options are generated from their parameters, for Python and for the shell; and exit codes."""
 
 import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace, UnionType
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from emp_llm.options.base import Opt
+from emp_llm.common.errors import UserError
+from emp_llm.common.progress import loudness, progress_of
+from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
+from emp_llm.options.base import Opt, Option, options_in, options_of
 
+R = TypeVar("R")
 COMMANDS = {
     "bench": "Measure speed and memory of a pruned model against the dense one.",
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
@@ -56,10 +62,53 @@ class CommandModule(ModuleType):
         return command
 
 
-def callable_module(name: str) -> None:
-    """Make a command's module callable; `name` is its `__name__`."""
-    if name != "__main__":
-        sys.modules[name].__class__ = CommandModule
+@dataclass(frozen=True, kw_only=True)
+class Loudness:
+    """What a command tells while it works. Warnings and errors are always shown."""
+
+    verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.", short="-v")] = False
+    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.", short="-q")] = False
+
+
+def command(function: Callable[..., R]) -> Callable[..., R]:
+    """Turn a function into a command: all its options are keyword arguments in Python, and flags in the shell.
+
+    A parameter of the function is an option, annotated with an `Opt`; or a group of options: a dataclass or struct with such
+    fields, or `Some` of them. The options of `Loudness` come on top. The module of the function can be called like it.
+    """
+    groups = {name: options_in(parameter) for name, parameter in inspect.signature(function).parameters.items()}
+    options = {name: option for _, part in groups.values() for name, option in part.items()} | options_of(Loudness)
+
+    def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the function, made of values of the options."""
+        arguments: dict[str, Any] = {}
+        for name, (kind, part) in groups.items():
+            values = {each: given[each] for each in part if each in given}
+            arguments |= values if kind is None else {name: kind(**values)}
+        return arguments
+
+    @wraps(function)
+    def flat(*arguments: Any, **keywords: Any) -> R:
+        given = signature.bind(*arguments, **keywords).arguments
+        given = {name: options[name].checked(value) for name, value in given.items()}
+        verbose, quiet = given.get("verbose", False), given.get("quiet", False)
+        if verbose and quiet:
+            raise UserError("--verbose and --quiet exclude each other; give one of them.")
+        with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
+            return function(**grouped(given))
+
+    kinds = {True: inspect.Parameter.POSITIONAL_OR_KEYWORD, False: inspect.Parameter.KEYWORD_ONLY}
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(each.name, kinds[each.positional], default=each.default, annotation=each.kind)
+            for each in sorted(options.values(), key=lambda each: not each.positional)
+        ],
+        return_annotation=inspect.signature(function).return_annotation,
+    )
+    flat.__signature__, flat.options, flat.grouped = signature, options, grouped  # type: ignore[attr-defined]
+    if function.__module__ != "__main__":
+        sys.modules[function.__module__].__class__ = CommandModule
+    return flat
 
 
 def run(
@@ -89,9 +138,6 @@ def run(
 
 def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
-    from emp_llm.common.errors import UserError
-    from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
-
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
     try:
@@ -116,8 +162,6 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
 
 def _fail(code: int, mark: str, message: str) -> NoReturn:
     """Print why this rank ends, tell the others, and exit."""
-    from emp_llm.common.ranks import tell_ranks
-
     print(f"{mark}{message}", file=sys.stderr)
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
@@ -132,7 +176,9 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     def take(**options: Any) -> None:
         values.update(options)
 
-    parameters = [_parameter(*each) for each in _fields(command)]
+    options: dict[str, Option] = command.options  # type: ignore[attr-defined]
+    first = sorted(options.values(), key=lambda each: (not each.about.argument, each.default is not inspect.Parameter.empty))
+    parameters = [_parameter(option) for option in first]
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -147,10 +193,32 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     return values
 
 
-def options_of(name: str, words: list[str]) -> SimpleNamespace:
-    """The options of a command by its name, parsed from the words of a command line, and not checked yet.
+def _parameter(option: Option) -> inspect.Parameter:
+    """An option as a parameter for typer."""
+    import typer
 
-    Returns all its options as attributes, and `groups`: the values that its function takes.
+    about = option.about
+    if about.argument:
+        declared = typer.Argument(help=about.help, metavar=about.metavar)
+    else:
+        flags = [option.flag, about.short] if about.short else [option.flag]
+        declared = typer.Option(*flags, help=about.help, metavar=about.metavar, min=about.minimum)
+    # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
+    kind = next((each for each in (Any, str, Path) if each in option.kinds), None)
+    if kind is Any:
+        shell_kind: Any = str | None
+    elif kind is None:
+        shell_kind = option.kind
+    else:
+        shell_kind = kind | None if type(None) in option.kinds else kind
+    annotation: Any = Annotated[shell_kind, declared]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
+
+
+def options_from(name: str, words: list[str]) -> SimpleNamespace:
+    """The options of a command by its name, parsed from the words of a command line; conflicts are not checked yet.
+
+    Returns all its options as attributes, and `groups`: the values that its function takes, by name.
     """
     command = getattr(import_module(f"emp_llm.{name}"), name)
     values = parse(command, words, f"emp-llm {name}")
@@ -186,40 +254,6 @@ def main(arguments: list[str] | None = None) -> None:
         return
     print(f"error: {name!r} is not a command.\n\n{usage}", file=sys.stderr)
     sys.exit(2)
-
-
-def _fields(command: Callable[..., Any]) -> list[tuple[str, Any, Opt, Any]]:
-    """(name, type, option, default) of each option of a command; arguments first."""
-    declared = []
-    for name, each in command.options.items():  # type: ignore[attr-defined]
-        hint, *marks = get_args(each.hint)
-        option = next(mark for mark in marks if isinstance(mark, Opt))
-        declared.append((name, hint, option, each.default))
-    return sorted(declared, key=lambda each: not each[2].argument)
-
-
-def _parameter(name: str, hint: Any, option: Opt, default: Any) -> inspect.Parameter:
-    """A field as a parameter for typer."""
-    import typer
-
-    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "min": option.minimum}
-    about = {key: value for key, value in about.items() if value is not None}
-    flag = option.flag or f"--{name.replace('_', '-')}"
-    flags = [flag, option.short] if option.short else [flag]
-    declaration = typer.Argument(**about) if option.argument else typer.Option(*flags, **about)
-    annotation: Any = Annotated[_shell_type(hint), declaration]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _shell_type(hint: Any) -> Any:
-    """The type of a field in the shell: text or a path where Python also takes objects; lists of names are text with commas."""
-    if hint is Any:
-        return str | None
-    if get_origin(hint) in (Union, UnionType):
-        for kind in (str, Path):
-            if kind in get_args(hint):
-                return kind | None if type(None) in get_args(hint) else kind
-    return hint
 
 
 def _set_up_logging(mark: str, rank: int) -> None:

@@ -4,14 +4,13 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.options.base import Opt, Options, takes
-from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
-from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
+from emp_llm.options.base import Opt
+from emp_llm.options.evaluation import SuiteOptions, TableFormat
+from emp_llm.options.model import DEVICE_NAME, LoadingOptions, ModelOptions, QuantizationOptions, Runtime
 
 if TYPE_CHECKING:
     from emp_llm.evaluation.suites import Suite
@@ -28,7 +27,7 @@ class EvaluatedModelOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultsOptions(Options):
+class ResultsOptions:
     """The results, and what they are compared with."""
 
     output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None
@@ -37,7 +36,7 @@ class ResultsOptions(Options):
     beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
     batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
     runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
-    form: Annotated[Literal["terminal", "markdown", "csv"], Opt("Format of the table.", flag="--format")] = "terminal"
+    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
     prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
 
 
@@ -57,7 +56,7 @@ class Prepared:
     prepared: list[str]
 
 
-@takes(EvaluatedModelOptions, SuiteOptions, LoadingOptions, QuantizationOptions, ResultsOptions)
+@command
 def evaluate(
     model: EvaluatedModelOptions,
     suite_options: SuiteOptions,
@@ -77,7 +76,7 @@ def evaluate(
     from emp_llm.common.machine import free_memory
     from emp_llm.common.progress import stage
     from emp_llm.common.ranks import ranks
-    from emp_llm.evaluation.comparison import check_format, compare
+    from emp_llm.evaluation.comparison import compare
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
     from emp_llm.evaluation.harness import Harness, parse_batch_size
     from emp_llm.evaluation.results import model_of_results, new_results, open_results, results_to_compare
@@ -87,8 +86,11 @@ def evaluate(
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.runtime.loader import load, run_device
 
-    check_format(how.form)
-    _check(loading, quantized, how)
+    if how.runtime == "sparse":
+        if quantized.load_in_8bit or quantized.load_in_4bit:
+            raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
+        if DEVICE_NAME.fullmatch(loading.device_map) is None:
+            raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {loading.device_map}.")
     parse_device_map(loading.device_map)
     size, quantization = parse_batch_size(how.batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
     suite, trust = suite_of(suite_options), model.trust_remote_code
@@ -147,18 +149,6 @@ def evaluate(
     return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], how.form))
 
 
-def _check(loading: LoadingOptions, quantized: QuantizationOptions, how: ResultsOptions) -> None:
-    """Raise UserError for invalid or conflicting options."""
-    loading.check_loading()
-    check_runtime(how.runtime)
-    if how.runtime == "dense":
-        return
-    if quantized.load_in_8bit or quantized.load_in_4bit:
-        raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
-    if DEVICE_NAME.fullmatch(loading.device_map) is None:
-        raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {loading.device_map}.")
-
-
 def _prepared(suite: "Suite", models: list[str]) -> Prepared:
     """Load every text and data set of a suite once, so that they are in the cache."""
     from emp_llm.calibration.texts import text_rows
@@ -180,8 +170,6 @@ def show(result: Evaluated | Prepared) -> None:
     else:
         print(result.table)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(evaluate, show)

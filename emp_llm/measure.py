@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options, Some, takes
+from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
-from emp_llm.options.lists import parse_numbers, parse_words
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import METHODS, SEARCHES, Recipe, ScoreNorms, check_choice
+from emp_llm.options.recipe import METHODS, SEARCHES, Recipe
 from emp_llm.selection.rule import check_beta
 
 if TYPE_CHECKING:
@@ -20,14 +19,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 _CRITERIA = "magnitude,wanda"
-_SHARED = (
-    *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial"),
-    *("criterion", "scores", "score_map", "score", "count_by"),
+_SHARED = Some(
+    (
+        *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial"),
+        *("criterion", "scores", "score_map", "score", "count_by"),
+    )
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(Options):
+class MeasureOptions:
     """What `measure` measures, and where it writes it."""
 
     output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
@@ -37,8 +38,14 @@ class MeasureOptions(Options):
     betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS
 
 
-@takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, MeasureOptions)
-def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: LoadingOptions, what: MeasureOptions) -> "Measure":
+@command
+def measure(
+    model: ModelOptions,
+    shared: Annotated[Recipe, _SHARED],
+    text: NormOptions,
+    loading: LoadingOptions,
+    what: MeasureOptions,
+) -> "Measure":
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
@@ -47,8 +54,6 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     Returns the content of the output.
     """
     recipes, betas = _recipes(what, shared), _betas(what.betas)
-    loading.check_loading()
-    text.check_calibration()
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
@@ -135,7 +140,6 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
 
 def _recipes(what: MeasureOptions, shared: Recipe) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
-    check_choice(shared.score, ScoreNorms | None, "score")
     recipes = []
     criteria = parse_words(_CRITERIA if what.criteria is None else what.criteria, "--criteria")
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
@@ -174,8 +178,6 @@ def show(record: "Measure") -> None:
 
     print(measure_table(record))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(measure, show)

@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.cli import callable_module, options_of, run
+from emp_llm.cli import command, options_from, run
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
-from emp_llm.options.base import takes
 from emp_llm.options.jobs import DEFAULT_GPU_GB, DEFAULT_SUITE, PlanOptions
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class PlanSummary:
     assumptions: list[str]
 
 
-@takes(PlanOptions)
+@command
 def plan(options: PlanOptions) -> PlanSummary:
     """Plan a study of models x methods as a file: one job a line, with its command, the jobs that come first, and its needs.
 
@@ -48,7 +47,7 @@ def plan(options: PlanOptions) -> PlanSummary:
 
     options = with_table(options)
     suite = find_suite(options.suite or DEFAULT_SUITE)
-    recipes = study_recipes(options, options_of)
+    recipes = study_recipes(options, options_from)
     text = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
     jobs: list[Job] = []
     assumed: list[str] = []
@@ -116,8 +115,6 @@ def _range(numbers: tuple[float, ...]) -> str:
     low, high = f"{min(numbers):.2g}", f"{max(numbers):.2g}"
     return low if low == high else f"{low} to {high}"
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(plan, show)

@@ -1,17 +1,24 @@
 """`emp-llm report`: runs, sweeps, measures and results files -> tables, figures and a page."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
-from emp_llm.options.base import takes
-from emp_llm.options.commands import ReportOptions
+from emp_llm.cli import command, run
+from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
     from emp_llm.reporting.report_folder import ReportSummary
 
 
-@takes(ReportOptions)
-def report(options: ReportOptions) -> "ReportSummary":
+@command
+def report(
+    runs: Annotated[list[Path], Opt("Outputs of prune, sweep, measure and bench, and results of evaluate.", argument=True)],
+    *,
+    output: Annotated[Path, Opt("Folder to write.")] = Path("report"),
+    overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
+    title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
+    no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
+) -> "ReportSummary":
     """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP against its baselines.
 
     Each model and choice of targets has its own section; they never share a curve. The output folder holds report.html, which
@@ -22,7 +29,7 @@ def report(options: ReportOptions) -> "ReportSummary":
     """
     from emp_llm.reporting.report_folder import write_report
 
-    return write_report(options.runs, options.output, options.title, not options.no_plots, options.overwrite)
+    return write_report(runs, output, title, not no_plots, overwrite)
 
 
 def show(summary: "ReportSummary") -> None:
@@ -31,8 +38,6 @@ def show(summary: "ReportSummary") -> None:
 
     print(summary_words(summary))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(report, show)

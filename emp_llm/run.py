@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
 
-from emp_llm.cli import callable_module
+from emp_llm.cli import command
 from emp_llm.cli import run as run_command
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.ranks import LOST_CODE
-from emp_llm.options.base import takes
-from emp_llm.options.jobs import RunOptions
+from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
     from emp_llm.cluster.jobs import Attempt, JobState
@@ -47,8 +47,16 @@ class RunSummary:
         return not (self.failed or self.stopped or self.waiting or self.elsewhere)
 
 
-@takes(RunOptions)
-def run(options: RunOptions) -> RunSummary:
+@command
+def run(
+    study: Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")],
+    *,
+    workers: Annotated[
+        int | None,
+        Opt("Jobs at the same time, each with its share of the GPUs or cores; default: one for each GPU.", minimum=1),
+    ] = None,
+    only: Annotated[str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")] = None,
+) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
     Jobs that are done are left out. Killed and started again, the same command resumes where it stopped; so it does after a job
@@ -60,14 +68,13 @@ def run(options: RunOptions) -> RunSummary:
     from emp_llm.cluster.plan_file import read_plan
     from emp_llm.common.progress import progress_bar
 
-    study, only = options.study, options.only is not None
     plan = {job.id: job for job in read_plan(study)}
-    jobs = [plan[name] for name in (plan if options.only is None else _named(options.only, plan))]
-    machine = Machine.found(jobs, options.workers, only)
+    jobs = [plan[name] for name in (plan if only is None else _named(only, plan))]
+    machine = Machine.found(jobs, workers, only is not None)
     done = [job.id for job in jobs if JobFiles(study, job).status() == "done"]
     summary = RunSummary(done, len(done))
     left = {job.id: job for job in jobs if job.id not in done}
-    if only and len(jobs) == 1 and node_of(jobs[0])[0] > 0:  # a node of a job that another one runs
+    if only is not None and len(jobs) == 1 and node_of(jobs[0])[0] > 0:  # a node of a job that another one runs
         if left and (code := follow(study, jobs[0])):
             sys.exit(code)
         return summary
@@ -98,7 +105,7 @@ def run(options: RunOptions) -> RunSummary:
                 shown = ", ".join(map(str, gpus[job.id] or ()))
                 logger.info("%s: started%s.", job.id, f" on GPU {shown}" if shown else "")
                 return
-        if status == "done" or only:
+        if status == "done" or only is not None:
             del left[job.id]
             finished.add(job.id)
             (summary.done if status == "done" else summary.elsewhere).append(job.id)
@@ -284,8 +291,6 @@ def show(summary: RunSummary) -> None:
     if not summary.complete:
         sys.exit(LOST_CODE if summary.stopped and not summary.failed else 1)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run_command(run, show)

@@ -16,17 +16,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
-from emp_llm.options.base import Some, takes
+from emp_llm.options.base import Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.output import MaskDevice
-from emp_llm.options.recipe import Recipe, check_choice
+from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
 
 if TYPE_CHECKING:
@@ -38,9 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
 _OWN = ("points", "activations.safetensors", "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
-_SHARED = (
-    *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial", "group"),
-    *("criterion", "scores", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
+_SHARED = Some(
+    (
+        *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial", "group"),
+        *("criterion", "scores", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
+    )
 )
 
 
@@ -60,10 +61,10 @@ class SweepDryRun:
     dry_run: bool = True
 
 
-@takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, SuiteOptions, SweepOptions)
+@command
 def sweep(
     model: ModelOptions,
-    shared: Recipe,
+    shared: Annotated[Recipe, _SHARED],
     text: NormOptions,
     loading: LoadingOptions,
     suite_options: SuiteOptions,
@@ -78,9 +79,6 @@ def sweep(
     Returns the content of sweep.json; for a dry run, the plan.
     """
     points = plan_points(how, shared)
-    loading.check_loading()
-    text.check_calibration()
-    check_choice(how.mask_device, MaskDevice, "mask_device")
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
@@ -467,8 +465,6 @@ def show(result: "Sweep | SweepDryRun") -> None:
 
     print(sweep_table(result))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(sweep, show)

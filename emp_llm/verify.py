@@ -1,14 +1,14 @@
 """`emp-llm verify`: a pruned checkpoint is checked by slower and simpler code than the code that wrote it."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.options.base import takes
-from emp_llm.options.commands import VerifyOptions
+from emp_llm.options.base import Opt
+from emp_llm.options.model import TrustRemoteCode
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Options of `verify`."""
+
+    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True)] = field(kw_only=False)
+    criterion: Annotated[Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")] = None
+    scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
+    source: Annotated[str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")] = None
+    activations: Annotated[Path | None, Opt("Activations file of the run; default: the one in the folder.")] = None
+    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: the run's.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Verification:
     checked: dict[str, int]
 
 
-@takes(VerifyOptions)
+@command
 def verify(options: VerifyOptions) -> Verification:
     """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and every mask. It only reads.
 
@@ -186,8 +200,6 @@ def show(result: Verification) -> None:
     if result.differences:
         raise SystemExit(1)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(verify, show)

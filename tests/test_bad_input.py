@@ -97,8 +97,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparsity and beta": (r"--sparsity finds the beta of emp-wanda; leave out --beta", {"sparsity": 0.5, "beta": 1.0}),
     "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
     "sparsity and pattern": (r"--sparsity and --pattern", {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"}),
-    "neff-dtype": (r"^--neff-dtype must be float64 or bfloat16", {"neff_dtype": "float32"}),
+    "neff-dtype": (r"^--neff-dtype 'float32' is not one of float64", {"neff_dtype": "float32"}),
     "neff-dtype with an order": (r"^--neff-dtype bfloat16.*order 2", {"neff_dtype": "bfloat16", "order": 1.0}),
+    "neff-dtype with wanda": (
+        r"^--neff-dtype does not go with method wanda.*--method emp-wanda",
+        {"method": "wanda", "neff_dtype": "bfloat16"},
+    ),
     "match of no run": (r"no-run: no emp_report.json.*--output", {"method": "wanda", "match": Path("no-run")}),
     "method": (r"'obs' is not one of emp-wanda", {"method": "obs"}),
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),

@@ -214,7 +214,7 @@ def test_the_papers_table(tmp_path: Path) -> None:
         ({"suite": "none-such"}, "none-such"),
         ({"per": "model", "processes": 2}, "a sweep runs in one process. Leave out --processes"),
         ({"per": "models"}, "--per 'models' is not one of recipe, model"),
-        ({"gpu_gb": -1}, "--gpu-gb must be 0 or more"),
+        ({"gpu_gb": -1}, "--gpu-gb must be at least 0"),
     ],
 )
 def test_wrong_options_of_a_plan(models: Models, tmp_path: Path, options: dict[str, Any], message: str) -> None:

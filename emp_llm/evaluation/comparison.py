@@ -17,7 +17,7 @@ from emp_llm.common.paths import data_folder
 from emp_llm.common.tables import Rows, csv_table, markdown_table, table
 from emp_llm.evaluation.results import EvaluatedModel
 from emp_llm.evaluation.values import UNPAIRED, Value, change_of, in_percent, shown_change, value_cell, values_of
-from emp_llm.options.commands import TableFormat
+from emp_llm.options.evaluation import TableFormat
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import converted
 from emp_llm.records.results import MadeBy

@@ -406,7 +406,7 @@ def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
     words = [recipe.pattern] if recipe.pattern else []
     if recipe.structure is not None:
         words.append({"both": "heads and neurons"}.get(recipe.structure.structure, recipe.structure.structure))
-        words += ["of all layers together"] if recipe.structure.group == "all" else []
+        words += ["of all layers together"] if recipe.structure.structure_group == "all" else []
         words += ["query heads"] if recipe.structure.head_unit == "query" else []
         words += ["set to zero"] if recipe.structure.keep_shapes else []
     if recipe.neff_dtype not in (None, "float64"):

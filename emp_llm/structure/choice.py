@@ -81,7 +81,7 @@ def choose_units(
         UserError: a requested sparsity would leave a layer without units.
     """
     assert recipe.structure is not None
-    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.group == "all"
+    order, together = 2.0 if recipe.order is None else recipe.order, recipe.structure.structure_group == "all"
     choices: dict[int, Choice] = {}
     betas: set[float | None] = set()
     by_role: dict[tuple[UnitKind, str], list[int]] = {}

@@ -64,7 +64,7 @@ class UnitVerification:
                 members = np.arange(len(units)) if place is None else np.flatnonzero(units.places == place)
                 own = np.intersect1d(kept, members)
                 best = sorted(members, key=lambda unit: (-scores[unit], unit))[: len(own)]
-                if self._structure.group == "layer" and sorted(best) != own.tolist():
+                if self._structure.structure_group == "layer" and sorted(best) != own.tolist():
                     self._say(f"{units.name}: the kept units are not those with the highest scores.")
             count = self._count(scores)
             if self._structure.keep_shapes and count is not None and count != len(kept):
@@ -116,7 +116,7 @@ class UnitVerification:
     def _count(self, scores: Any) -> int | None:
         """The number that the rule keeps of a layer; None if it depends on other layers."""
         recipe = self._recipe
-        if self._structure.group != "layer":
+        if self._structure.structure_group != "layer":
             return None
         if recipe.method.startswith("emp-"):
             if recipe.beta is None or recipe.order != 2.0:
