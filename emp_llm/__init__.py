@@ -14,101 +14,69 @@ if TYPE_CHECKING:
     from emp_llm.collect import collect as collect
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
-    from emp_llm.in_memory.prune_model import masks_of, prune_model
+    from emp_llm.in_memory.prune_model import masks_of as masks_of
+    from emp_llm.in_memory.prune_model import prune_model as prune_model
     from emp_llm.measure import measure as measure
-    from emp_llm.options.recipe import Recipe
+    from emp_llm.options.recipe import Recipe as Recipe
     from emp_llm.pack import pack as pack
     from emp_llm.plan import plan as plan
     from emp_llm.prune import prune as prune
     from emp_llm.push import push as push
     from emp_llm.report import report as report
     from emp_llm.run import run as run
-    from emp_llm.runtime.masks import Masks
-    from emp_llm.runtime.reapply import SparsityCallback, reapply_mask
-    from emp_llm.selection.criteria import InputStatistics, exponential, shift
-    from emp_llm.selection.effective import (
-        effective_mask,
-        effective_mass,
-        effective_mass_bound,
-        effective_number,
-        loss_change_bound,
-    )
+    from emp_llm.runtime.masks import Masks as Masks
+    from emp_llm.runtime.reapply import SparsityCallback as SparsityCallback
+    from emp_llm.runtime.reapply import reapply_mask as reapply_mask
+    from emp_llm.selection.criteria import InputStatistics as InputStatistics
+    from emp_llm.selection.criteria import exponential as exponential
+    from emp_llm.selection.criteria import shift as shift
+    from emp_llm.selection.effective import effective_mask as effective_mask
+    from emp_llm.selection.effective import effective_mass as effective_mass
+    from emp_llm.selection.effective import effective_mass_bound as effective_mass_bound
+    from emp_llm.selection.effective import effective_number as effective_number
+    from emp_llm.selection.effective import loss_change_bound as loss_change_bound
     from emp_llm.status import status as status
     from emp_llm.submit import submit as submit
     from emp_llm.sweep import sweep as sweep
     from emp_llm.unpack import unpack as unpack
     from emp_llm.verify import verify as verify
 
-_HOME = {
-    "effective_mask": "selection.effective",
-    "effective_number": "selection.effective",
-    "effective_mass": "selection.effective",
-    "effective_mass_bound": "selection.effective",
-    "loss_change_bound": "selection.effective",
-    "InputStatistics": "selection.criteria",
-    "shift": "selection.criteria",
-    "exponential": "selection.criteria",
-    "Masks": "runtime.masks",
-    "Recipe": "options.recipe",
-    "masks_of": "in_memory.prune_model",
-    "prune_model": "in_memory.prune_model",
-    "reapply_mask": "runtime.reapply",
-    "SparsityCallback": "runtime.reapply",
+COMMANDS = {
+    "bench": "Measure speed and memory of a pruned model against the dense one.",
+    "calibrate": "Collect the input norms of a model's linear layers on a text.",
+    "collect": "Collect the results of a study as tables and a report.",
+    "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
+    "generate": "Continue a text with a pruned model, computed from its packed weights.",
+    "measure": "Measure the redundancy of a model; no weights are written.",
+    "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
+    "plan": "Plan a study of models x methods as a file of jobs.",
+    "prune": "Prune a model and write the pruned checkpoint.",
+    "push": "Push a pruned checkpoint to the Hub, with a model card.",
+    "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
+    "run": "Run the jobs of a plan on this machine.",
+    "status": "Show what is done, running, failed and missing of a study.",
+    "submit": "Submit the jobs of a plan to a Slurm cluster.",
+    "sweep": "Prune a model by many recipes, and evaluate each.",
+    "unpack": "Restore a packed checkpoint, bit for bit; or apply a mask to its base model.",
+    "verify": "Check a pruned checkpoint: files, bytes and masks.",
 }
-# Modules with the names of their functions.
-_COMMANDS = (
-    "bench",
-    "calibrate",
-    "collect",
-    "evaluate",
-    "generate",
-    "measure",
-    "pack",
-    "plan",
-    "prune",
-    "push",
-    "report",
-    "run",
-    "status",
-    "submit",
-    "sweep",
-    "unpack",
-    "verify",
-)
-
-__all__ = [
-    "InputStatistics",
-    "Masks",
-    "Recipe",
-    "SparsityCallback",
-    "bench",
-    "calibrate",
-    "collect",
-    "effective_mask",
-    "effective_mass",
-    "effective_mass_bound",
-    "effective_number",
-    "evaluate",
-    "exponential",
-    "generate",
-    "loss_change_bound",
-    "masks_of",
-    "measure",
-    "pack",
-    "plan",
-    "prune",
-    "prune_model",
-    "push",
-    "reapply_mask",
-    "report",
-    "run",
-    "shift",
-    "status",
-    "submit",
-    "sweep",
-    "unpack",
-    "verify",
-]
+# The other public names, by their modules.
+_MODULES = {
+    "in_memory.prune_model": ("masks_of", "prune_model"),
+    "options.recipe": ("Recipe",),
+    "runtime.masks": ("Masks",),
+    "runtime.reapply": ("SparsityCallback", "reapply_mask"),
+    "selection.criteria": ("InputStatistics", "exponential", "shift"),
+    "selection.effective": (
+        "effective_mask",
+        "effective_mass",
+        "effective_mass_bound",
+        "effective_number",
+        "loss_change_bound",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*COMMANDS, *_MODULE_OF]
 
 try:
     __version__ = version("emp-llm")
@@ -118,10 +86,10 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 def __getattr__(name: str) -> object:
     """Import torch or transformers only for what needs them, so that `--help` does not wait for them."""
-    if name in _HOME:
-        return getattr(import_module(f"emp_llm.{_HOME[name]}"), name)
-    if name in _COMMANDS:
-        return import_module(f"emp_llm.{name}")
+    if name in _MODULE_OF:
+        return getattr(import_module(f"emp_llm.{_MODULE_OF[name]}"), name)
+    if name in COMMANDS:
+        return import_module(f"emp_llm.{name}")  # which can be called like its function
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
 
 

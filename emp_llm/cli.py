@@ -14,31 +14,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, NoReturn, TypeVar
 
+from emp_llm import COMMANDS as COMMANDS
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 from emp_llm.options.base import Opt, Option, options_in, options_of
 
 R = TypeVar("R")
-COMMANDS = {
-    "bench": "Measure speed and memory of a pruned model against the dense one.",
-    "calibrate": "Collect the input norms of a model's linear layers on a text.",
-    "collect": "Collect the results of a study as tables and a report.",
-    "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
-    "generate": "Continue a text with a pruned model, computed from its packed weights.",
-    "measure": "Measure the redundancy of a model; no weights are written.",
-    "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
-    "plan": "Plan a study of models x methods as a file of jobs.",
-    "prune": "Prune a model and write the pruned checkpoint.",
-    "push": "Push a pruned checkpoint to the Hub, with a model card.",
-    "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
-    "run": "Run the jobs of a plan on this machine.",
-    "status": "Show what is done, running, failed and missing of a study.",
-    "submit": "Submit the jobs of a plan to a Slurm cluster.",
-    "sweep": "Prune a model by many recipes, and evaluate each.",
-    "unpack": "Restore a packed checkpoint, bit for bit; or apply a mask to its base model.",
-    "verify": "Check a pruned checkpoint: files, bytes and masks.",
-}
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
 
@@ -115,7 +97,6 @@ def run(
     command: Callable[..., Any],
     show: Callable[[Any], None] | None = None,
     arguments: list[str] | None = None,
-    name: str | None = None,
 ) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
@@ -126,7 +107,7 @@ def run(
     """
 
     def work(rank: int) -> None:
-        options = parse(command, sys.argv[1:] if arguments is None else arguments, name or f"emp-llm {command.__name__}")
+        options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
         if options["quiet"]:
             _set_up_quiet()
         result = command(**options)
