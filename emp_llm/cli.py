@@ -79,14 +79,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
             return function(**grouped(given))
 
-    kinds = {True: inspect.Parameter.POSITIONAL_OR_KEYWORD, False: inspect.Parameter.KEYWORD_ONLY}
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(each.name, kinds[each.positional], default=each.default, annotation=each.kind)
-            for each in sorted(options.values(), key=lambda each: not each.positional)
-        ],
-        return_annotation=inspect.signature(function).return_annotation,
-    )
+    parameters = sorted((option.parameter for option in options.values()), key=lambda each: each.kind)
+    signature = inspect.signature(function).replace(parameters=parameters)
     flat.__signature__, flat.options, flat.grouped = signature, options, grouped  # type: ignore[attr-defined]
     if function.__module__ != "__main__":
         sys.modules[function.__module__].__class__ = CommandModule
@@ -158,8 +152,8 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         values.update(options)
 
     options: dict[str, Option] = command.options  # type: ignore[attr-defined]
-    first = sorted(options.values(), key=lambda each: (not each.about.argument, each.default is not inspect.Parameter.empty))
-    parameters = [_parameter(option) for option in first]
+    required = [each for each in options.values() if each.parameter.default is inspect.Parameter.empty]
+    parameters = [_parameter(each) for each in dict.fromkeys([*required, *options.values()])]
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -185,15 +179,10 @@ def _parameter(option: Option) -> inspect.Parameter:
         flags = [option.flag, about.short] if about.short else [option.flag]
         declared = typer.Option(*flags, help=about.help, metavar=about.metavar, min=about.minimum)
     # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
-    kind = next((each for each in (Any, str, Path) if each in option.kinds), None)
-    if kind is Any:
-        shell_kind: Any = str | None
-    elif kind is None:
-        shell_kind = option.kind
-    else:
-        shell_kind = kind | None if type(None) in option.kinds else kind
-    annotation: Any = Annotated[shell_kind, declared]
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
+    kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
+    if option.parameter.default is None:
+        kind = kind | None
+    return option.parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, declared])
 
 
 def options_from(name: str, words: list[str]) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import METHODS, SEARCHES, Recipe
+from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe
 from emp_llm.selection.rule import check_beta
 
 if TYPE_CHECKING:
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 _CRITERIA = "magnitude,wanda"
-_SHARED = Some(
-    (
-        *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial"),
-        *("criterion", "scores", "score_map", "score", "count_by"),
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +35,7 @@ class MeasureOptions:
 @command
 def measure(
     model: ModelOptions,
-    shared: Annotated[Recipe, _SHARED],
+    shared: Annotated[Recipe, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
     text: NormOptions,
     loading: LoadingOptions,
     what: MeasureOptions,

@@ -26,7 +26,7 @@ from emp_llm.options.base import Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import Recipe
+from emp_llm.options.recipe import SCORE_FIELDS, TARGET_FIELDS, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
 _OWN = ("points", "activations.safetensors", "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
-_SHARED = Some(
-    (
-        *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial", "group"),
-        *("criterion", "scores", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class SweepDryRun:
 @command
 def sweep(
     model: ModelOptions,
-    shared: Annotated[Recipe, _SHARED],
+    shared: Annotated[Recipe, Some((*TARGET_FIELDS, "group", *SCORE_FIELDS, "shares", "owl_lambda", "owl_m"))],
     text: NormOptions,
     loading: LoadingOptions,
     suite_options: SuiteOptions,

@@ -35,21 +35,8 @@ class VerifyOptions:
     trust_remote_code: TrustRemoteCode = False
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Result of a verification.
-
-    Attributes:
-        differences: one sentence each.
-        checked: number of checked things, by kind.
-    """
-
-    differences: list[str]
-    checked: dict[str, int]
-
-
 @command
-def verify(options: VerifyOptions) -> Verification:
+def verify(options: VerifyOptions) -> "Findings":
     """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and every mask. It only reads.
 
     The exit code is 1 if anything differs.
@@ -74,11 +61,11 @@ def verify(options: VerifyOptions) -> Verification:
         pruned = Checkpoint(options.folder)
     except UserError as error:
         findings.differences.append(str(error))
-        return Verification(findings.differences, findings.checked)
+        return findings
     findings.count("tensors", len(pruned.tensors))
     if options.source is not None:
         _check_against(options.source, options, pruned, manifest, findings)
-    return Verification(findings.differences, findings.checked)
+    return findings
 
 
 def _check_against(
@@ -97,12 +84,10 @@ def _check_against(
     if manifest.recipe.structure is not None:
         _check_units(dense, options, pruned, manifest, findings)
         return
-    norms = _norms(options, manifest)
-    recipe = manifest.recipe
+    norms, recipe = _norms(options, manifest), _with_own_scores(manifest.recipe, options)
     blocks = options.blocks or recipe.blocks
     architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
     targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
-    recipe = _with_own_scores(recipe, options)
     if not check_other_bytes(dense, pruned, targets, findings):
         return
     try:
@@ -112,9 +97,9 @@ def _check_against(
                 raise UserError(f"{options.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
             scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
         check_masks(pruned, scores, findings)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AssertionError) as error:
-        if isinstance(error, UserError):
-            raise
         path = options.folder / MANIFEST_NAME
         raise UserError(f"{path}: it does not record how the masks were decided ({error}).") from error
 
@@ -191,7 +176,7 @@ def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None"
     return norms
 
 
-def show(result: Verification) -> None:
+def show(result: "Findings") -> None:
     """Print the differences; exit with 1 if there are any."""
     for sentence in result.differences:
         print(sentence)

@@ -123,9 +123,6 @@ class Activations:
         return cls(plain, info.inputs, info.about, info.tokens, relative)
 
 
-# The difference of two files: the effect of another device, dtype, batch size or text on the norms.
-
-
 def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> None:
     """Save norms in an unfinished output, as a part of it and for resuming an interrupted run."""
     norms.save(out.files / ACTIVATIONS_NAME)

@@ -44,27 +44,19 @@ class Option(NamedTuple):
     """A declared option.
 
     Attributes:
-        name: of its field or parameter.
-        kind: its type.
+        parameter: of Python.
+        kind: its type; kinds: the members of that, if it is a union.
         about: its `Opt`.
-        default: `inspect.Parameter.empty` if it is required.
-        positional: it needs no name in Python.
     """
 
-    name: str
+    parameter: inspect.Parameter
     kind: Any
+    kinds: tuple[Any, ...]
     about: Opt
-    default: Any
-    positional: bool
 
     @property
     def flag(self) -> str:
-        return self.about.flag or f"--{self.name.replace('_', '-')}"
-
-    @property
-    def kinds(self) -> tuple[Any, ...]:
-        """The members of its type, if that is a union."""
-        return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return self.about.flag or f"--{self.parameter.name.replace('_', '-')}"
 
     def checked(self, value: Any) -> Any:
         """A value of this option; text is accepted for a path, and a path for text.
@@ -97,8 +89,8 @@ def options_in(parameter: inspect.Parameter) -> tuple[Any, dict[str, Option]]:
     kind, *marks = get_args(hint) if get_origin(hint) is Annotated else [hint]
     for mark in marks:
         if isinstance(mark, Opt):
-            positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            return None, {parameter.name: Option(parameter.name, kind, mark, parameter.default, positional)}
+            kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+            return None, {parameter.name: Option(parameter, kind, kinds, mark)}
         if isinstance(mark, Some):
             return kind, {name: options_of(kind)[name] for name in mark.names}
     return kind, options_of(kind)
@@ -114,7 +106,8 @@ def options_of(group: type[Any]) -> dict[str, Option]:
     if issubclass(group, msgspec.Struct):  # its signature does not tell what factories make
         for each in msgspec.structs.fields(group):
             if each.name in found and each.default_factory is not msgspec.NODEFAULT:
-                found[each.name] = found[each.name]._replace(default=each.default_factory())
+                parameter = found[each.name].parameter.replace(default=each.default_factory())
+                found[each.name] = found[each.name]._replace(parameter=parameter)
     return found
 
 

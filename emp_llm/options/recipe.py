@@ -30,6 +30,9 @@ METHODS = {
     "admm": MAGNITUDE,  # experts with too few tokens
 }
 SEARCHES = ("sparsegpt", "admm")
+# Fields that commands share.
+TARGET_FIELDS = ("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial")
+SCORE_FIELDS = ("criterion", "scores", "score_map", "score", "count_by")
 
 
 def always(value: Any) -> Any:
@@ -76,7 +79,11 @@ class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options, or one without --structure."""
         check_values(self)
-        given = [option.flag for name, option in options_of(StructureRecipe).items() if getattr(self, name) != option.default]
+        given = [
+            option.flag
+            for name, option in options_of(StructureRecipe).items()
+            if getattr(self, name) != option.parameter.default
+        ]
         if self.structure is None and given:
             raise UserError(f"{given[0]} has no effect without --structure. Add that, or leave it out.")
         if self.structure == "heads" and self.width_multiple is not None:
