@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm.common.errors import UserError
@@ -103,7 +103,8 @@ def run(
     def work(rank: int) -> None:
         options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
         if options["quiet"]:
-            _set_up_quiet()
+            logging.getLogger().setLevel(logging.WARNING)
+            _hide_bars_of_libraries()
         result = command(**options)
         if show is not None and rank == 0:
             show(result)
@@ -122,21 +123,18 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         with rank_losses():
             work(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
+        return
     except UserError as error:
-        _fail(2, mark, f"error: {error}")
+        code, message = 2, f"error: {error}"
     except RankLost as loss:
-        _fail(loss.code, mark, f"error: {loss}")
+        code, message = loss.code, f"error: {loss}"
     except KeyboardInterrupt:
-        _fail(130, mark, "interrupted; no incomplete output is left.")
+        code, message = 130, "interrupted; no incomplete output is left."
     except _Terminated:
-        _fail(143, mark, "terminated by SIGTERM; no incomplete output is left.")
+        code, message = 143, "terminated by SIGTERM; no incomplete output is left."
     except BaseException as error:
         tell_ranks(1, f"{type(error).__name__}: {error}")
         raise
-
-
-def _fail(code: int, mark: str, message: str) -> NoReturn:
-    """Print why this rank ends, tell the others, and exit."""
     print(f"{mark}{message}", file=sys.stderr)
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
@@ -237,13 +235,8 @@ def _set_up_logging(mark: str, rank: int) -> None:
         _hide_bars_of_libraries()
 
 
-def _set_up_quiet() -> None:
-    """The part of --quiet that concerns other packages. They are not imported yet."""
-    logging.getLogger().setLevel(logging.WARNING)
-    _hide_bars_of_libraries()
-
-
 def _hide_bars_of_libraries() -> None:
+    """Hide the progress of other packages, which are not imported yet."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -48,14 +48,6 @@ class Evaluated:
     table: str
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The content of the cache: a line for each model, text and task."""
-
-    suite: str
-    prepared: list[str]
-
-
 @command
 def evaluate(
     model: EvaluatedModelOptions,
@@ -63,14 +55,14 @@ def evaluate(
     loading: LoadingOptions,
     quantized: QuantizationOptions,
     how: ResultsOptions,
-) -> Evaluated | Prepared:
+) -> Evaluated | list[str]:
     """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in a table.
 
     Results are written after every task, and the same command resumes after the last finished one. A baseline that is a model
     is measured too, and its results are written beside the output as OUTPUT-baseline.json. With --load-in-8bit or
     --load-in-4bit and such a baseline, both models are measured with and without quantisation.
 
-    Returns the results and the table; with --prepare, the content of the cache.
+    Returns the results and the table; with --prepare, what is in the cache: a line for each model, text and task.
     """
     from emp_llm.checkpoint.locks import locked
     from emp_llm.common.machine import free_memory
@@ -98,7 +90,7 @@ def evaluate(
     names = [name for name in (model.model, how.baseline if given is None else None) if name]
     sources = [find_model(name, model.revision if name == model.model else None, trust) for name in names]
     if how.prepare:
-        return _prepared(suite, [source.name for source in sources])
+        return [*(source.name for source in sources), *_prepared(suite)]
     if not model.model:
         raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
     base, _, changes = suite.name.partition(",")  # "perplexity-seqlen=512" of "perplexity,seqlen=512"
@@ -149,24 +141,24 @@ def evaluate(
     return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], how.form))
 
 
-def _prepared(suite: "Suite", models: list[str]) -> Prepared:
-    """Load every text and data set of a suite once, so that they are in the cache."""
+def _prepared(suite: "Suite") -> list[str]:
+    """Load every text and data set of a suite once, so that they are in the cache; returns a line for each."""
     from emp_llm.calibration.texts import text_rows
     from emp_llm.evaluation.harness import Harness
 
-    lines = list(models)
+    lines = []
     if suite.corpus is not None:
         rows = sum(1 for _ in text_rows(suite.corpus))
         lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
     if suite.tasks:
         lines += [f"task {name}: {count_of(count, 'example')}" for name, count in Harness(suite.tasks).examples().items()]
-    return Prepared(suite.name, lines)
+    return lines
 
 
-def show(result: Evaluated | Prepared) -> None:
+def show(result: Evaluated | list[str]) -> None:
     """Print the table, or the content of the cache."""
-    if isinstance(result, Prepared):
-        print("\n".join(["in the cache:", *(f"  {line}" for line in result.prepared)]))
+    if isinstance(result, list):
+        print("in the cache:", *result, sep="\n  ")
     else:
         print(result.table)
 

@@ -11,7 +11,6 @@ from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe
-from emp_llm.selection.rule import check_beta
 
 if TYPE_CHECKING:
     from emp_llm.records.measure import Measure
@@ -47,7 +46,9 @@ def measure(
 
     Returns the content of the output.
     """
-    recipes, betas = _recipes(what, shared), _betas(what.betas)
+    recipes, betas = _recipes(what, shared), sorted(set(parse_numbers(what.betas, "--betas")))
+    for beta in betas:
+        Recipe(beta=beta).check()
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
@@ -153,17 +154,6 @@ def _recipes(what: MeasureOptions, shared: Recipe) -> list[Recipe]:
     for recipe in recipes:
         recipe.check()
     return recipes
-
-
-def _betas(text: str) -> list[float]:
-    """The betas of --betas, in ascending order."""
-    betas = sorted(set(parse_numbers(text, "--betas")))
-    try:
-        for beta in betas:
-            check_beta(beta)
-    except ValueError as error:
-        raise UserError(f"--betas {text!r}: {error}.") from error
-    return betas
 
 
 def show(record: "Measure") -> None:

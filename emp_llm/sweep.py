@@ -135,7 +135,7 @@ def sweep(
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
         made_by = SweepMadeBy(
             **msgspec.structs.asdict(dense.made_by),
-            recipe=recorded(shared) if shared.shares == "owl" else recorded(shared).but(owl_lambda=None, owl_m=None),
+            recipe=recorded(shared),
             activations=made_of,
         )
         folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
