@@ -316,31 +316,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
-        self._check_values()
-        if self.structure is None:
-            check_targets(self.tower, self.blocks)
-            check_method(self)
-            self._check_scores()
-        self._check_counts()
-        self._check_update()
-
-    def check_propagated(self) -> None:
-        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
-        if not self.needs_activations:
-            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
-        if self.adaptive and self.sparsity is not None and not self.counts_by_magnitude:
-            raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
-        if self.shares == "owl":
-            raise UserError(
-                "--propagate pruned prunes block by block, and --shares owl needs the scores of all; leave one out."
-            )
-        if self.group == "all":
-            raise UserError(
-                "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."
-            )
-
-    def _check_values(self) -> None:
-        """Types, choices and ranges of numbers, and what the group does not allow."""
         if not isinstance(self.method, str):
             raise UserError(f"--method must be a name such as emp-wanda, got {self.method!r}.")
         check_values(self)
@@ -367,53 +342,25 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 "--neff-dtype bfloat16 is the paper's arithmetic for the scores of rows: it needs order 2, group row and "
                 "count-by own."
             )
+        if self.structure is None:
+            check_targets(self.tower, self.blocks)
+            check_method(self)
+            self._check_scores()
 
-    def _check_scores(self) -> None:
-        """Options of the scores that do not go with the method."""
-        if self.criterion is not None and self.scores is not None:
-            raise UserError("--criterion and --scores both define the scores; give only one.")
-        if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
-            raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
-        own, known = own_name(self.criterion, self.scores), self.scored_by
-        if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
-            flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
-            raise UserError(
-                f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
-            )
-        if self.score_map is not None and not known.own:
-            raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
-        if self.score is not None and not known.needs_norms:
-            raise UserError(
-                f"--score chooses the norms of the inputs, and method {self.method} needs no activations. Leave it out, or use "
-                "--method wanda or emp-wanda."
-            )
-        if self.score == "wanda" and self.name == "relative":
-            raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
-
-    def _check_counts(self) -> None:
-        """Options of the counts that do not go with the method, or with each other."""
-        method, name = self.method, self.name
+        # The counts.
+        wrong: tuple[str, ...] = ("beta", "order", "neff_dtype", "count_by")
+        rule, other = "its sparsity is fixed, and --sparsity sets it", f"emp-{self.name}"
         if self.adaptive:
-            if self.sparsity is not None:
-                for other in ("beta", "neff_dtype"):
-                    if getattr(self, other) is not None:
-                        raise UserError(f"--sparsity finds the beta of {method}; leave out --{other.replace('_', '-')}.")
-            wrong, rule = ("pattern", "match"), "the effective number sets its sparsity, and --beta scales it"
-            if self.shares == "owl":
-                other = name if self.needs_activations else "wanda"
-                raise UserError(
-                    f"--shares owl does not go with method {method}: the effective number sets its sparsity. Use --method "
-                    f"{other}."
-                )
-        else:
-            wrong = ("beta", "order", "neff_dtype", "count_by")  # type: ignore[assignment]
-            rule = "its sparsity is fixed, and --sparsity sets it"
+            wrong = ("pattern", "match", "shares")
+            rule, other = "the effective number sets its sparsity, and --beta scales it", self.name
         for field in wrong:
             if getattr(self, field) is not None:
-                other = name if self.adaptive else "emp-admm" if name == "sparsegpt" else f"emp-{name}"
-                instead = "Use --sparsity, or" if field == "beta" else "Use"
-                flag = field.replace("_", "-")
-                raise UserError(f"--{flag} does not go with method {method}: {rule}. {instead} --method {other}.")
+                flag, instead = field.replace("_", "-"), "Use --sparsity, or" if field == "beta" else "Use"
+                other = {"emp-sparsegpt": "emp-admm"}.get(other, other)
+                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. {instead} --method {other}.")
+        for field in ("beta", "neff_dtype"):
+            if self.adaptive and self.sparsity is not None and getattr(self, field) is not None:
+                raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{field.replace('_', '-')}.")
         given = [field for field in ("sparsity", "pattern", "match") if getattr(self, field) is not None]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
@@ -439,8 +386,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if not 0 < self.owl_m < float("inf"):  # type: ignore[operator]
                 raise UserError(f"--owl-m must be a number above 0 (the paper uses 5), got {self.owl_m:g}.")
 
-    def _check_update(self) -> None:
-        """Options that do not go with an update of the kept weights."""
+        # The update of the kept weights.
         for name in ("refit_weighting", "refit_target", "refit_damping"):
             if not self.refit and getattr(self, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} has no effect without --refit. Add --refit, or leave it out.")
@@ -450,6 +396,41 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise UserError(
                 f"--group {self.group} does not go with method {self.method}, which decides each matrix. Leave it out."
             )
+
+    def check_propagated(self) -> None:
+        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
+        if not self.needs_activations:
+            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
+        of_all = {
+            "--sparsity": self.adaptive and self.sparsity is not None and not self.counts_by_magnitude,
+            "--shares owl": self.shares == "owl",
+            "--group all": self.group == "all",
+        }
+        for flag, given in of_all.items():
+            if given:
+                raise UserError(f"--propagate pruned prunes block by block, and {flag} needs the scores of all; leave one out.")
+
+    def _check_scores(self) -> None:
+        """Options of the scores that do not go with the method."""
+        if self.criterion is not None and self.scores is not None:
+            raise UserError("--criterion and --scores both define the scores; give only one.")
+        if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
+            raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
+        own, known = own_name(self.criterion, self.scores), self.scored_by
+        if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
+            flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
+            raise UserError(
+                f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
+            )
+        if self.score_map is not None and not known.own:
+            raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
+        if self.score is not None and not known.needs_norms:
+            raise UserError(
+                f"--score chooses the norms of the inputs, and method {self.method} needs no activations. Leave it out, or use "
+                "--method wanda or emp-wanda."
+            )
+        if self.score == "wanda" and self.name == "relative":
+            raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
 
 
 def check_targets(tower: str, blocks: str | None) -> None:
@@ -473,9 +454,6 @@ def check_method(recipe: Recipe, flag: str = "--method") -> None:
 def parse_pattern(text: str) -> tuple[int, int]:
     """ "2:4" as (2, 4); ValueError if the text is not of this form."""
     numbers = re.fullmatch(r"([0-9]+):([0-9]+)", str(text))
-    if numbers is None:
-        raise ValueError(f"pattern must be N:M, such as 2:4, got {text!r}")
-    n, m = int(numbers[1]), int(numbers[2])
-    if not 1 <= n < m:
-        raise ValueError(f"pattern N:M keeps N of every M weights, 1 <= N < M, got {n}:{m}")
-    return n, m
+    if numbers is None or not 1 <= int(numbers[1]) < int(numbers[2]):
+        raise ValueError(f"pattern must be N:M, such as 2:4, which keeps N of every M weights, 1 <= N < M; got {text!r}")
+    return int(numbers[1]), int(numbers[2])
