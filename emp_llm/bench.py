@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from emp_llm.checkpoint.output import check_output_file
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
+from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt
 from emp_llm.options.model import DeviceOptions, TrustRemoteCode
+from emp_llm.records.bench import Bench, Speed
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from emp_llm.records.bench import Bench, Speed
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class BenchOptions(DeviceOptions):
 
 
 @command
-def bench(options: BenchOptions) -> "Bench":
+def bench(options: BenchOptions) -> Bench:
     """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of the dense model, in turn.
 
     Both models are in one process, and each round runs one after the other, so that a machine that is busy slows both. The
@@ -55,13 +58,8 @@ def bench(options: BenchOptions) -> "Bench":
     """
     import torch
 
-    from emp_llm.checkpoint.output import check_output_file
-    from emp_llm.common.machine import command_line, processor_name, versions
-    from emp_llm.common.progress import progress_bar
     from emp_llm.evaluation.results import folder_identity
-    from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_model
-    from emp_llm.records.bench import Bench
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
     device = torch.device(run_device(options.device))
@@ -131,8 +129,6 @@ class _Measured:
     """
 
     def __init__(self, make: Callable[[], "PreTrainedModel"], prompt: "torch.Tensor", new_tokens: int) -> None:
-        from emp_llm.common.machine import resident_memory
-
         self._prompt, self._new_tokens = prompt, new_tokens
         self.prefill: list[float] = []
         self.decode: list[float] = []
@@ -161,9 +157,8 @@ class _Measured:
         self.decode.append(end - middle)
         return torch.cat(tokens, dim=1)
 
-    def speed(self, name: str, revision: str | None, runtime: str) -> "Speed":
+    def speed(self, name: str, revision: str | None, runtime: str) -> Speed:
         """The record of all rounds."""
-        from emp_llm.records.bench import Speed
         from emp_llm.runtime.loader import sparse_layers
 
         sequences, length = self._prompt.shape
@@ -216,11 +211,11 @@ def _now(prompt: "torch.Tensor") -> float:
     return time.perf_counter()
 
 
-def show(record: "Bench") -> None:
+def show(record: Bench) -> None:
     """Print a line for each figure, and what was measured."""
     dense, sparse = record.dense, record.sparse
 
-    def line(name: str, cell: Callable[["Speed"], str], ratio: float) -> list[str]:
+    def line(name: str, cell: Callable[[Speed], str], ratio: float) -> list[str]:
         return [name, cell(dense), cell(sparse), f"{ratio:.2f}"]
 
     weights, load = sparse.weight_bytes / dense.weight_bytes, sparse.load_seconds / max(dense.load_seconds, 1e-9)

@@ -49,12 +49,6 @@ class GenerationFigures:
     seconds: float
     memory_bytes: int
 
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens after the first one, by the time that they took; 0 without such tokens."""
-        rest = self.seconds - self.first_seconds
-        return (self.new_tokens - 1) / rest if self.new_tokens > 1 and rest > 0 else 0.0
-
 
 class Generation:
     """A text that is generated while it is read: iterate over its pieces, or take `text`.
@@ -209,7 +203,7 @@ def show(generation: Generation) -> None:
         count_of(figures.prompt_tokens, "prompt token"),
         figures.first_seconds,
         count_of(figures.new_tokens, "new token"),
-        figures.tokens_per_second,
+        (figures.new_tokens - 1) / (figures.seconds - figures.first_seconds) if figures.new_tokens > 1 else 0.0,
         format_bytes(figures.memory_bytes),
     )
 

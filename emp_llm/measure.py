@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
@@ -10,9 +10,8 @@ from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe
-
-if TYPE_CHECKING:
-    from emp_llm.records.measure import Measure
+from emp_llm.records.measure import Measure, MeasureEntry
+from emp_llm.records.source import ModelSource
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
@@ -31,7 +30,7 @@ def measure(
     criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None,
     orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2",
     betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS,
-) -> "Measure":
+) -> Measure:
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
@@ -54,8 +53,6 @@ def measure(
     from emp_llm.pruning.masks import Pruner, measure_targets
     from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
-    from emp_llm.records.measure import Measure, MeasureEntry
-    from emp_llm.records.source import ModelSource
 
     if ranks().count > 1:
         raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")
@@ -146,7 +143,7 @@ def _recipes(given: str | None, orders: str, shared: Recipe) -> list[Recipe]:
     return recipes
 
 
-def show(record: "Measure") -> None:
+def show(record: Measure) -> None:
     """Print the tables."""
     from emp_llm.reporting.run_tables import measure_table
 

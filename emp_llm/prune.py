@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
+from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.prune import PruneOptions, check_options
 from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import ModelSource, stage_records
 
 if TYPE_CHECKING:
     from emp_llm.pruning.dry_run import DryRun
-    from emp_llm.records.run_report import RunReport
     from emp_llm.reporting.push import Destination
 
 logger = logging.getLogger(__name__)
@@ -32,8 +35,6 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     check_options(recipe, structure, options)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import Stopwatch
-    from emp_llm.common.progress import stage
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
@@ -44,7 +45,6 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     from emp_llm.pruning.outcome import log_warnings, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
-    from emp_llm.records.source import ModelSource, stage_records
 
     check_device(options.mask_device)
     if options.device_map != "auto":
@@ -226,10 +226,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     return _pushed(report, path, destination)
 
 
-def _pushed(report: "RunReport", path: Path, destination: "Destination | None") -> "RunReport":
+def _pushed(report: RunReport, path: Path, destination: "Destination | None") -> RunReport:
     """The report of a finished checkpoint, which is pushed if that is asked for."""
     if destination is not None and ranks().main:
-        from emp_llm.common.progress import stage
         from emp_llm.reporting.push import push_finished
 
         with stage("push"):
@@ -240,7 +239,6 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
-    from emp_llm.records.run_report import RunReport
     from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
 
     if not isinstance(result, RunReport):

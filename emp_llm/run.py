@@ -6,17 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 from emp_llm.cli import command
 from emp_llm.cli import run as run_command
+from emp_llm.cluster.jobs import Attempt, JobFiles, JobState, follow, node_of
+from emp_llm.cluster.plan_file import Job, read_plan
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
+from emp_llm.common.machine import available_cores, available_memory
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import LOST_CODE
 from emp_llm.options.base import Opt
-
-if TYPE_CHECKING:
-    from emp_llm.cluster.jobs import Attempt, JobFiles, JobState
-    from emp_llm.cluster.plan_file import Job
 
 logger = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the running jobs
@@ -36,8 +36,8 @@ class RunSummary:
     """
 
     done: list[str] = field(default_factory=list)
-    failed: "list[JobState]" = field(default_factory=list)
-    stopped: "list[JobState]" = field(default_factory=list)
+    failed: list[JobState] = field(default_factory=list)
+    stopped: list[JobState] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
 
@@ -63,10 +63,6 @@ def run(
 
     Returns the ids of the jobs that are done, and the states of those that failed.
     """
-    from emp_llm.cluster.jobs import Attempt, JobFiles, follow, node_of
-    from emp_llm.cluster.plan_file import read_plan
-    from emp_llm.common.progress import progress_bar
-
     plan = {job.id: job for job in read_plan(study)}
     jobs = [plan[name] for name in (plan if only is None else _named(only, plan))]
     machine = _machine(jobs, workers, only is not None)
@@ -84,7 +80,7 @@ def run(
     finished, lost, elsewhere = set(done), set[str](), set[str]()
     looked = -_LOOK
 
-    def start(job: "Job") -> None:
+    def start(job: Job) -> None:
         """Start a job if there is room, unless it is done by now, or another process runs it."""
         free = [gpu for gpu in machine.gpus or [] if not any(gpu in gpus[name] for name in running)]
         if machine.gpus is not None and len(free) < _gpus_of(job):
@@ -151,7 +147,7 @@ def run(
     return summary
 
 
-def _named(text: str, plan: "dict[str, Job]") -> list[str]:
+def _named(text: str, plan: dict[str, Job]) -> list[str]:
     """The ids in --only, in the order of the plan; UserError for one that the plan does not have."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = next((name for name in names if name not in plan), None)
@@ -160,7 +156,7 @@ def _named(text: str, plan: "dict[str, Job]") -> list[str]:
     return [name for name in plan if name in names]
 
 
-def _note(state: "JobState", files: "JobFiles", summary: RunSummary) -> None:
+def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
     """Add a job that has ended to the summary and to the log."""
     if state.status == "done":
         summary.done.append(state.id)
@@ -172,7 +168,7 @@ def _note(state: "JobState", files: "JobFiles", summary: RunSummary) -> None:
     logger.error("  %s: %s", resumes, files.rerun)
 
 
-def _stop(running: "dict[str, Attempt]") -> None:
+def _stop(running: dict[str, Attempt]) -> None:
     """Ask all running commands to end, and wait for them; on a second signal, kill them."""
     for attempt in running.values():
         attempt.stop()
@@ -212,7 +208,7 @@ class Machine(NamedTuple):
     memory_gb: float
 
 
-def _machine(jobs: "Sequence[Job]", workers: int | None, scheduled: bool) -> Machine:
+def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machine:
     """This machine, for some jobs.
 
     Args:
@@ -222,8 +218,6 @@ def _machine(jobs: "Sequence[Job]", workers: int | None, scheduled: bool) -> Mac
     Raises:
         UserError: a job needs more GPUs than there are.
     """
-    from emp_llm.common.machine import available_cores, available_memory
-
     cores, memory = available_cores(), (available_memory() or 0) / 1e9 or float("inf")
     if scheduled:
         return Machine(workers or 1, None, None, memory)
@@ -243,12 +237,12 @@ def _machine(jobs: "Sequence[Job]", workers: int | None, scheduled: bool) -> Mac
     return Machine(workers, list(range(gpus)), max(1, cores // workers), memory)
 
 
-def _gpus_of(job: "Job") -> int:
+def _gpus_of(job: Job) -> int:
     """The number of GPUs of a job on all its nodes together."""
     return job.needs.gpus * job.needs.nodes
 
 
-def _memory_of(job: "Job") -> float:
+def _memory_of(job: Job) -> float:
     """The memory of a job on all its nodes together, in GB."""
     return job.needs.memory_gb * job.needs.nodes
 

@@ -5,15 +5,35 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
+
+from emp_llm.checkpoint.files import write_text
+from emp_llm.checkpoint.locks import locked
 from emp_llm.cli import command, options_from, run
+from emp_llm.cluster.downloads import download, wanted_by
+from emp_llm.cluster.jobs import JobFiles
+from emp_llm.cluster.plan_file import read_plan
+from emp_llm.cluster.site import read_site
+from emp_llm.cluster.slurm import (
+    FOLDER_NAME,
+    JobArray,
+    check_fits,
+    check_sbatch,
+    grouped_jobs,
+    list_text,
+    next_number,
+    note_array,
+    queued_jobs,
+    sbatch_words,
+    script_text,
+    submit_script,
+)
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
 from emp_llm.options.base import Opt
-
-if TYPE_CHECKING:
-    from emp_llm.cluster.slurm import JobArray
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +49,7 @@ class SubmittedArray:
         number: of Slurm; None for a dry run.
     """
 
-    array: "JobArray"
+    array: JobArray
     command: list[str]
     script: str
     number: str | None = None
@@ -73,25 +93,6 @@ def submit(
 
     Returns the arrays and their numbers.
     """
-    import msgspec
-
-    from emp_llm.checkpoint.locks import locked
-    from emp_llm.cluster.downloads import download, wanted_by
-    from emp_llm.cluster.jobs import JobFiles
-    from emp_llm.cluster.plan_file import read_plan
-    from emp_llm.cluster.site import read_site
-    from emp_llm.cluster.slurm import (
-        FOLDER_NAME,
-        check_fits,
-        check_sbatch,
-        grouped_jobs,
-        next_number,
-        queued_jobs,
-        sbatch_words,
-        script_text,
-    )
-    from emp_llm.common.progress import progress_bar
-
     settings, plan, folder = read_site(site), read_plan(study), study.resolve()
     summary = SubmitSummary(study, dry_run=dry_run)
     if not dry_run:
@@ -128,11 +129,8 @@ def submit(
     return summary
 
 
-def _submit_array(array: "JobArray", text: str, words: list[str], study: Path, before: int) -> str:
+def _submit_array(array: JobArray, text: str, words: list[str], study: Path, before: int) -> str:
     """Write the files of an array, submit it, and note it at once; returns its number. `before`: arrays submitted before it."""
-    from emp_llm.checkpoint.files import write_text
-    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, note_array, submit_script
-
     script = study / FOLDER_NAME / f"{array.name}.sh"
     try:
         write_text(script.with_suffix(".jobs"), list_text(array))

@@ -19,21 +19,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, read_json, write_json
+from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.machine import Stopwatch, command_line
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
+from emp_llm.common.progress import stage
+from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.recipe import SCORE_FIELDS, TARGET_FIELDS, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
+from emp_llm.records.base import converted, read_record
+from emp_llm.records.evaluation import Measures
+from emp_llm.records.run_report import PointRecord, RunReport
+from emp_llm.records.source import ModelSource, stage_records
+from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
 
 if TYPE_CHECKING:
     from emp_llm.models.architecture import Coverage
-    from emp_llm.records.evaluation import Measures
-    from emp_llm.records.run_report import PointRecord, RunReport
-    from emp_llm.records.sweep import Sweep, SweepMadeBy
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
@@ -63,7 +71,7 @@ def sweep(
     loading: LoadingOptions,
     suite_options: SuiteOptions,
     how: SweepOptions,
-) -> "Sweep | SweepDryRun":
+) -> Sweep | SweepDryRun:
     """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense model.
 
     The model is loaded and calibrated once. For each point the weights are masked in memory, the model is measured, and the
@@ -75,10 +83,6 @@ def sweep(
     points = plan_points(how, shared)
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
-    from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import Stopwatch, command_line
-    from emp_llm.common.progress import stage
-    from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
@@ -92,9 +96,6 @@ def sweep(
     from emp_llm.pruning.outcome import ALL_KEPT, masks_digest, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
-    from emp_llm.records.evaluation import Measures
-    from emp_llm.records.source import ModelSource, stage_records
-    from emp_llm.records.sweep import Sweep, SweepMadeBy
 
     if ranks().count > 1:
         raise UserError(
@@ -240,10 +241,8 @@ def sweep(
     return folder.record
 
 
-def point_record(point: SweepPoint) -> "PointRecord":
+def point_record(point: SweepPoint) -> PointRecord:
     """A point as a report records it."""
-    from emp_llm.records.run_report import PointRecord
-
     numbers = {name: getattr(point.recipe, name) for name in ("method", "beta", "order", "sparsity", "pattern")}
     return PointRecord(name=point.name, baseline_of=point.baseline_of, match=point.recipe.match_by, **numbers)
 
@@ -265,7 +264,7 @@ class SweepFolder:
         UserError: the path exists and is not the folder of a sweep, or it contains the source or lies in it.
     """
 
-    record: "Sweep"
+    record: Sweep
 
     def __init__(self, path: Path, source: Path, planned: list[SweepPoint]) -> None:
         self.path = Path(path)
@@ -282,9 +281,6 @@ class SweepFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for one run."""
-        from emp_llm.checkpoint.files import explain_disk_error
-        from emp_llm.checkpoint.locks import locked
-
         with locked(self._file, f"--output {self.path}"):
             try:
                 self.points.mkdir(exist_ok=True)
@@ -295,7 +291,7 @@ class SweepFolder:
                     raise
                 raise explained from error
 
-    def begin(self, made_by: "SweepMadeBy", about: "Sweep", overwrite: bool) -> None:
+    def begin(self, made_by: SweepMadeBy, about: Sweep, overwrite: bool) -> None:
         """Resume the sweep in the folder, or begin one.
 
         Args:
@@ -307,11 +303,6 @@ class SweepFolder:
         Raises:
             UserError: the folder holds a different sweep, and `overwrite` is false.
         """
-        from emp_llm.checkpoint.files import INDEX_LIMIT
-        from emp_llm.checkpoint.output import describe_difference
-        from emp_llm.records.base import read_record
-        from emp_llm.records.sweep import Sweep
-
         held = read_record(self._file, Sweep, INDEX_LIMIT) if self._file.is_file() else None
         before = held.made_by.as_dict() if held is not None and held.made_by is not None else {}
         asked = made_by.as_dict()
@@ -340,13 +331,13 @@ class SweepFolder:
             self.record.stages, self.record.dense, self.record.points = held.stages, held.dense, held.points
         self.record.save(self._file)
 
-    def note_stages(self, stages: Any, dense: "Measures | None" = None) -> None:
+    def note_stages(self, stages: Any, dense: Measures | None = None) -> None:
         """Note times of stages, and the measurements of the dense model, in sweep.json."""
         self.record.stages |= stages
         self.record.dense = dense or self.record.dense
         self.record.save(self._file)
 
-    def report(self, point: SweepPoint) -> "RunReport | None":
+    def report(self, point: SweepPoint) -> RunReport | None:
         """The report of a finished point; None if it is not finished."""
         path = self.points / point.name
         if not (path / REPORT_NAME).is_file():
@@ -359,27 +350,18 @@ class SweepFolder:
             wanted.beta = found.beta
         return report if found == wanted and report.evaluation is not None else None
 
-    def measured_so_far(self, point: SweepPoint, masks: str) -> "Measures":
+    def measured_so_far(self, point: SweepPoint, masks: str) -> Measures:
         """The measurements of an interrupted run for a point with these masks."""
-        from emp_llm.checkpoint.files import read_json
-        from emp_llm.records.base import converted
-        from emp_llm.records.evaluation import Measures
-
         path = self._partial(point)
         before = read_json(path) if path.is_file() else {}
         return converted(before["measures"], Measures, str(path)) if before.get("masks") == masks else Measures()
 
-    def note_measures(self, point: SweepPoint, masks: str, measures: "Measures") -> None:
+    def note_measures(self, point: SweepPoint, masks: str, measures: Measures) -> None:
         """Note the measurements of an unfinished point."""
-        from emp_llm.checkpoint.files import write_json
-
         write_json(self._partial(point), {"masks": masks, "measures": measures.as_dict()})
 
-    def finish(self, point: SweepPoint, report: "RunReport") -> "Measures":
+    def finish(self, point: SweepPoint, report: RunReport) -> Measures:
         """Note the measurements of a finished point in sweep.json; returns them."""
-        from emp_llm.records.evaluation import Measures
-        from emp_llm.records.sweep import SweptPoint
-
         assert report.evaluation is not None
         assert report.point is not None
         measures = report.evaluation.pruned or Measures()
@@ -417,7 +399,7 @@ class SweepFolder:
         return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 
 
-def show(result: "Sweep | SweepDryRun") -> None:
+def show(result: Sweep | SweepDryRun) -> None:
     """Print the table of all points; for a dry run, names of the points, the targets, and the disk space of the checkpoints."""
     if isinstance(result, SweepDryRun):
         coverage = result.coverage

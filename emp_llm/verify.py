@@ -5,18 +5,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, TAYLOR_NAME
+from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt
+from emp_llm.options.criterion import criterion_origin
 from emp_llm.options.model import TrustRemoteCode
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.manifest import Manifest
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
-    from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.options.recipe import Recipe
     from emp_llm.pruning.verification import Findings
-    from emp_llm.records.manifest import Manifest
-
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,6 @@ def verify(options: VerifyOptions) -> "Findings":
     Raises:
         UserError: the folder is no finished output, or source or activations are not those of its run.
     """
-    from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.pruning.verification import Findings, check_files
     from emp_llm.pruning.writing import read_manifest
 
@@ -68,13 +69,8 @@ def verify(options: VerifyOptions) -> "Findings":
     return findings
 
 
-def _check_against(
-    source: str, options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
-) -> None:
+def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings") -> None:
     """Compare bytes and masks with the dense model."""
-    from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.common.paths import MANIFEST_NAME
-    from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.pruning.verification import check_masks, check_other_bytes, check_source
@@ -105,7 +101,7 @@ def _check_against(
 
 
 def _check_units(
-    dense: "Checkpoint", options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
+    dense: Checkpoint, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings"
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
     from emp_llm.pruning.counts import read_report
@@ -126,10 +122,9 @@ def _check_units(
     findings.count("side files", check.check_side_files({} if structure is None else structure.config))
 
 
-def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> Any:
+def _features(criterion: str, options: VerifyOptions, manifest: Manifest) -> Any:
     """Returns a function from the name of a layer to the numbers of its inputs that scored its units."""
     if criterion == "taylor":
-        from emp_llm.common.paths import TAYLOR_NAME
         from emp_llm.structure.verification import read_tensors
 
         return read_tensors(options.folder / TAYLOR_NAME).get
@@ -137,9 +132,8 @@ def _features(criterion: str, options: VerifyOptions, manifest: "Manifest") -> A
     return (lambda name: None) if norms is None else norms.norm
 
 
-def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":
+def _with_own_scores(recipe: Recipe, options: VerifyOptions) -> Recipe:
     """A recipe from a manifest, with the user's own criterion or scores that it names. Its code is never run by that name."""
-    from emp_llm.options.criterion import criterion_origin
     from emp_llm.pruning.scores import GivenScores
 
     if recipe.criterion is not None:
@@ -158,10 +152,9 @@ def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":
     return recipe.but(scores=options.scores, scores_digest=None)
 
 
-def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":
+def _norms(options: VerifyOptions, manifest: Manifest) -> "Activations | None":
     """The norms that decided the masks; None if the criterion needs none."""
     from emp_llm.calibration.activations import Activations
-    from emp_llm.common.paths import ACTIVATIONS_NAME
     from emp_llm.pruning.verification import check_activations
 
     if manifest.activations is None:

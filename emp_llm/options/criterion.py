@@ -39,14 +39,15 @@ def find_criterion(name: str, criterion: str | Callable[..., Any] | None, scores
     """
     if scores is not None or criterion is None:
         return GIVEN
-    function, function_name = criterion, None
+    function: Any = criterion
+    function_name = None
     if isinstance(criterion, str):
         where, _, function_name = criterion.rpartition(":") if ":" in criterion else (criterion, "", name)
         function = _names_in(where, criterion).get(function_name)
         if not callable(function):
             raise UserError(f"--criterion {criterion}: {where} has no function {function_name}.")
     try:
-        return own_criterion(function, function_name)  # type: ignore[arg-type]
+        return own_criterion(function, function_name)
     except ValueError as error:
         shown = criterion if isinstance(criterion, str) else own_name(criterion)
         raise UserError(f"--criterion {shown}: {error}.") from error
