@@ -9,7 +9,7 @@ from typing import Annotated
 from emp_llm.calibration.texts import text_rows
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.evaluation.suites import Suite, suite_of
+from emp_llm.evaluation.suites import suite_of
 from emp_llm.options.base import Opt
 from emp_llm.options.evaluation import SuiteOptions, TableFormat
 from emp_llm.options.model import DEVICE_NAME, LoadingOptions, QuantizationOptions, Runtime, TrustRemoteCode
@@ -77,7 +77,14 @@ def evaluate(
     names = [name for name in (model, baseline if given is None else None) if name]
     sources = [find_model(name, revision if name == model else None, trust) for name in names]
     if prepare:
-        return [*(source.name for source in sources), *_prepared(suite)]
+        cached = [source.name for source in sources]
+        if suite.corpus is not None:
+            rows = sum(1 for _ in text_rows(suite.corpus))
+            cached.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
+        if suite.tasks:
+            counts = Harness(suite.tasks).examples()
+            cached += [f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()]
+        return cached
     if not model:
         raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
     base, _, changes = suite.name.partition(",")  # "perplexity-seqlen=512" of "perplexity,seqlen=512"
@@ -126,19 +133,6 @@ def evaluate(
             logger.info("results in %s", path)
     every = [*first, *(results for *_, results in runs), *others]
     return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], form))
-
-
-def _prepared(suite: Suite) -> list[str]:
-    """Load every text and data set of a suite once, so that they are in the cache; returns a line for each."""
-    from emp_llm.evaluation.harness import Harness
-
-    lines = []
-    if suite.corpus is not None:
-        rows = sum(1 for _ in text_rows(suite.corpus))
-        lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
-    if suite.tasks:
-        lines += [f"task {name}: {count_of(count, 'example')}" for name, count in Harness(suite.tasks).examples().items()]
-    return lines
 
 
 def show(result: Evaluated | list[str]) -> None:

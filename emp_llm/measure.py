@@ -15,7 +15,6 @@ from emp_llm.records.source import ModelSource
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
-_CRITERIA = "magnitude,wanda"
 
 
 @command
@@ -127,7 +126,7 @@ def _recipes(given: str | None, orders: str, shared: Recipe) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
-    criteria = parse_words(",".join(filter(None, (_CRITERIA, own))) if given is None else given, "--criteria")
+    criteria = parse_words(",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given, "--criteria")
     for criterion in dict.fromkeys(criteria):
         if criterion in SEARCHES:
             raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")

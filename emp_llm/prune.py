@@ -95,7 +95,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     if update is not None or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.data import CalibrationText, calibration_data
-        from emp_llm.calibration.passes import calibrated, delete_progress, fit_origin, model_origin
+        from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 
         data = calibration_data(options, chosen.architecture, options.trust_remote_code, options.propagate)
     if update is not None:
@@ -107,8 +107,6 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         check_updatable(recipe, chosen, data)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
     if data is not None:
-        from emp_llm.calibration.passes import calibration_signature
-
         how = calibration_signature(data, options, options.propagate, quantization)
         origin_of_norms = (origin_of_norms or {}) | how | {"dtype": options.dtype, "device_map": options.device_map}
     signature = run_signature(checkpoint, recipe, origin_of_norms)

@@ -85,7 +85,7 @@ def run(
         free = [gpu for gpu in machine.gpus or [] if not any(gpu in gpus[name] for name in running)]
         if machine.gpus is not None and len(free) < _gpus_of(job):
             return
-        memory = sum(_memory_of(plan[name]) for name in [*running, job.id])
+        memory = sum(plan[name].needs.memory_gb * plan[name].needs.nodes for name in [*running, job.id])
         if running and (len(running) >= machine.workers or memory > machine.memory_gb):  # a job alone always fits
             return
         files = JobFiles(study, job)
@@ -240,11 +240,6 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
 def _gpus_of(job: Job) -> int:
     """The number of GPUs of a job on all its nodes together."""
     return job.needs.gpus * job.needs.nodes
-
-
-def _memory_of(job: Job) -> float:
-    """The memory of a job on all its nodes together, in GB."""
-    return job.needs.memory_gb * job.needs.nodes
 
 
 def show(summary: RunSummary) -> None:

@@ -30,10 +30,6 @@ class StudyStatus:
     views: "list[JobView]"
     log_lines: int = 0
 
-    @property
-    def complete(self) -> bool:
-        return all(view.status == "done" for view in self.views)
-
 
 @command
 def status(

@@ -79,13 +79,9 @@ class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options, or one without --structure."""
         check_values(self)
-        given = [
-            option.flag
-            for name, option in options_of(StructureRecipe).items()
-            if getattr(self, name) != option.parameter.default
-        ]
-        if self.structure is None and given:
-            raise UserError(f"{given[0]} has no effect without --structure. Add that, or leave it out.")
+        for name, option in options_of(StructureRecipe).items():
+            if self.structure is None and getattr(self, name) != option.parameter.default:
+                raise UserError(f"{option.flag} has no effect without --structure. Add that, or leave it out.")
         if self.structure == "heads" and self.width_multiple is not None:
             raise UserError("--width-multiple is for neurons, and --structure heads removes none. Leave it out.")
         if self.structure == "neurons" and self.head_unit is not None:
@@ -311,8 +307,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
-        return values
+        return dict(msgspec.to_builtins(self))
 
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
@@ -345,7 +340,25 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.structure is None:
             check_targets(self.tower, self.blocks)
             check_method(self)
-            self._check_scores()
+            if self.criterion is not None and self.scores is not None:
+                raise UserError("--criterion and --scores both define the scores; give only one.")
+            if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
+                raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
+            own, known = own_name(self.criterion, self.scores), self.scored_by
+            if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
+                flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
+                raise UserError(
+                    f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
+                )
+            if self.score_map is not None and not known.own:
+                raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
+            if self.score is not None and not known.needs_norms:
+                raise UserError(
+                    f"--score chooses the norms of the inputs, and method {self.method} needs none. Leave it out, or use "
+                    "--method wanda or emp-wanda."
+                )
+            if self.score == "wanda" and self.name == "relative":
+                raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
 
         # The counts.
         wrong: tuple[str, ...] = ("beta", "order", "neff_dtype", "count_by")
@@ -409,28 +422,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for flag, given in of_all.items():
             if given:
                 raise UserError(f"--propagate pruned prunes block by block, and {flag} needs the scores of all; leave one out.")
-
-    def _check_scores(self) -> None:
-        """Options of the scores that do not go with the method."""
-        if self.criterion is not None and self.scores is not None:
-            raise UserError("--criterion and --scores both define the scores; give only one.")
-        if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
-            raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
-        own, known = own_name(self.criterion, self.scores), self.scored_by
-        if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
-            flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
-            raise UserError(
-                f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
-            )
-        if self.score_map is not None and not known.own:
-            raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
-        if self.score is not None and not known.needs_norms:
-            raise UserError(
-                f"--score chooses the norms of the inputs, and method {self.method} needs no activations. Leave it out, or use "
-                "--method wanda or emp-wanda."
-            )
-        if self.score == "wanda" and self.name == "relative":
-            raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
 
 
 def check_targets(tower: str, blocks: str | None) -> None:
