@@ -7,6 +7,7 @@ from typing import Annotated
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, quotable, shortened_list
 from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 from emp_llm.records.base import FileRecord
 
 _SUMMARY = "collected.json"
@@ -54,7 +55,7 @@ class CollectSummary:
 
 @command
 def collect(
-    study: Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")],
+    study: StudyFolder,
     *,
     output: Annotated[Path | None, Opt("Folder to write; default: tables in the study.")] = None,
     no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from emp_llm.cli import command
@@ -17,6 +16,7 @@ from emp_llm.common.machine import available_cores, available_memory
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import LOST_CODE
 from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 
 logger = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the running jobs
@@ -48,7 +48,7 @@ class RunSummary:
 
 @command
 def run(
-    study: Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")],
+    study: StudyFolder,
     *,
     workers: Annotated[
         int | None,

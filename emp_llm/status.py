@@ -8,6 +8,7 @@ from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of, quotable, shortened_list
 from emp_llm.common.tables import table
 from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 
 if TYPE_CHECKING:
     from emp_llm.cluster.collecting import JobView
@@ -33,7 +34,7 @@ class StudyStatus:
 
 @command
 def status(
-    study: Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")],
+    study: StudyFolder,
     *,
     lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5,
 ) -> StudyStatus:

@@ -34,6 +34,7 @@ from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
 from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class SubmitSummary:
 
 @command
 def submit(
-    study: Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")],
+    study: StudyFolder,
     *,
     site: Annotated[Path, Opt("Settings of the cluster: a .toml file; examples lie in scripts/slurm.")] = Path("site.toml"),
     prepare: Annotated[

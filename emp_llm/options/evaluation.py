@@ -1,7 +1,6 @@
 """Options of evaluation."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from emp_llm.options.base import Opt
@@ -24,14 +23,3 @@ class SuiteOptions:
     limit: Annotated[
         int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.", minimum=1)
     ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationStageOptions:
-    """The evaluation stages of `prune`: of the dense and of the pruned model."""
-
-    evaluate: Annotated[
-        str | None,
-        Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
-    ] = None
-    baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None

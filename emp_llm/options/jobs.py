@@ -1,4 +1,4 @@
-"""The options of `plan`."""
+"""The options of `plan`, and what the commands for studies share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +8,7 @@ from emp_llm.options.base import Opt
 from emp_llm.options.model import Dtype
 from emp_llm.options.sweep import PointOptions
 
+StudyFolder = Annotated[Path, Opt("Folder with plan.jsonl.", argument=True, metavar="STUDY")]
 DEFAULT_SUITE = "paper"
 DEFAULT_GPU_GB = 80.0
 

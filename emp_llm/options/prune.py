@@ -7,7 +7,6 @@ from typing import Annotated
 from emp_llm.common.errors import UserError
 from emp_llm.options.base import Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
-from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import SEARCHES, Recipe, StructureRecipe
 
@@ -20,11 +19,16 @@ _OF_WEIGHTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneOptions(EvaluationStageOptions, QuantizationOptions, LoadingOptions, NormOptions, ModelOptions):
+class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOptions):
     """The options of `prune` that are not part of the recipe."""
 
     propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
     mask_device: MaskDevice = "cpu"
+    evaluate: Annotated[
+        str | None,
+        Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
+    ] = None
+    baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
     output: Annotated[Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")] = False
     dry_run: Annotated[bool, Opt("Print the plan of the run, and write nothing.")] = False

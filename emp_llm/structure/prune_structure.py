@@ -45,8 +45,8 @@ from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import NormOptions
-from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
@@ -75,7 +75,7 @@ def prune_structure(
     recipe: Recipe,
     text: NormOptions,
     loading: LoadingOptions,
-    evaluation: EvaluationStageOptions,
+    evaluation: PruneOptions,
     output: Path | None,
     overwrite: bool,
     dry_run: bool,
