@@ -41,22 +41,42 @@ if TYPE_CHECKING:
     from emp_llm.unpack import unpack as unpack
     from emp_llm.verify import verify as verify
 
-_HOME = {
-    "effective_mask": "selection.effective",
-    "effective_number": "selection.effective",
-    "effective_mass": "selection.effective",
-    "effective_mass_bound": "selection.effective",
-    "loss_change_bound": "selection.effective",
-    "InputStatistics": "selection.criteria",
-    "shift": "selection.criteria",
-    "exponential": "selection.criteria",
-    "Masks": "in_memory.masks",
-    "Recipe": "options.recipe",
-    "masks_of": "in_memory.prune_model",
-    "prune_model": "in_memory.prune_model",
-    "reapply_mask": "in_memory.reapply",
-    "SparsityCallback": "in_memory.reapply",
+COMMANDS = {
+    "bench": "Measure speed and memory of a pruned model against the dense one.",
+    "calibrate": "Collect the input norms of a model's linear layers on a text.",
+    "collect": "Collect the results of a study as tables and a report.",
+    "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
+    "generate": "Continue a text with a pruned model, computed from its packed weights.",
+    "measure": "Measure the redundancy of a model; no weights are written.",
+    "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
+    "plan": "Plan a study of models x methods as a file of jobs.",
+    "prune": "Prune a model and write the pruned checkpoint.",
+    "push": "Push a pruned checkpoint to the Hub, with a model card.",
+    "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
+    "run": "Run the jobs of a plan on this machine.",
+    "status": "Show what is done, running, failed and missing of a study.",
+    "submit": "Submit the jobs of a plan to a Slurm cluster.",
+    "sweep": "Prune a model by many recipes, and evaluate each.",
+    "unpack": "Restore a packed checkpoint, bit for bit; or apply a mask to its base model.",
+    "verify": "Check a pruned checkpoint: files, bytes and masks.",
 }
+# The other public names, by their modules.
+_MODULES = {
+    "in_memory.prune_model": ("masks_of", "prune_model"),
+    "options.recipe": ("Recipe",),
+    "in_memory.masks": ("Masks",),
+    "in_memory.reapply": ("SparsityCallback", "reapply_mask"),
+    "selection.criteria": ("InputStatistics", "exponential", "shift"),
+    "selection.effective": (
+        "effective_mask",
+        "effective_mass",
+        "effective_mass_bound",
+        "effective_number",
+        "loss_change_bound",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*COMMANDS, *_MODULE_OF]
 
 try:
     __version__ = version("emp-llm")
@@ -66,16 +86,12 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 def __getattr__(name: str) -> object:
     """Import torch or transformers only for what needs them, so that `--help` does not wait for them."""
-    if name in _HOME:
-        return getattr(import_module(f"emp_llm.{_HOME[name]}"), name)
-    from emp_llm.cli import COMMANDS
-
-    if name in COMMANDS:  # a module that can be called like its function
-        return import_module(f"emp_llm.{name}")
+    if name in _MODULE_OF:
+        return getattr(import_module(f"emp_llm.{_MODULE_OF[name]}"), name)
+    if name in COMMANDS:
+        return import_module(f"emp_llm.{name}")  # which can be called like its function
     raise AttributeError(f"module 'emp_llm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    from emp_llm.cli import COMMANDS
-
-    return [*_HOME, *COMMANDS, "__version__"]
+    return [*__all__, "__version__"]

@@ -1,62 +1,72 @@
 """`emp-llm bench DIR`: what the zeros of a pruned model buy on this machine."""
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.checkpoint.output import check_output_file
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
-from emp_llm.options.base import takes
-from emp_llm.options.runtime import BenchOptions
+from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
+from emp_llm.common.progress import progress_bar
+from emp_llm.common.tables import table
+from emp_llm.hub.local_model import find_model
+from emp_llm.options.base import Opt
+from emp_llm.options.model import DeviceOptions, TrustRemoteCode
+from emp_llm.records.bench import Bench, Speed
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from emp_llm.records.bench import Bench, Speed
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Benched:
-    """The figures, and their table."""
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(DeviceOptions):
+    """Options of `bench`."""
 
-    record: "Bench"
-    table: str
+    model: Annotated[str, Opt("Pruned or packed model: a folder or Hub id.", argument=True, metavar="DIR")] = field(
+        kw_only=False
+    )
+    baseline: Annotated[str | None, Opt("Dense model to compare with; default: the same model, run dense.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    trust_remote_code: TrustRemoteCode = False
+    prompt_tokens: Annotated[int, Opt("Tokens of the prompt.", minimum=1)] = 512
+    new_tokens: Annotated[int, Opt("Tokens to decode after it.", minimum=1)] = 32
+    batch_size: Annotated[int, Opt("Sequences at a time.", minimum=1)] = 1
+    repeats: Annotated[int, Opt("Rounds; both models run in each, and medians are reported.", minimum=1)] = 5
+    output: Annotated[Path | None, Opt("File for the figures, which report and push read; default: MODEL-bench.json.")] = None
+    overwrite: Annotated[bool, Opt("Replace an existing file.")] = False
 
 
-@takes(BenchOptions)
-def bench(options: BenchOptions) -> Benched:
+@command
+def bench(options: BenchOptions) -> Bench:
     """Measure load time, memory, prefill and decoding of a pruned model from packed weights, and of the dense model, in turn.
 
     Both models are in one process, and each round runs one after the other, so that a machine that is busy slows both. The
     figures are medians; they are saved as JSON, and emp-llm report and emp-llm push --results read the file.
 
-    Returns the figures and their table.
+    Returns the content of the file.
 
     Raises:
         UserError: options are wrong, a model cannot be loaded, no layer is packed, or the output exists.
     """
     import torch
 
-    from emp_llm.common.machine import command_line, processor_name, versions
-    from emp_llm.common.progress import progress_bar
-    from emp_llm.common.tables import table
     from emp_llm.evaluation.results import folder_identity
-    from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_model
-    from emp_llm.records.bench import Bench
     from emp_llm.runtime.loader import NEVER, load, run_device, sparse_layers
 
-    options.check()
     device = torch.device(run_device(options.device))
     source = find_model(options.model, options.revision, options.trust_remote_code)
     baseline = None if options.baseline is None else find_model(options.baseline, None, options.trust_remote_code)
     output = options.output or Path(f"{source.short_name}-bench.json")
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} exists. Choose another --output, or replace it with --overwrite.")
+    check_output_file(output, options.overwrite)
     prompt = _prompt(source.folder, options).to(device)
     how: dict[str, Any] = {"device": device, "dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
@@ -81,7 +91,6 @@ def bench(options: BenchOptions) -> Benched:
                 measured.round()
             bar.update(1)
     other = baseline or source
-    speeds = dense.speed(other.name, other.revision, "dense"), sparse.speed(source.name, source.revision, "sparse")
     layers = [layer.rows for layer in sparse_layers(sparse.model).values()]
     record = Bench(
         model=options.model,
@@ -96,8 +105,8 @@ def bench(options: BenchOptions) -> Benched:
         new_tokens=options.new_tokens,
         batch_size=options.batch_size,
         repeats=options.repeats,
-        dense=speeds[0],
-        sparse=speeds[1],
+        dense=dense.speed(other.name, other.revision, "dense"),
+        sparse=sparse.speed(source.name, source.revision, "sparse"),
         prefill_ratio=_ratio(dense.prefill, sparse.prefill),
         decode_ratio=_ratio(dense.decode, sparse.decode),
         memory_ratio=round(sparse.memory / max(1, dense.memory), 4),
@@ -106,7 +115,8 @@ def bench(options: BenchOptions) -> Benched:
         command=command_line(),
     )
     record.save(output)
-    return Benched(record, f"{table(bench_rows(record))}\n{_note(record)}\nfigures in {output}")
+    logger.info("written to %s", output)
+    return record
 
 
 class _Measured:
@@ -119,8 +129,6 @@ class _Measured:
     """
 
     def __init__(self, make: Callable[[], "PreTrainedModel"], prompt: "torch.Tensor", new_tokens: int) -> None:
-        from emp_llm.common.machine import resident_memory
-
         self._prompt, self._new_tokens = prompt, new_tokens
         self.prefill: list[float] = []
         self.decode: list[float] = []
@@ -149,9 +157,8 @@ class _Measured:
         self.decode.append(end - middle)
         return torch.cat(tokens, dim=1)
 
-    def speed(self, name: str, revision: str | None, runtime: str) -> "Speed":
+    def speed(self, name: str, revision: str | None, runtime: str) -> Speed:
         """The record of all rounds."""
-        from emp_llm.records.bench import Speed
         from emp_llm.runtime.loader import sparse_layers
 
         sequences, length = self._prompt.shape
@@ -191,34 +198,6 @@ def _prompt(folder: Path, options: BenchOptions) -> "torch.Tensor":
     return torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def bench_rows(record: "Bench") -> list[list[str]]:
-    """The table of a bench: a line for each figure."""
-    dense, sparse = record.dense, record.sparse
-    load_ratio = sparse.load_seconds / max(dense.load_seconds, 1e-9)
-    where = f"{record.device}, {record.batch_size} x {record.prompt_tokens} + {record.new_tokens} tokens"
-
-    def line(name: str, cell: Callable[["Speed"], str], ratio: float) -> list[str]:
-        return [name, cell(dense), cell(sparse), f"{ratio:.2f}"]
-
-    return [
-        [where, "dense", "sparse", "ratio"],
-        line("prefill, tokens/s", lambda speed: f"{speed.prefill_tokens_per_second:.1f}", record.prefill_ratio),
-        line("decode, tokens/s", lambda speed: f"{speed.decode_tokens_per_second:.1f}", record.decode_ratio),
-        line("weights in memory", lambda speed: format_bytes(speed.weight_bytes), sparse.weight_bytes / dense.weight_bytes),
-        line("memory of the process", lambda speed: format_bytes(speed.memory_bytes), record.memory_ratio),
-        line("load, seconds", lambda speed: f"{speed.load_seconds:.2f}", load_ratio),
-    ]
-
-
-def _note(record: "Bench") -> str:
-    where = record.processor if record.device == "cpu" else record.device
-    same = "" if record.equal_tokens is None else f"; {record.equal_tokens:.1%} of the new tokens are the same"
-    return (
-        f"{count_of(record.layers, 'packed layer')}, {record.sparsity:.1%} zeros; {where}, "
-        f"{count_of(record.threads, 'thread')}; medians of {count_of(record.repeats, 'round')}{same}"
-    )
-
-
 def _ratio(slow: list[float], fast: list[float]) -> float:
     """The median of the rounds' ratios."""
     return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 4)
@@ -232,12 +211,31 @@ def _now(prompt: "torch.Tensor") -> float:
     return time.perf_counter()
 
 
-def show(result: Benched) -> None:
-    """Print the table."""
-    print(result.table)
+def show(record: Bench) -> None:
+    """Print a line for each figure, and what was measured."""
+    dense, sparse = record.dense, record.sparse
 
+    def line(name: str, cell: Callable[[Speed], str], ratio: float) -> list[str]:
+        return [name, cell(dense), cell(sparse), f"{ratio:.2f}"]
 
-callable_module(__name__)
+    weights, load = sparse.weight_bytes / dense.weight_bytes, sparse.load_seconds / max(dense.load_seconds, 1e-9)
+    what = f"{record.device}, {record.batch_size} x {record.prompt_tokens} + {record.new_tokens} tokens"
+    rows = [
+        [what, "dense", "sparse", "ratio"],
+        line("prefill, tokens/s", lambda speed: f"{speed.prefill_tokens_per_second:.1f}", record.prefill_ratio),
+        line("decode, tokens/s", lambda speed: f"{speed.decode_tokens_per_second:.1f}", record.decode_ratio),
+        line("weights in memory", lambda speed: format_bytes(speed.weight_bytes), weights),
+        line("memory of the process", lambda speed: format_bytes(speed.memory_bytes), record.memory_ratio),
+        line("load, seconds", lambda speed: f"{speed.load_seconds:.2f}", load),
+    ]
+    same = "" if record.equal_tokens is None else f"; {record.equal_tokens:.1%} of the new tokens are the same"
+    print(table(rows))
+    print(
+        f"{count_of(record.layers, 'packed layer')}, {record.sparsity:.1%} zeros; "
+        f"{record.processor if record.device == 'cpu' else record.device}, {count_of(record.threads, 'thread')}; medians of "
+        f"{count_of(record.repeats, 'round')}{same}"
+    )
+
 
 if __name__ == "__main__":
     run(bench, show)

@@ -1,38 +1,26 @@
-"""The command line: options generated from the dataclasses of the commands, and exit codes."""
+"""Commands: functions whose options are generated from their parameters, for Python and for the shell; and exit codes."""
 
 import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace, UnionType
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any, TypeVar
 
-from emp_llm.options.base import Opt
+from emp_llm import COMMANDS as COMMANDS
+from emp_llm.common.errors import UserError
+from emp_llm.common.progress import loudness, progress_of
+from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
+from emp_llm.options.base import Opt, Option, options_in, options_of
 
-COMMANDS = {
-    "bench": "Measure speed and memory of a pruned model against the dense one.",
-    "calibrate": "Collect the input norms of a model's linear layers on a text.",
-    "collect": "Collect the results of a study as tables and a report.",
-    "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
-    "generate": "Continue a text with a pruned model, computed from its packed weights.",
-    "measure": "Measure the redundancy of a model; no weights are written.",
-    "pack": "Compress a pruned checkpoint without loss, or only its mask, for shipping.",
-    "plan": "Plan a study of models x methods as a file of jobs.",
-    "prune": "Prune a model and write the pruned checkpoint.",
-    "push": "Push a pruned checkpoint to the Hub, with a model card.",
-    "report": "Write tables, figures and a web page from runs, sweeps, measures and results.",
-    "run": "Run the jobs of a plan on this machine.",
-    "status": "Show what is done, running, failed and missing of a study.",
-    "submit": "Submit the jobs of a plan to a Slurm cluster.",
-    "sweep": "Prune a model by many recipes, and evaluate each.",
-    "unpack": "Restore a packed checkpoint, bit for bit; or apply a mask to its base model.",
-    "verify": "Check a pruned checkpoint: files, bytes and masks.",
-}
+R = TypeVar("R")
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
 
@@ -56,17 +44,53 @@ class CommandModule(ModuleType):
         return command
 
 
-def callable_module(name: str) -> None:
-    """Make a command's module callable; `name` is its `__name__`."""
-    if name != "__main__":
-        sys.modules[name].__class__ = CommandModule
+@dataclass(frozen=True, kw_only=True)
+class Loudness:
+    """What a command tells while it works. Warnings and errors are always shown."""
+
+    verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.", short="-v")] = False
+    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.", short="-q")] = False
+
+
+def command(function: Callable[..., R]) -> Callable[..., R]:
+    """Turn a function into a command: all its options are keyword arguments in Python, and flags in the shell.
+
+    A parameter of the function is an option, annotated with an `Opt`; or a group of options: a dataclass or struct with such
+    fields, or `Some` of them. The options of `Loudness` come on top. The module of the function can be called like it.
+    """
+    groups = {name: options_in(parameter) for name, parameter in inspect.signature(function).parameters.items()}
+    options = {name: option for _, part in groups.values() for name, option in part.items()} | options_of(Loudness)
+
+    def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the function, made of values of the options."""
+        arguments: dict[str, Any] = {}
+        for name, (kind, part) in groups.items():
+            values = {each: given[each] for each in part if each in given}
+            arguments |= values if kind is None else {name: kind(**values)}
+        return arguments
+
+    @wraps(function)
+    def flat(*arguments: Any, **keywords: Any) -> R:
+        given = signature.bind(*arguments, **keywords).arguments
+        given = {name: options[name].checked(value) for name, value in given.items()}
+        verbose, quiet = given.get("verbose", False), given.get("quiet", False)
+        if verbose and quiet:
+            raise UserError("--verbose and --quiet exclude each other; give one of them.")
+        with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
+            return function(**grouped(given))
+
+    parameters = sorted((option.parameter for option in options.values()), key=lambda each: each.kind)
+    signature = inspect.signature(function).replace(parameters=parameters)
+    flat.__signature__, flat.options, flat.grouped = signature, options, grouped  # type: ignore[attr-defined]
+    if function.__module__ != "__main__":
+        sys.modules[function.__module__].__class__ = CommandModule
+    return flat
 
 
 def run(
     command: Callable[..., Any],
     show: Callable[[Any], None] | None = None,
     arguments: list[str] | None = None,
-    name: str | None = None,
 ) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
@@ -77,9 +101,10 @@ def run(
     """
 
     def work(rank: int) -> None:
-        options = parse(command, sys.argv[1:] if arguments is None else arguments, name or f"emp-llm {command.__name__}")
+        options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
         if options["quiet"]:
-            _set_up_quiet()
+            logging.getLogger().setLevel(logging.WARNING)
+            _hide_bars_of_libraries()
         result = command(**options)
         if show is not None and rank == 0:
             show(result)
@@ -89,9 +114,6 @@ def run(
 
 def _with_exit_codes(work: Callable[[int], None]) -> None:
     """Do the work of this rank; a UserError, a lost rank or a signal ends the process without a traceback."""
-    from emp_llm.common.errors import UserError
-    from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
-
     rank = int(os.environ.get("RANK", "0"))  # only rank 0 prints results; errors of other ranks name their rank
     mark = f"rank {rank}: " if rank else ""
     try:
@@ -101,23 +123,18 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
         with rank_losses():
             work(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to clean up
+        return
     except UserError as error:
-        _fail(2, mark, f"error: {error}")
+        code, message = 2, f"error: {error}"
     except RankLost as loss:
-        _fail(loss.code, mark, f"error: {loss}")
+        code, message = loss.code, f"error: {loss}"
     except KeyboardInterrupt:
-        _fail(130, mark, "interrupted; no incomplete output is left.")
+        code, message = 130, "interrupted; no incomplete output is left."
     except _Terminated:
-        _fail(143, mark, "terminated by SIGTERM; no incomplete output is left.")
+        code, message = 143, "terminated by SIGTERM; no incomplete output is left."
     except BaseException as error:
         tell_ranks(1, f"{type(error).__name__}: {error}")
         raise
-
-
-def _fail(code: int, mark: str, message: str) -> NoReturn:
-    """Print why this rank ends, tell the others, and exit."""
-    from emp_llm.common.ranks import tell_ranks
-
     print(f"{mark}{message}", file=sys.stderr)
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
@@ -132,7 +149,9 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     def take(**options: Any) -> None:
         values.update(options)
 
-    parameters = [_parameter(*each) for each in _fields(command)]
+    options: dict[str, Option] = command.options  # type: ignore[attr-defined]
+    required = [each for each in options.values() if each.parameter.default is inspect.Parameter.empty]
+    parameters = [_parameter(each) for each in dict.fromkeys([*required, *options.values()])]
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -147,10 +166,27 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     return values
 
 
-def options_of(name: str, words: list[str]) -> SimpleNamespace:
-    """The options of a command by its name, parsed from the words of a command line, and not checked yet.
+def _parameter(option: Option) -> inspect.Parameter:
+    """An option as a parameter for typer."""
+    import typer
 
-    Returns all its options as attributes, and `groups`: the values that its function takes.
+    about = option.about
+    if about.argument:
+        declared = typer.Argument(help=about.help, metavar=about.metavar)
+    else:
+        flags = [option.flag, about.short] if about.short else [option.flag]
+        declared = typer.Option(*flags, help=about.help, metavar=about.metavar, min=about.minimum)
+    # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
+    kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
+    if option.parameter.default is None:
+        kind = kind | None
+    return option.parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, declared])
+
+
+def options_from(name: str, words: list[str]) -> SimpleNamespace:
+    """The options of a command by its name, parsed from the words of a command line; conflicts are not checked yet.
+
+    Returns all its options as attributes, and `groups`: the values that its function takes, by name.
     """
     command = getattr(import_module(f"emp_llm.{name}"), name)
     values = parse(command, words, f"emp-llm {name}")
@@ -188,40 +224,6 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(2)
 
 
-def _fields(command: Callable[..., Any]) -> list[tuple[str, Any, Opt, Any]]:
-    """(name, type, option, default) of each option of a command; arguments first."""
-    declared = []
-    for name, each in command.options.items():  # type: ignore[attr-defined]
-        hint, *marks = get_args(each.hint)
-        option = next(mark for mark in marks if isinstance(mark, Opt))
-        declared.append((name, hint, option, each.default))
-    return sorted(declared, key=lambda each: not each[2].argument)
-
-
-def _parameter(name: str, hint: Any, option: Opt, default: Any) -> inspect.Parameter:
-    """A field as a parameter for typer."""
-    import typer
-
-    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "min": option.minimum}
-    about = {key: value for key, value in about.items() if value is not None}
-    flag = option.flag or f"--{name.replace('_', '-')}"
-    flags = [flag, option.short] if option.short else [flag]
-    declaration = typer.Argument(**about) if option.argument else typer.Option(*flags, **about)
-    annotation: Any = Annotated[_shell_type(hint), declaration]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _shell_type(hint: Any) -> Any:
-    """The type of a field in the shell: text or a path where Python also takes objects; lists of names are text with commas."""
-    if hint is Any:
-        return str | None
-    if get_origin(hint) in (Union, UnionType):
-        for kind in (str, Path):
-            if kind in get_args(hint):
-                return kind | None if type(None) in get_args(hint) else kind
-    return hint
-
-
 def _set_up_logging(mark: str, rank: int) -> None:
     level = logging.WARNING if rank else logging.INFO
     logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
@@ -233,13 +235,8 @@ def _set_up_logging(mark: str, rank: int) -> None:
         _hide_bars_of_libraries()
 
 
-def _set_up_quiet() -> None:
-    """The part of --quiet that concerns other packages. They are not imported yet."""
-    logging.getLogger().setLevel(logging.WARNING)
-    _hide_bars_of_libraries()
-
-
 def _hide_bars_of_libraries() -> None:
+    """Hide the progress of other packages, which are not imported yet."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

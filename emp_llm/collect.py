@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, quotable, shortened_list
-from emp_llm.options.base import takes
-from emp_llm.options.jobs import CollectOptions
+from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 from emp_llm.records.base import FileRecord
 
 _SUMMARY = "collected.json"
@@ -52,8 +53,13 @@ class CollectSummary:
     text: str
 
 
-@takes(CollectOptions)
-def collect(options: CollectOptions) -> CollectSummary:
+@command
+def collect(
+    study: StudyFolder,
+    *,
+    output: Annotated[Path | None, Opt("Folder to write; default: tables in the study.")] = None,
+    no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
+) -> CollectSummary:
     """Collect the results of a study so far: tables beside the paper's values, as Markdown and CSV, and the HTML report.
 
     It may run at any time, also while jobs write. Tables of a part of the study say what is missing. The same results give the
@@ -61,11 +67,12 @@ def collect(options: CollectOptions) -> CollectSummary:
 
     Returns the tables, and what is missing.
     """
-    from emp_llm.checkpoint.locks import FileLock
+    from emp_llm.checkpoint.locks import locked
     from emp_llm.checkpoint.output import check_folder, write_folder
     from emp_llm.cluster.collecting import job_views, study_csv, study_markdown, study_results, study_text
 
-    output, views = options.output or options.study / "tables", job_views(options.study)
+    views = job_views(study)
+    output = output or study / "tables"
     foreign = next((view.message for view in views if view.status == "foreign"), None)
     if foreign is not None:
         raise UserError(foreign)
@@ -83,7 +90,7 @@ def collect(options: CollectOptions) -> CollectSummary:
         from emp_llm.reporting.points import read_inputs
         from emp_llm.reporting.report_folder import report_content
 
-        report = report_content(*read_inputs(paths), f"Study {options.study.resolve().name}", not options.no_plots)
+        report = report_content(*read_inputs(paths), f"Study {study.resolve().name}", not no_plots)
         files |= {f"report/{name}": content for name, content in report.files.items()}
     record = Collected(
         done=len(views) - len(missing),
@@ -94,13 +101,8 @@ def collect(options: CollectOptions) -> CollectSummary:
         files=sorted(files),
     )
     files[_SUMMARY] = record.encoded()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output.parent / f".{output.name}.lock", str(output))
-    lock.acquire(_PATIENCE)  # another collector may write the folder at this moment
-    try:
+    with locked(output, patience=_PATIENCE):  # another collector may write the folder at this moment
         write_folder(output, files, True, _SUMMARY)
-    finally:
-        lock.release()
     return CollectSummary(output, record, page, study_text(results))
 
 
@@ -119,8 +121,6 @@ def show(summary: CollectSummary) -> None:
     where = f"; open {report}" if "report/report.html" in record.files else ""
     print(f"{record.done:,} of {record.jobs:,} jobs collected in {summary.output}{where}")
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(collect, show)

@@ -2,77 +2,55 @@
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.calibration.texts import text_rows
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.options.base import Opt, Options, takes
-from emp_llm.options.evaluation import SuiteOptions
-from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
-from emp_llm.options.runtime import DEVICE_NAME, Runtime, check_runtime
+from emp_llm.evaluation.suites import suite_of
+from emp_llm.options.base import Opt
+from emp_llm.options.evaluation import SuiteOptions, TableFormat
+from emp_llm.options.model import DEVICE_NAME, LoadingOptions, QuantizationOptions, Runtime, TrustRemoteCode
+from emp_llm.records.results import Results
 
-if TYPE_CHECKING:
-    from emp_llm.evaluation.suites import Suite
-    from emp_llm.records.results import Results
-
-TableFormat = Literal["terminal", "markdown"]
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedModelOptions(ModelOptions):
-    """The model to evaluate."""
-
-    model: Annotated[str, Opt("Model folder or Hub id.")] = field(default="", kw_only=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultsOptions(Options):
-    """The results, and what they are compared with."""
-
-    output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None
-    overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False
-    baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None
-    beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None
-    batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8"
-    runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense"
-    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal"
-    prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """The results, and their table with the baselines."""
 
-    results: "Results"
+    results: Results
     table: str
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The content of the cache: a line for each model, text and task."""
-
-    suite: str
-    prepared: list[str]
-
-
-@takes(EvaluatedModelOptions, SuiteOptions, LoadingOptions, QuantizationOptions, ResultsOptions)
+@command
 def evaluate(
-    model: EvaluatedModelOptions,
+    model: Annotated[str, Opt("Model folder or Hub id.")] = "",
+    *,
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     suite_options: SuiteOptions,
     loading: LoadingOptions,
     quantized: QuantizationOptions,
-    how: ResultsOptions,
-) -> Evaluated | Prepared:
+    output: Annotated[Path | None, Opt("Results file; default: MODEL-SUITE.json in the current folder.")] = None,
+    overwrite: Annotated[bool, Opt("Evaluate again if the output already holds results.")] = False,
+    baseline: Annotated[str | None, Opt("Model to compare with, or its results file.")] = None,
+    beside: Annotated[list[Path] | None, Opt("Results file of another model to add to the table; repeatable.")] = None,
+    batch_size: Annotated[str, Opt("Examples per forward pass of a task, or auto.")] = "8",
+    runtime: Annotated[Runtime, Opt("Run the model dense, or from packed weights (sparse); baselines run dense.")] = "dense",
+    form: Annotated[TableFormat, Opt("Format of the table.", flag="--format")] = "terminal",
+    prepare: Annotated[bool, Opt("Only download the data of the suite (and the model) into the cache.")] = False,
+) -> Evaluated | list[str]:
     """Evaluate a model on a suite, write the results to a file, and compare them with a baseline in a table.
 
     Results are written after every task, and the same command resumes after the last finished one. A baseline that is a model
     is measured too, and its results are written beside the output as OUTPUT-baseline.json. With --load-in-8bit or
     --load-in-4bit and such a baseline, both models are measured with and without quantisation.
 
-    Returns the results and the table; with --prepare, the content of the cache.
+    Returns the results and the table; with --prepare, what is in the cache: a line for each model, text and task.
     """
     from emp_llm.checkpoint.locks import locked
     from emp_llm.common.machine import free_memory
@@ -82,29 +60,39 @@ def evaluate(
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
     from emp_llm.evaluation.harness import Harness, parse_batch_size
     from emp_llm.evaluation.results import model_of_results, new_results, open_results, results_to_compare
-    from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_model, load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
     from emp_llm.runtime.loader import load, run_device
 
-    _check(loading, quantized, how)
+    if runtime == "sparse":
+        if quantized.load_in_8bit or quantized.load_in_4bit:
+            raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
+        if DEVICE_NAME.fullmatch(loading.device_map) is None:
+            raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {loading.device_map}.")
     parse_device_map(loading.device_map)
-    size, quantization = parse_batch_size(how.batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
-    suite, trust = suite_of(suite_options), model.trust_remote_code
-    given = Path(how.baseline) if how.baseline is not None and how.baseline.endswith(".json") else None
-    names = [name for name in (model.model, how.baseline if given is None else None) if name]
-    sources = [find_model(name, model.revision if name == model.model else None, trust) for name in names]
-    if how.prepare:
-        return _prepared(suite, [source.name for source in sources])
-    if not model.model:
+    size, quantization = parse_batch_size(batch_size), quantization_of(quantized.load_in_8bit, quantized.load_in_4bit)
+    suite, trust = suite_of(suite_options), trust_remote_code
+    given = Path(baseline) if baseline is not None and baseline.endswith(".json") else None
+    names = [name for name in (model, baseline if given is None else None) if name]
+    sources = [find_model(name, revision if name == model else None, trust) for name in names]
+    if prepare:
+        cached = [source.name for source in sources]
+        if suite.corpus is not None:
+            rows = sum(1 for _ in text_rows(suite.corpus))
+            cached.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
+        if suite.tasks:
+            counts = Harness(suite.tasks).examples()
+            cached += [f"task {name}: {count_of(count, 'example')}" for name, count in counts.items()]
+        return cached
+    if not model:
         raise UserError("--model is missing; give the folder or Hub id of the model to evaluate.")
     base, _, changes = suite.name.partition(",")  # "perplexity-seqlen=512" of "perplexity,seqlen=512"
     marks = [sources[0].short_name, quantization, Path(base).stem, *filter(None, changes.split(","))]
-    output = how.output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
+    output = output or Path(f"{'-'.join(str(mark) for mark in marks if mark)}.json")
 
     # What is measured: (model, mark in the name of its file, quantisation, runtime); the last is --model.
-    wanted = [(sources[0], "", quantization, how.runtime)]
+    wanted = [(sources[0], "", quantization, runtime)]
     if len(sources) > 1:
         wanted = [(sources[1], "-baseline", None, "dense"), *wanted]
         if quantization is not None:
@@ -112,21 +100,21 @@ def evaluate(
             wanted.insert(2, (sources[1], f"-baseline-{quantization}", quantization, "dense"))
     with ExitStack() as stack:
         runs = []
-        for source, mark, bits, runtime in wanted:
+        for source, mark, bits, engine in wanted:
             path = output.with_name(f"{output.stem}{mark}.json") if mark else output
             if ranks().main:  # before its earlier results are read
                 stack.enter_context(locked(path))
-            results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, runtime)
-            runs.append((source, path, bits, runtime, open_results(path, results, how.overwrite)))
+            results = new_results(source, suite, size, loading.dtype, loading.device_map, bits, engine)
+            runs.append((source, path, bits, engine, open_results(path, results, overwrite)))
         made_by = runs[-1][-1].made_by
-        beside = [results_to_compare(path, "--beside", made_by) for path in how.beside or []]
+        others = [results_to_compare(path, "--beside", made_by) for path in beside or []]
         first = [] if given is None else [results_to_compare(given, "--baseline", made_by)]
 
         # The data of the suite is read before any model is measured.
         unfinished = [run for run in runs if missing(suite, run[-1].measures)]
         harness = Harness(suite.tasks) if suite.tasks and unfinished else None
         prepared = {run[1]: prepare_suite(suite, load_tokenizer(run[0].folder, trust), size, harness) for run in unfinished}
-        for source, path, bits, runtime, results in runs:
+        for source, path, bits, engine, results in runs:
             if path not in prepared:
                 logger.info("%s: already finished; not measured again.", path)
                 if ranks().main and not results.complete:  # a run was interrupted just before this
@@ -134,7 +122,7 @@ def evaluate(
                     results.save(path)
                 continue
             with stage(f"evaluate {source.short_name}"):
-                if runtime == "sparse":
+                if engine == "sparse":
                     device = run_device(loading.device_map)
                     loaded = load(source.folder, device=device, dtype=loading.dtype, trust_remote_code=trust)
                 else:
@@ -143,46 +131,17 @@ def evaluate(
                 del loaded
                 free_memory()
             logger.info("results in %s", path)
-    every = [*first, *(results for *_, results in runs), *beside]
-    return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], how.form))
+    every = [*first, *(results for *_, results in runs), *others]
+    return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], form))
 
 
-def _check(loading: LoadingOptions, quantized: QuantizationOptions, how: ResultsOptions) -> None:
-    """Raise UserError for invalid or conflicting options."""
-    how.check_choice("form", TableFormat, "format")
-    loading.check_loading()
-    check_runtime(how.runtime)
-    if how.runtime == "dense":
-        return
-    if quantized.load_in_8bit or quantized.load_in_4bit:
-        raise UserError("--runtime sparse computes from packed weights; leave out --load-in-8bit and --load-in-4bit.")
-    if DEVICE_NAME.fullmatch(loading.device_map) is None:
-        raise UserError(f"--runtime sparse runs on one device: --device-map auto, cpu or cuda:N, not {loading.device_map}.")
-
-
-def _prepared(suite: "Suite", models: list[str]) -> Prepared:
-    """Load every text and data set of a suite once, so that they are in the cache."""
-    from emp_llm.calibration.texts import text_rows
-    from emp_llm.evaluation.harness import Harness
-
-    lines = list(models)
-    if suite.corpus is not None:
-        rows = sum(1 for _ in text_rows(suite.corpus))
-        lines.append(f"text {suite.corpus.source}: {count_of(rows, 'row')}")
-    if suite.tasks:
-        lines += [f"task {name}: {count_of(count, 'example')}" for name, count in Harness(suite.tasks).examples().items()]
-    return Prepared(suite.name, lines)
-
-
-def show(result: Evaluated | Prepared) -> None:
+def show(result: Evaluated | list[str]) -> None:
     """Print the table, or the content of the cache."""
-    if isinstance(result, Prepared):
-        print("\n".join(["in the cache:", *(f"  {line}" for line in result.prepared)]))
+    if isinstance(result, list):
+        print("in the cache:", *result, sep="\n  ")
     else:
         print(result.table)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(evaluate, show)

@@ -1,20 +1,36 @@
 """`emp-llm generate`: text from a pruned model that computes from its packed weights."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.paths import PACK_NAME
-from emp_llm.options.base import takes
-from emp_llm.options.runtime import GenerateOptions
+from emp_llm.options.base import Opt
+from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(DeviceOptions, ModelOptions):
+    """Options of `generate`."""
+
+    prompt: Annotated[str, Opt("Text to continue; - reads it from standard input.")]
+    runtime: Annotated[Runtime, Opt("Compute from packed weights (sparse), or as transformers does (dense).")] = "sparse"
+    max_new_tokens: Annotated[int, Opt("Most tokens to generate.", minimum=1)] = 128
+    temperature: Annotated[float, Opt("Randomness of the choice; 0: always the most probable token.", minimum=0)] = 0.0
+    top_p: Annotated[float, Opt("Choose among the most probable tokens of this total probability.")] = 1.0
+    seed: Annotated[int, Opt("Seed of the choice.")] = 0
+    chat: Annotated[bool, Opt("Give the prompt as a user's message, by the tokenizer's chat template.")] = False
 
 
 @dataclass(frozen=True)
@@ -33,12 +49,6 @@ class GenerationFigures:
     seconds: float
     memory_bytes: int
 
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens after the first one, by the time that they took; 0 without such tokens."""
-        rest = self.seconds - self.first_seconds
-        return (self.new_tokens - 1) / rest if self.new_tokens > 1 and rest > 0 else 0.0
-
 
 class Generation:
     """A text that is generated while it is read: iterate over its pieces, or take `text`.
@@ -47,15 +57,13 @@ class Generation:
         model: in evaluation mode.
         tokenizer: its tokenizer.
         arguments: of its `generate`, the ids of the prompt among them.
-        quiet: the figures are not wanted.
 
     Attributes:
         figures: what it cost; None until the last piece.
-        quiet: as given.
     """
 
-    def __init__(self, model: "PreTrainedModel", tokenizer: Any, arguments: dict[str, Any], quiet: bool) -> None:
-        self._model, self._tokenizer, self._arguments, self.quiet = model, tokenizer, arguments, quiet
+    def __init__(self, model: "PreTrainedModel", tokenizer: Any, arguments: dict[str, Any]) -> None:
+        self._model, self._tokenizer, self._arguments = model, tokenizer, arguments
         self._pieces: list[str] = []
         self.figures: GenerationFigures | None = None
 
@@ -116,7 +124,7 @@ class Generation:
         )
 
 
-@takes(GenerateOptions)
+@command
 def generate(options: GenerateOptions) -> Generation:
     """Continue a text with a pruned model, and tell how fast and in how much memory.
 
@@ -135,7 +143,10 @@ def generate(options: GenerateOptions) -> Generation:
     from emp_llm.models.placement import max_context
     from emp_llm.runtime.loader import LEAST_ZEROS, NEVER, load, run_device
 
-    options.check()
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p must be above 0 and at most 1, got {options.top_p}.")
+    if options.top_p < 1 and options.temperature == 0:
+        raise UserError("--top-p has no effect at temperature 0; add --temperature, such as 0.8.")
     trust = options.trust_remote_code
     folder = find_model(options.model, options.revision, trust).folder
     tokenizer = load_tokenizer(folder, trust)
@@ -163,7 +174,7 @@ def generate(options: GenerateOptions) -> Generation:
         "max_new_tokens": options.max_new_tokens,
         "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
     }
-    return Generation(model, tokenizer, arguments, options.quiet)
+    return Generation(model, tokenizer, arguments)
 
 
 def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
@@ -181,21 +192,21 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
 
 
 def show(generation: Generation) -> None:
-    """Print the text while it is generated, then its figures to standard error, unless the run is quiet."""
+    """Print the text while it is generated, and log its figures."""
     for piece in generation:
         print(piece, end="", flush=True)
     print()
     figures = generation.figures
-    if figures is not None and not generation.quiet:
-        print(
-            f"{count_of(figures.prompt_tokens, 'prompt token')}, first new token after {figures.first_seconds:.2f} s; "
-            f"{count_of(figures.new_tokens, 'new token')}, {figures.tokens_per_second:.1f} tokens/s; "
-            f"peak memory {format_bytes(figures.memory_bytes)}",
-            file=sys.stderr,
-        )
+    assert figures is not None
+    logger.info(
+        "%s, first new token after %.2f s; %s, %.1f tokens/s; peak memory %s",
+        count_of(figures.prompt_tokens, "prompt token"),
+        figures.first_seconds,
+        count_of(figures.new_tokens, "new token"),
+        (figures.new_tokens - 1) / (figures.seconds - figures.first_seconds) if figures.new_tokens > 1 else 0.0,
+        format_bytes(figures.memory_bytes),
+    )
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(generate, show)

@@ -1,44 +1,35 @@
 """`emp-llm measure`: effective numbers and masses of a model's matrices, by criterion and order; no weights are written."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options, Some, takes
+from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
-from emp_llm.options.lists import parse_numbers, parse_words
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import METHODS, SEARCHES, Recipe, ScoreNorms, check_choice
-from emp_llm.selection.rule import check_beta
-
-if TYPE_CHECKING:
-    from emp_llm.records.measure import Measure
+from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe
+from emp_llm.records.measure import Measure, MeasureEntry
+from emp_llm.records.source import ModelSource
 
 logger = logging.getLogger(__name__)
 CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
-_CRITERIA = "magnitude,wanda"
-_SHARED = (
-    *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial"),
-    *("criterion", "scores", "score_map", "score", "count_by"),
-)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasureOptions(Options):
-    """What `measure` measures, and where it writes it."""
-
-    output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None
-    overwrite: Annotated[bool, Opt("Replace an existing output.")] = False
-    criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None
-    orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2"
-    betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS
-
-
-@takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, MeasureOptions)
-def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: LoadingOptions, what: MeasureOptions) -> "Measure":
+@command
+def measure(
+    model: ModelOptions,
+    shared: Annotated[Recipe, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
+    text: NormOptions,
+    loading: LoadingOptions,
+    *,
+    output: Annotated[Path | None, Opt("File to write; default: MODEL-measure.json in the current folder.")] = None,
+    overwrite: Annotated[bool, Opt("Replace an existing output.")] = False,
+    criteria: Annotated[str | None, Opt("Criteria, separated by commas; default: magnitude,wanda and your own.")] = None,
+    orders: Annotated[str, Opt("Hill orders of the effective number, separated by commas.")] = "2",
+    betas: Annotated[str, Opt("Betas at which to show the sparsity, separated by commas.")] = CURVE_BETAS,
+) -> Measure:
     """Measure the effective number N_eff of every row of every matrix, and the share s_eff of the N_eff largest scores.
 
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
@@ -46,9 +37,9 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
 
     Returns the content of the output.
     """
-    recipes, betas = _recipes(what, shared), _betas(what.betas)
-    loading.check_loading()
-    text.check_calibration()
+    recipes, curve = _recipes(criteria, orders, shared), sorted(set(parse_numbers(betas, "--betas")))
+    for beta in curve:
+        Recipe(beta=beta).check()
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.checkpoint import identity_of
     from emp_llm.checkpoint.output import OutputFile, check_output_file
@@ -61,16 +52,14 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     from emp_llm.pruning.masks import Pruner, measure_targets
     from emp_llm.pruning.outcome import matrix_records, sizes_record, targets_record, warnings_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
-    from emp_llm.records.measure import Measure, MeasureEntry
-    from emp_llm.records.source import ModelSource
 
     if ranks().count > 1:
         raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")
     leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
     norms = given_norms(text, leading)
     source = find_model(model.model, model.revision, model.trust_remote_code)
-    path = what.output or Path(f"{source.short_name}-measure.json")
-    check_output_file(path, what.overwrite)
+    path = output or Path(f"{source.short_name}-measure.json")
+    check_output_file(path, overwrite)
     images = leading.needs_activations and may_reach_images(text)
     chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
     checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, leading.needs_activations and norms is None
@@ -105,7 +94,7 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
             entries, weights = [], sum(target.matrix.numel for target in targets)
             for pruner, outcomes in zip(pruners, measure_targets(pruners), strict=True):
                 recipe, matrices = pruner.scores.recipe, matrix_records(outcomes, pruner)
-                kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, betas)
+                kept = kept_of_outcomes(pruner.counts, outcomes.of_targets, curve)
                 entries.append(
                     MeasureEntry(
                         criterion=recipe.name,
@@ -115,7 +104,7 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
                         targets=targets_record(outcomes, chosen.coverage, pruner),
                         sizes=sizes_record(outcomes, checkpoint, moved=False),
                         matrices=matrices,
-                        curve=curve_points(betas, kept, weights, chosen.coverage.parameters),
+                        curve=curve_points(curve, kept, weights, chosen.coverage.parameters),
                         warnings=warnings_of(matrices, pruner),
                     )
                 )
@@ -133,49 +122,32 @@ def measure(model: ModelOptions, shared: Recipe, text: NormOptions, loading: Loa
     return record
 
 
-def _recipes(what: MeasureOptions, shared: Recipe) -> list[Recipe]:
+def _recipes(given: str | None, orders: str, shared: Recipe) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
-    check_choice(shared.score, ScoreNorms | None, "score")
     recipes = []
-    criteria = parse_words(_CRITERIA if what.criteria is None else what.criteria, "--criteria")
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
-    if what.criteria is None and own is not None:
-        criteria.append(own)
+    criteria = parse_words(",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given, "--criteria")
     for criterion in dict.fromkeys(criteria):
         if criterion in SEARCHES:
             raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
         if criterion not in METHODS and own is None:
             raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(METHODS)}.")
-        orders = dict.fromkeys(parse_numbers(what.orders, "--orders"))
-        recipes += [shared.with_method(f"emp-{criterion}", order=order) for order in orders]
+        for order in dict.fromkeys(parse_numbers(orders, "--orders")):
+            recipes.append(shared.with_method(f"emp-{criterion}", order=order))
+            recipes[-1].check()
     if shared.score is not None and not any(recipe.score == shared.score for recipe in recipes):
         raise UserError(
             f"--score {shared.score} is for criteria that need activations, and --criteria has none that it changes."
         )
-    for recipe in recipes:
-        recipe.check()
     return recipes
 
 
-def _betas(text: str) -> list[float]:
-    """The betas of --betas, in ascending order."""
-    betas = sorted(set(parse_numbers(text, "--betas")))
-    try:
-        for beta in betas:
-            check_beta(beta)
-    except ValueError as error:
-        raise UserError(f"--betas {text!r}: {error}.") from error
-    return betas
-
-
-def show(record: "Measure") -> None:
+def show(record: Measure) -> None:
     """Print the tables."""
     from emp_llm.reporting.run_tables import measure_table
 
     print(measure_table(record))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(measure, show)

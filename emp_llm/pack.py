@@ -3,12 +3,12 @@
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of, format_bytes
-from emp_llm.options.base import takes
-from emp_llm.options.commands import PackOptions
+from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
     from emp_llm.checkpoint.packing import PackedSizes
@@ -31,8 +31,15 @@ class Packed:
     seconds: float
 
 
-@takes(PackOptions)
-def pack(options: PackOptions) -> Packed:
+@command
+def pack(
+    folder: Annotated[Path, Opt("Pruned checkpoint.", argument=True, metavar="DIR")],
+    output: Annotated[Path, Opt("Folder to write.", argument=True, metavar="OUT")],
+    *,
+    zstd: Annotated[bool, Opt("Also compress values and masks (zstandard).")] = False,
+    mask_only: Annotated[bool, Opt("Pack the mask without weights, for users who have the dense model.")] = False,
+    overwrite: Annotated[bool, Opt("Replace an existing folder at OUT.")] = False,
+) -> Packed:
     """Pack a pruned checkpoint into safetensors with one bit for every weight and the weights that are not zero.
 
     Packing is lossless: emp-llm unpack restores every file bit for bit. To unpack a folder that was packed with --mask-only,
@@ -50,19 +57,19 @@ def pack(options: PackOptions) -> Packed:
     from emp_llm.checkpoint.packing import most_bytes, other_files, pack_checkpoint
 
     started = time.monotonic()
-    if options.zstd:
+    if zstd:
         need_zstandard("--zstd")
-    checkpoint = Checkpoint(options.folder)
-    layout = PackLayout("mask" if options.mask_only else "weights", "zstd" if options.zstd else "raw")
+    checkpoint = Checkpoint(folder)
+    layout = PackLayout("mask" if mask_only else "weights", "zstd" if zstd else "raw")
     files = other_files(checkpoint, layout)
     needed = most_bytes(checkpoint, layout, files)
-    with OutputFolder(options.output, [options.folder], needed, options.overwrite, "OUT") as out:
-        out.begin({"packs": str(options.folder)})
+    with OutputFolder(output, [folder], needed, overwrite, "OUT") as out:
+        out.begin({"packs": str(folder)})
         sizes = pack_checkpoint(checkpoint, layout, files, out.files)
         out.complete()
     if sizes.sparse == 0:
-        logger.warning("warning: %s has too few zeros to save space; pack is for pruned checkpoints.", options.folder)
-    return Packed(str(options.output), sizes, round(time.monotonic() - started, 3))
+        logger.warning("warning: %s has too few zeros to save space; pack is for pruned checkpoints.", folder)
+    return Packed(str(output), sizes, round(time.monotonic() - started, 3))
 
 
 def show(packed: Packed) -> None:
@@ -75,8 +82,6 @@ def show(packed: Packed) -> None:
         f"{format_bytes(sizes.file_bytes)} of other files; {packed.seconds:.1f} s"
     )
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(pack, show)

@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from emp_llm.cli import callable_module, options_of, run
+from emp_llm.cli import command, options_from, run
+from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_plan
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
-from emp_llm.options.base import takes
 from emp_llm.options.jobs import DEFAULT_GPU_GB, DEFAULT_SUITE, PlanOptions
-
-if TYPE_CHECKING:
-    from emp_llm.cluster.plan_file import Job, Needs
 
 
 @dataclass(frozen=True)
@@ -25,11 +21,11 @@ class PlanSummary:
     """
 
     study: Path
-    jobs: "list[Job]"
+    jobs: list[Job]
     assumptions: list[str]
 
 
-@takes(PlanOptions)
+@command
 def plan(options: PlanOptions) -> PlanSummary:
     """Plan a study of models x methods as a file: one job a line, with its command, the jobs that come first, and its needs.
 
@@ -41,14 +37,13 @@ def plan(options: PlanOptions) -> PlanSummary:
     """
     from emp_llm.calibration.texts import calibration_corpora
     from emp_llm.cluster.needs import Work, assumptions, model_size
-    from emp_llm.cluster.plan_file import PLAN_NAME, read_plan, write_plan
     from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.options.calibration import CalibrationOptions
 
     options = with_table(options)
     suite = find_suite(options.suite or DEFAULT_SUITE)
-    recipes = study_recipes(options, options_of)
+    recipes = study_recipes(options, options_from)
     text = CalibrationOptions(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
     jobs: list[Job] = []
     assumed: list[str] = []
@@ -104,7 +99,7 @@ def show(summary: PlanSummary) -> None:
     print(f"written to {file}; start it with emp-llm run {study}, or emp-llm submit")
 
 
-def _place(needs: "Needs") -> str:
+def _place(needs: Needs) -> str:
     """What a job computes on, in words."""
     where = f"{count_of(needs.gpus, 'GPU')} of {needs.gpu_gb:g} GB" if needs.gpus else "CPU"
     where += f", {needs.processes} processes" if needs.processes > 1 else ""
@@ -116,8 +111,6 @@ def _range(numbers: tuple[float, ...]) -> str:
     low, high = f"{min(numbers):.2g}", f"{max(numbers):.2g}"
     return low if low == high else f"{low} to {high}"
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(plan, show)

@@ -5,48 +5,25 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
+from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.options.base import takes
-from emp_llm.options.calibration import NormOptions
-from emp_llm.options.evaluation import EvaluationStageOptions
-from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
-from emp_llm.options.output import PushOptions
-from emp_llm.options.prune import OutputOptions, check_options
-from emp_llm.options.recipe import Recipe
-from emp_llm.options.structure import StructureOptions
+from emp_llm.options.prune import PruneOptions, check_options
+from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.records.run_report import RunReport
+from emp_llm.records.source import ModelSource, stage_records
 
 if TYPE_CHECKING:
     from emp_llm.pruning.dry_run import DryRun
-    from emp_llm.records.run_report import RunReport
     from emp_llm.reporting.push import Destination
 
 logger = logging.getLogger(__name__)
 
 
-@takes(
-    ModelOptions,
-    Recipe,
-    StructureOptions,
-    NormOptions,
-    LoadingOptions,
-    QuantizationOptions,
-    EvaluationStageOptions,
-    PushOptions,
-    OutputOptions,
-)
-def prune(
-    model: ModelOptions,
-    recipe: Recipe,
-    structure: StructureOptions,
-    text: NormOptions,
-    loading: LoadingOptions,
-    quantized: QuantizationOptions,
-    evaluation: EvaluationStageOptions,
-    push: PushOptions,
-    output: OutputOptions,
-) -> "RunReport | DryRun":
+@command
+def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> "RunReport | DryRun":
     """Prune a causal language model after training and write the pruned checkpoint.
 
     Under torchrun or accelerate launch, every process runs its share of the calibration and of the evaluation, and the first
@@ -55,11 +32,9 @@ def prune(
     Returns the report that is also written as emp_report.json, with the result of a push as `push`; for a dry run, the plan
     and its need of memory and disk.
     """
-    check_options(recipe, structure, text, loading, quantized, evaluation, push, output)
+    check_options(recipe, structure, options)
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
     from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import Stopwatch
-    from emp_llm.common.progress import stage
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
@@ -70,68 +45,59 @@ def prune(
     from emp_llm.pruning.outcome import log_warnings, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
-    from emp_llm.records.source import ModelSource, stage_records
 
-    check_device(output.mask_device)
-    if loading.device_map != "auto":
-        parse_device_map(loading.device_map)
+    check_device(options.mask_device)
+    if options.device_map != "auto":
+        parse_device_map(options.device_map)
     destination, suite = None, None
-    if push.push_to_hub is not None:
+    if options.push_to_hub is not None:
         from emp_llm.reporting.push import Destination, check_login
 
-        destination = Destination(push.push_to_hub, push.push_revision, push.private, output.overwrite)
+        destination = Destination(options.push_to_hub, options.push_revision, options.private, options.overwrite)
         destination.check_name()
-        if ranks().main and not output.dry_run:
+        if ranks().main and not options.dry_run:
             check_login(destination)
     if structure.structure is not None:
         from emp_llm.structure.prune_structure import prune_structure, structure_recipe
 
-        report, path = prune_structure(
-            model,
-            structure_recipe(recipe, structure),
-            text,
-            loading,
-            evaluation,
-            output.output,
-            output.overwrite,
-            output.dry_run,
-            push.push_to_hub,
-        )
+        recipe = structure_recipe(recipe, structure)
+        output, overwrite, dry = options.output, options.overwrite, options.dry_run
+        report, path = prune_structure(options, recipe, options, options, options, output, overwrite, dry, options.push_to_hub)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
-    norms, stopwatch = given_norms(text, recipe), Stopwatch()
-    if evaluation.evaluate is not None:
+    norms, stopwatch = given_norms(options, recipe), Stopwatch()
+    if options.evaluate is not None:
         from emp_llm.evaluation.suites import find_suite
 
-        suite = find_suite(evaluation.evaluate)
-    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=output.dry_run)
+        suite = find_suite(options.evaluate)
+    source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
     if (source.folder / REPORT_NAME).is_file():
         logger.warning(
             "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.", source.name
         )
 
     # Which weights, by which scores.
-    images = recipe.needs_activations and may_reach_images(text)
-    chosen = targets_of_folder(source.folder, source.name, recipe, model.trust_remote_code, images)
+    images = recipe.needs_activations and may_reach_images(options)
+    chosen = targets_of_folder(source.folder, source.name, recipe, options.trust_remote_code, images)
     targets, checkpoint = chosen.targets, chosen.checkpoint
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)
     update, scores = recipe.update, Scores(checkpoint, targets, recipe)
     if norms is not None:
-        scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(text.activations)))
-    path = output.output or Path(f"{source.short_name}-{recipe.method}")
-    if output.dry_run:
+        scores = scores.with_norms(input_norms(norms, targets, recipe.relative, str(options.activations)))
+    path = options.output or Path(f"{source.short_name}-{recipe.method}")
+    if options.dry_run:
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
-        return dry_run(chosen, scores, text, output.propagate, path, output.overwrite, push.push_to_hub, source.hollow)
+        return dry_run(chosen, scores, options, options.propagate, path, options.overwrite, options.push_to_hub, source.hollow)
 
     # What is needed later is checked now: the text, the suite, the output.
-    quantization, calibrates = quantization_of(quantized.load_in_8bit, quantized.load_in_4bit), norms is None
+    quantization, calibrates = quantization_of(options.load_in_8bit, options.load_in_4bit), norms is None
     data = None
     if update is not None or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
         from emp_llm.calibration.data import CalibrationText, calibration_data
-        from emp_llm.calibration.passes import calibrated, delete_progress, fit_origin, model_origin
+        from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 
-        data = calibration_data(text, chosen.architecture, model.trust_remote_code, output.propagate)
+        data = calibration_data(options, chosen.architecture, options.trust_remote_code, options.propagate)
     if update is not None:
         from emp_llm.pruning.updates import check_updatable, counts_to_search
         from emp_llm.update.moved import MovedWeights
@@ -141,10 +107,8 @@ def prune(
         check_updatable(recipe, chosen, data)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
     if data is not None:
-        from emp_llm.calibration.passes import calibration_signature
-
-        how = calibration_signature(data, text, output.propagate, quantization)
-        origin_of_norms = (origin_of_norms or {}) | how | {"dtype": loading.dtype, "device_map": loading.device_map}
+        how = calibration_signature(data, options, options.propagate, quantization)
+        origin_of_norms = (origin_of_norms or {}) | how | {"dtype": options.dtype, "device_map": options.device_map}
     signature = run_signature(checkpoint, recipe, origin_of_norms)
     prepared = measured = None
     if suite is not None:
@@ -157,21 +121,21 @@ def prune(
         )
         from emp_llm.models.loading import load_tokenizer
 
-        prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
-        measured = measures_of_baseline(evaluation.baseline, source, prepared, loading)
-    models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
+        prepared = prepare_suite(suite, load_tokenizer(source.folder, options.trust_remote_code))
+        measured = measures_of_baseline(options.baseline, source, prepared, options)
+    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
         moved_bytes = 0 if update is None else sum(target.matrix.numel * target.matrix.itemsize for target in targets)
-        out = OutputFolder(path, [source.folder], checkpoint.output_bytes + moved_bytes, output.overwrite)
+        out = OutputFolder(path, [source.folder], checkpoint.output_bytes + moved_bytes, options.overwrite)
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
                 out.begin(signature)
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
-            propagated = Pruner(scores, counts_of(scores), output.mask_device) if output.propagate == "pruned" else None
+            propagated = Pruner(scores, counts_of(scores), options.mask_device) if options.propagate == "pruned" else None
             if recipe.needs_activations and calibrates:
                 assert data is not None
                 with stage("calibrate"):
@@ -185,7 +149,7 @@ def prune(
                                 dense,
                                 data,
                                 chosen.layers_to_calibrate(),
-                                text,
+                                options,
                                 origin,
                                 masker=propagated,
                                 blocks=recipe.blocks,
@@ -202,7 +166,7 @@ def prune(
 
             # How many weights of each group stay, which ones, and their values.
             counts = counts_of(scores) if propagated is None else propagated.counts
-            pruner, moved = Pruner(scores, counts, output.mask_device), None
+            pruner, moved = Pruner(scores, counts, options.mask_device), None
             if update is not None:
                 assert isinstance(data, CalibrationText)
                 with stage("refit"):
@@ -219,8 +183,8 @@ def prune(
                                 moved,
                                 mask_of=mask_of,
                                 counts_of=counts_to_search(pruner, update, mask_of),
-                                batch_size=text.batch_size,
-                                hidden_states=text.hidden_states,
+                                batch_size=options.batch_size,
+                                hidden_states=options.hidden_states,
                                 blocks=recipe.blocks,
                             )
                         del dense
@@ -228,12 +192,12 @@ def prune(
                             out.note(refitted=dict(stopwatch.record))
                     else:
                         stopwatch.record |= done
-                about = about or fit_origin(data, text, model_origin(source.name, source.revision, checkpoint))
+                about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
             if prepared is None:
                 models.free()  # the dense model is no longer needed
 
             # The first rank writes.
-            report = None  # type: ignore[assignment]
+            report = None
             if ranks().main:
                 with stage("prune"), stopwatch("prune"):
                     written = write_checkpoint(pruner, out.files, out, moved)
@@ -241,7 +205,7 @@ def prune(
                     warn_if_foreign(norms, written.identity, source.folder)
                 made_of = ModelSource(model=source.name, revision=source.revision, identity=written.identity)
                 report = report_of(made_of, recipe, pruner, written.outcomes, chosen.coverage, about)
-                report.dtype, report.device_map = loading.dtype, loading.device_map
+                report.dtype, report.device_map = options.dtype, options.device_map
                 if moved is not None and update is not None:
                     report.fits = moved.records()
                     report.warnings = [*update_warnings(report.fits, targets, update), *report.warnings]
@@ -256,14 +220,13 @@ def prune(
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
+        report = evaluate_checkpoint(path, source, report, prepared, models, options, stopwatch, measured)
     return _pushed(report, path, destination)
 
 
-def _pushed(report: "RunReport", path: Path, destination: "Destination | None") -> "RunReport":
+def _pushed(report: RunReport, path: Path, destination: "Destination | None") -> RunReport:
     """The report of a finished checkpoint, which is pushed if that is asked for."""
     if destination is not None and ranks().main:
-        from emp_llm.common.progress import stage
         from emp_llm.reporting.push import push_finished
 
         with stage("push"):
@@ -274,7 +237,6 @@ def _pushed(report: "RunReport", path: Path, destination: "Destination | None") 
 
 def show(result: "RunReport | DryRun") -> None:
     """Print the result of a run, or the plan of a dry run."""
-    from emp_llm.records.run_report import RunReport
     from emp_llm.reporting.run_tables import dry_run_table, evaluation_table, fit_lines, pruning_table
 
     if not isinstance(result, RunReport):
@@ -290,8 +252,6 @@ def show(result: "RunReport | DryRun") -> None:
 
         print(pushed_words(result.push))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(prune, show)

@@ -1,17 +1,29 @@
 """`emp-llm push`: a pruned checkpoint is pushed to the Hub, with a model card."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
-from emp_llm.options.base import takes
-from emp_llm.options.commands import PushCommandOptions
+from emp_llm.cli import command, run
+from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
     from emp_llm.reporting.push import Pushed
 
 
-@takes(PushCommandOptions)
-def push(options: PushCommandOptions) -> "Pushed":
+@command
+def push(
+    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True)],
+    repository: Annotated[str, Opt("USER/NAME on the Hub; created if missing.", argument=True)],
+    *,
+    private: Annotated[bool, Opt("Create the repository as private.")] = False,
+    revision: Annotated[str | None, Opt("Branch to push to; created from main if missing.")] = None,
+    results: Annotated[
+        list[Path] | None, Opt("Results of evaluate or bench for the card: of this checkpoint, or its baseline; repeatable.")
+    ] = None,
+    base_model: Annotated[str | None, Opt("Hub id of the dense model, if it was pruned from a folder.")] = None,
+    overwrite: Annotated[bool, Opt("Replace other weights on the branch.")] = False,
+    dry_run: Annotated[bool, Opt("Print the files to push, and push nothing.")] = False,
+) -> "Pushed":
     """Push a pruned checkpoint to the Hub, with a model card that is also written to its folder as README.md.
 
     The push is a single commit, so nobody loads half a model. An interrupted push resumes after the last finished large file.
@@ -26,8 +38,8 @@ def push(options: PushCommandOptions) -> "Pushed":
     """
     from emp_llm.reporting.push import Destination, push_checkpoint
 
-    destination = Destination(options.repository, options.revision, options.private, options.overwrite)
-    return push_checkpoint(options.folder, destination, options.results or (), options.base_model, options.dry_run)
+    destination = Destination(repository, revision, private, overwrite)
+    return push_checkpoint(folder, destination, results or (), base_model, dry_run)
 
 
 def show(pushed: "Pushed") -> None:
@@ -36,8 +48,6 @@ def show(pushed: "Pushed") -> None:
 
     print(pushed_words(pushed))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(push, show)

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of
-from emp_llm.options.base import takes
-from emp_llm.options.commands import ReportOptions
+from emp_llm.options.base import Opt
 
 if TYPE_CHECKING:
     from emp_llm.records.report_page import ReportPage
@@ -29,8 +28,15 @@ class ReportSummary:
     text: str
 
 
-@takes(ReportOptions)
-def report(options: ReportOptions) -> ReportSummary:
+@command
+def report(
+    runs: Annotated[list[Path], Opt("Outputs of prune, sweep, measure and bench, and results of evaluate.", argument=True)],
+    *,
+    output: Annotated[Path, Opt("Folder to write.")] = Path("report"),
+    overwrite: Annotated[bool, Opt("Replace an existing report at the output.")] = False,
+    title: Annotated[str, Opt("Heading of the page.")] = "Effective Model Pruning",
+    no_plots: Annotated[bool, Opt("Write tables only, without matplotlib.")] = False,
+) -> "ReportSummary":
     """Report on finished runs: the redundancy of a model by layer, the cost of each β, and EMP against its baselines.
 
     Each model and choice of targets has its own section; they never share a curve. The output folder holds report.html, which
@@ -43,11 +49,11 @@ def report(options: ReportOptions) -> ReportSummary:
     from emp_llm.reporting.points import read_inputs
     from emp_llm.reporting.report_folder import SUMMARY, report_content
 
-    points, benches = read_inputs(options.runs)
-    check_folder(options.output, options.overwrite, SUMMARY)
-    content = report_content(points, benches, options.title, not options.no_plots)
-    write_folder(options.output, content.files, options.overwrite, SUMMARY)
-    return ReportSummary(content.page, options.output, sorted(content.files), content.text)
+    points, benches = read_inputs(runs)
+    check_folder(output, overwrite, SUMMARY)
+    content = report_content(points, benches, title, not no_plots)
+    write_folder(output, content.files, overwrite, SUMMARY)
+    return ReportSummary(content.page, output, sorted(content.files), content.text)
 
 
 def show(summary: ReportSummary) -> None:
@@ -55,8 +61,6 @@ def show(summary: ReportSummary) -> None:
     print(summary.text)
     print(f"{count_of(len(summary.files), 'file')} in {summary.output}; open {summary.output / 'report.html'}")
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(report, show)

@@ -5,18 +5,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Annotated, NamedTuple
 
-from emp_llm.cli import callable_module
+from emp_llm.cli import command
 from emp_llm.cli import run as run_command
+from emp_llm.cluster.jobs import Attempt, JobFiles, JobState, follow, node_of
+from emp_llm.cluster.plan_file import Job, read_plan
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
+from emp_llm.common.machine import available_cores, available_memory
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import LOST_CODE
-from emp_llm.options.base import takes
-from emp_llm.options.jobs import RunOptions
-
-if TYPE_CHECKING:
-    from emp_llm.cluster.jobs import Attempt, JobState
-    from emp_llm.cluster.plan_file import Job
+from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 
 logger = logging.getLogger(__name__)
 _TICK = 0.1  # seconds between two looks at the running jobs
@@ -29,16 +29,15 @@ class RunSummary:
     """What became of the jobs of a run.
 
     Attributes:
-        done: ids of the jobs that are done; skipped: how many of them were done before.
+        done: ids of the jobs that are done.
         failed: states of the jobs that failed; stopped: of those that were stopped and resume when they are run again.
         waiting: ids of the jobs that did not run, because one that comes first failed.
         elsewhere: ids of the jobs that another process runs, with --only.
     """
 
     done: list[str] = field(default_factory=list)
-    skipped: int = 0
-    failed: "list[JobState]" = field(default_factory=list)
-    stopped: "list[JobState]" = field(default_factory=list)
+    failed: list[JobState] = field(default_factory=list)
+    stopped: list[JobState] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
 
@@ -47,8 +46,16 @@ class RunSummary:
         return not (self.failed or self.stopped or self.waiting or self.elsewhere)
 
 
-@takes(RunOptions)
-def run(options: RunOptions) -> RunSummary:
+@command
+def run(
+    study: StudyFolder,
+    *,
+    workers: Annotated[
+        int | None,
+        Opt("Jobs at the same time, each with its share of the GPUs or cores; default: one for each GPU.", minimum=1),
+    ] = None,
+    only: Annotated[str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")] = None,
+) -> RunSummary:
     """Run the jobs of a plan on this machine, several at a time, each in a process of its own.
 
     Jobs that are done are left out. Killed and started again, the same command resumes where it stopped; so it does after a job
@@ -56,49 +63,48 @@ def run(options: RunOptions) -> RunSummary:
 
     Returns the ids of the jobs that are done, and the states of those that failed.
     """
-    from emp_llm.cluster.jobs import Attempt, JobFiles, follow, node_of
-    from emp_llm.cluster.plan_file import read_plan
-    from emp_llm.common.progress import progress_bar
-
-    study, only = options.study, options.only is not None
     plan = {job.id: job for job in read_plan(study)}
-    jobs = [plan[name] for name in (plan if options.only is None else _named(options.only, plan))]
-    machine = Machine.found(jobs, options.workers, only)
+    jobs = [plan[name] for name in (plan if only is None else _named(only, plan))]
+    machine = _machine(jobs, workers, only is not None)
     done = [job.id for job in jobs if JobFiles(study, job).status() == "done"]
-    summary = RunSummary(done, len(done))
+    summary = RunSummary(list(done))
     left = {job.id: job for job in jobs if job.id not in done}
-    if only and len(jobs) == 1 and node_of(jobs[0])[0] > 0:  # a node of a job that another one runs
+    if only is not None and len(jobs) == 1 and node_of(jobs[0])[0] > 0:  # a node of a job that another one runs
         if left and (code := follow(study, jobs[0])):
             sys.exit(code)
         return summary
     if done:
         logger.info("%s of %d done before.", count_of(len(done), "job"), len(jobs))
     running: dict[str, Attempt] = {}
-    gpus: dict[str, list[int] | None] = {}
+    gpus: dict[str, list[int]] = {}  # of the running jobs
     finished, lost, elsewhere = set(done), set[str](), set[str]()
     looked = -_LOOK
 
-    def start(job: "Job") -> None:
+    def start(job: Job) -> None:
         """Start a job if there is room, unless it is done by now, or another process runs it."""
-        if not machine.has_room(job):
+        free = [gpu for gpu in machine.gpus or [] if not any(gpu in gpus[name] for name in running)]
+        if machine.gpus is not None and len(free) < _gpus_of(job):
+            return
+        memory = sum(plan[name].needs.memory_gb * plan[name].needs.nodes for name in [*running, job.id])
+        if running and (len(running) >= machine.workers or memory > machine.memory_gb):  # a job alone always fits
             return
         files = JobFiles(study, job)
         status = files.status()
         if status not in ("done", "running"):
-            gpus[job.id] = machine.take(job)
+            gpus[job.id] = free[: _gpus_of(job)]
             try:
-                running[job.id] = Attempt(study, job, gpus[job.id], machine.threads)
-            except BaseException as error:
-                machine.give_back(job, gpus[job.id])
-                if not isinstance(error, UserError) or files.runner() is None:
+                given = None if machine.gpus is None else gpus[job.id]
+                running[job.id] = Attempt(study, job, given, machine.threads)
+            except UserError:
+                if files.runner() is None:
                     raise
                 status = "running"  # another process was faster
             else:
                 del left[job.id]
-                shown = ", ".join(map(str, gpus[job.id] or ()))
+                shown = ", ".join(map(str, gpus[job.id]))
                 logger.info("%s: started%s.", job.id, f" on GPU {shown}" if shown else "")
                 return
-        if status == "done" or only:
+        if status == "done" or only is not None:
             del left[job.id]
             finished.add(job.id)
             (summary.done if status == "done" else summary.elsewhere).append(job.id)
@@ -132,9 +138,8 @@ def run(options: RunOptions) -> RunSummary:
                     state = attempt.poll()
                     if state is not None:
                         del running[name]
-                        machine.give_back(plan[name], gpus[name])
                         (finished if state.status == "done" else lost).add(name)
-                        _note(state, attempt.files.rerun, str(attempt.files.log_path), summary)
+                        _note(state, attempt.files, summary)
                         bar.update(1)
     except BaseException:
         _stop(running)
@@ -142,7 +147,7 @@ def run(options: RunOptions) -> RunSummary:
     return summary
 
 
-def _named(text: str, plan: "dict[str, Job]") -> list[str]:
+def _named(text: str, plan: dict[str, Job]) -> list[str]:
     """The ids in --only, in the order of the plan; UserError for one that the plan does not have."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = next((name for name in names if name not in plan), None)
@@ -151,22 +156,19 @@ def _named(text: str, plan: "dict[str, Job]") -> list[str]:
     return [name for name in plan if name in names]
 
 
-def _note(state: "JobState", rerun: str, log: str, summary: RunSummary) -> None:
+def _note(state: JobState, files: JobFiles, summary: RunSummary) -> None:
     """Add a job that has ended to the summary and to the log."""
     if state.status == "done":
         summary.done.append(state.id)
         logger.info("%s: done in %.1f s.", state.id, state.seconds)
-    elif state.status == "stopped":
-        summary.stopped.append(state)
-        logger.error("%s: stopped with exit code %s: %s", state.id, state.exit_code, quotable(state.message))
-        logger.error("  it resumes when it is run again: %s", rerun)
-    else:
-        summary.failed.append(state)
-        logger.error("%s: failed with exit code %s: %s", state.id, state.exit_code, quotable(state.message))
-        logger.error("  its log: %s; to run it again: %s", log, rerun)
+        return
+    (summary.stopped if state.status == "stopped" else summary.failed).append(state)
+    logger.error("%s: %s with exit code %s: %s", state.id, state.status, state.exit_code, quotable(state.message))
+    resumes = "it resumes when it is run again" if state.status == "stopped" else f"its log: {files.log_path}; to run it again"
+    logger.error("  %s: %s", resumes, files.rerun)
 
 
-def _stop(running: "dict[str, Attempt]") -> None:
+def _stop(running: dict[str, Attempt]) -> None:
     """Ask all running commands to end, and wait for them; on a second signal, kill them."""
     for attempt in running.values():
         attempt.stop()
@@ -190,82 +192,54 @@ def _stop(running: "dict[str, Attempt]") -> None:
         raise
 
 
-@dataclass
-class Machine:
-    """What is free of this machine.
+class Machine(NamedTuple):
+    """What the jobs of a run share.
 
     Attributes:
-        workers: number of further jobs.
+        workers: number of jobs at the same time.
         gpus: their numbers; None: a scheduler has divided the machine already, and each job may use all of it.
         threads: cores of a job; None: the scheduler has set their number.
-        memory_gb: of its memory.
-        used: number of running jobs.
+        memory_gb: that is available.
     """
 
     workers: int
     gpus: list[int] | None
     threads: int | None
     memory_gb: float
-    used: int = 0
-
-    @classmethod
-    def found(cls, jobs: "Sequence[Job]", workers: int | None, scheduled: bool) -> Self:
-        """This machine, for some jobs.
-
-        Args:
-            workers: number of jobs at the same time; None: the number of GPUs that they can use, or one for each 8 cores.
-            scheduled: a scheduler has chosen the machine for the job.
-
-        Raises:
-            UserError: a job needs more GPUs than there are.
-        """
-        from emp_llm.common.machine import available_cores, available_memory
-
-        cores, memory = available_cores(), available_memory() / 1e9
-        if scheduled:
-            return cls(workers or 1, None, None, memory)
-        wanted = [_gpus_of(job) for job in jobs if _gpus_of(job)]
-        gpus = _gpu_count() if wanted else 0
-        if wanted and max(wanted) > gpus:
-            job = next(job for job in jobs if _gpus_of(job) == max(wanted))
-            raise UserError(
-                f"{job.id} needs {count_of(max(wanted), 'GPU')}, and this machine has {gpus or 'none'}. Plan with --gpu-gb 0 "
-                "for CPUs, or with the memory of your GPUs; or submit the study to a cluster."
-            )
-        workers = workers or (gpus // min(wanted) if wanted else max(1, cores // _CORES))
-        return cls(workers, list(range(gpus)), max(1, cores // workers), memory)
-
-    def has_room(self, job: "Job") -> bool:
-        """Whether a job fits beside those that run. A job alone always fits."""
-        if self.gpus is not None and len(self.gpus) < _gpus_of(job):
-            return False
-        return self.used == 0 or (self.used < self.workers and job.needs.memory_gb * job.needs.nodes <= self.memory_gb)
-
-    def take(self, job: "Job") -> list[int] | None:
-        """Give a job its part; returns the numbers of its GPUs, None: all that are visible."""
-        self.used += 1
-        self.memory_gb -= job.needs.memory_gb * job.needs.nodes
-        if self.gpus is None:
-            return None
-        taken, self.gpus = self.gpus[: _gpus_of(job)], self.gpus[_gpus_of(job) :]
-        return taken
-
-    def give_back(self, job: "Job", gpus: list[int] | None) -> None:
-        """Take back the part of a job that has ended."""
-        self.used -= 1
-        self.memory_gb += job.needs.memory_gb * job.needs.nodes
-        self.gpus = None if self.gpus is None else sorted([*self.gpus, *(gpus or ())])
 
 
-def _gpus_of(job: "Job") -> int:
+def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machine:
+    """This machine, for some jobs.
+
+    Args:
+        workers: number of jobs at the same time; None: the number of GPUs that they can use, or one for each 8 cores.
+        scheduled: a scheduler has chosen the machine for the job.
+
+    Raises:
+        UserError: a job needs more GPUs than there are.
+    """
+    cores, memory = available_cores(), available_memory() / 1e9
+    if scheduled:
+        return Machine(workers or 1, None, None, memory)
+    wanted = [_gpus_of(job) for job in jobs if _gpus_of(job)]
+    gpus = 0
+    if wanted:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    if wanted and max(wanted) > gpus:
+        job = next(job for job in jobs if _gpus_of(job) == max(wanted))
+        raise UserError(
+            f"{job.id} needs {count_of(max(wanted), 'GPU')}, and this machine has {gpus or 'none'}. Plan with --gpu-gb 0 "
+            "for CPUs, or with the memory of your GPUs; or submit the study to a cluster."
+        )
+    workers = workers or (gpus // min(wanted) if wanted else max(1, cores // _CORES))
+    return Machine(workers, list(range(gpus)), max(1, cores // workers), memory)
+
+
+def _gpus_of(job: Job) -> int:
     """The number of GPUs of a job on all its nodes together."""
     return job.needs.gpus * job.needs.nodes
-
-
-def _gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def show(summary: RunSummary) -> None:
@@ -273,19 +247,12 @@ def show(summary: RunSummary) -> None:
 
     Exit codes: 1 if a job failed; 75 if the others only need to be run again, which a scheduler may do.
     """
-    counts = {
-        "failed": len(summary.failed),
-        "stopped": len(summary.stopped),
-        "not run": len(summary.waiting),
-        "run by another process": len(summary.elsewhere),
-    }
-    words = [f"{count} {word}" for word, count in counts.items() if count]
+    kinds = ("failed", summary.failed), ("stopped", summary.stopped), ("not run", summary.waiting)
+    words = [f"{len(jobs)} {kind}" for kind, jobs in (*kinds, ("run by another process", summary.elsewhere)) if jobs]
     print(", ".join([f"{count_of(len(summary.done), 'job')} done", *words]))
     if not summary.complete:
         sys.exit(LOST_CODE if summary.stopped and not summary.failed else 1)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run_command(run, show)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of, quotable, shortened_list
 from emp_llm.common.tables import table
-from emp_llm.options.base import takes
-from emp_llm.options.jobs import StatusOptions
+from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 
 if TYPE_CHECKING:
     from emp_llm.cluster.collecting import JobView
@@ -31,13 +31,13 @@ class StudyStatus:
     views: "list[JobView]"
     log_lines: int = 0
 
-    @property
-    def complete(self) -> bool:
-        return all(view.status == "done" for view in self.views)
 
-
-@takes(StatusOptions)
-def status(options: StatusOptions) -> StudyStatus:
+@command
+def status(
+    study: StudyFolder,
+    *,
+    lines: Annotated[int, Opt("Lines of the log to show of each failed job.", minimum=0)] = 5,
+) -> StudyStatus:
     """Show how many jobs of a study are done, running, failed and missing.
 
     Of each failed job: the last lines of its log, and the command that runs it again. Nothing is changed.
@@ -46,7 +46,7 @@ def status(options: StatusOptions) -> StudyStatus:
     """
     from emp_llm.cluster.collecting import job_views
 
-    return StudyStatus(options.study, job_views(options.study), options.lines)
+    return StudyStatus(study, job_views(study), lines)
 
 
 def show(result: StudyStatus) -> None:
@@ -84,8 +84,6 @@ def show(result: StudyStatus) -> None:
 def _attempts(view: "JobView") -> str:
     return f" (attempt {view.state.attempts})" if view.state is not None and view.state.attempts > 1 else ""
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(status, show)

@@ -2,19 +2,39 @@
 
 import logging
 import shlex
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from emp_llm.cli import callable_module, options_of, run
+import msgspec
+
+from emp_llm.checkpoint.files import write_text
+from emp_llm.checkpoint.locks import locked
+from emp_llm.cli import command, options_from, run
+from emp_llm.cluster.downloads import download, wanted_by
+from emp_llm.cluster.jobs import JobFiles
+from emp_llm.cluster.plan_file import read_plan
+from emp_llm.cluster.site import read_site
+from emp_llm.cluster.slurm import (
+    FOLDER_NAME,
+    JobArray,
+    check_fits,
+    check_sbatch,
+    grouped_jobs,
+    list_text,
+    next_number,
+    note_array,
+    queued_jobs,
+    sbatch_words,
+    script_text,
+    submit_script,
+)
 from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
-from emp_llm.options.base import takes
-from emp_llm.options.jobs import SubmitOptions
-
-if TYPE_CHECKING:
-    from emp_llm.cluster.slurm import JobArray
+from emp_llm.options.base import Opt
+from emp_llm.options.jobs import StudyFolder
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +50,7 @@ class SubmittedArray:
         number: of Slurm; None for a dry run.
     """
 
-    array: "JobArray"
+    array: JobArray
     command: list[str]
     script: str
     number: str | None = None
@@ -56,8 +76,17 @@ class SubmitSummary:
     dry_run: bool = False
 
 
-@takes(SubmitOptions)
-def submit(options: SubmitOptions) -> SubmitSummary:
+@command
+def submit(
+    study: StudyFolder,
+    *,
+    site: Annotated[Path, Opt("Settings of the cluster: a .toml file; examples lie in scripts/slurm.")] = Path("site.toml"),
+    prepare: Annotated[
+        bool,
+        Opt("With an offline site, first download models and data into the cache.", flag="--prepare/--no-prepare"),
+    ] = True,
+    dry_run: Annotated[bool, Opt("Print what would be submitted, and write nothing.")] = False,
+) -> SubmitSummary:
     """Submit the jobs of a study that are neither done nor queued, as job arrays of Slurm with their dependencies.
 
     Jobs with equal needs share an array. Before its time limit a job is stopped and queued again, and resumes. The scripts are
@@ -65,75 +94,44 @@ def submit(options: SubmitOptions) -> SubmitSummary:
 
     Returns the arrays and their numbers.
     """
-    import msgspec
-
-    from emp_llm.checkpoint.locks import FileLock
-    from emp_llm.cluster.downloads import download, wanted_by
-    from emp_llm.cluster.jobs import JobFiles
-    from emp_llm.cluster.plan_file import read_plan
-    from emp_llm.cluster.site import read_site
-    from emp_llm.cluster.slurm import (
-        FOLDER_NAME,
-        check_fits,
-        check_sbatch,
-        grouped_jobs,
-        next_number,
-        queued_jobs,
-        sbatch_words,
-        script_text,
-    )
-    from emp_llm.common.progress import progress_bar
-
-    site, plan = read_site(options.site), read_plan(options.study)
-    study, summary = options.study.resolve(), SubmitSummary(options.study, dry_run=options.dry_run)
-    with ExitStack() as stack:
-        if not options.dry_run:
-            check_sbatch(options.study)
-            try:
-                (study / FOLDER_NAME).mkdir(exist_ok=True)
-            except OSError as error:
-                raise UserError(f"{study / FOLDER_NAME}: the folder cannot be made ({error.strerror}).") from error
-            lock = FileLock(study / FOLDER_NAME / ".lock", str(options.study))
-            lock.acquire()
-            stack.callback(lock.release)
-
-        queued = queued_jobs(study)
-        statuses = {job.id: "queued" if job.id in queued else JobFiles(study, job).status() for job in plan}
+    settings, plan, folder = read_site(site), read_plan(study), study.resolve()
+    summary = SubmitSummary(study, dry_run=dry_run)
+    if not dry_run:
+        check_sbatch(study)
+    with nullcontext() if dry_run else locked(folder / FOLDER_NAME / "arrays", str(study)):
+        queued = queued_jobs(folder)
+        statuses = {job.id: "queued" if job.id in queued else JobFiles(folder, job).status() for job in plan}
         summary.done, summary.running, summary.queued = (
             sum(status == word for status in statuses.values()) for word in ("done", "running", "queued")
         )
         left = [
-            msgspec.structs.replace(job, needs=site.needs_of(job))
+            msgspec.structs.replace(job, needs=settings.needs_of(job))
             for job in plan
             if statuses[job.id] not in ("done", "running", "queued")
         ]
         running = next((name for job in left for name in job.after if statuses[name] == "running"), None)
         if running is not None:
             raise UserError(
-                f"{options.study}: a process without Slurm works on {running}, and other jobs wait for it. Submit when it has "
-                "ended."
+                f"{study}: a process without Slurm works on {running}, and other jobs wait for it. Submit when it has ended."
             )
-        check_fits(left, site, options.site)
-        arrays = grouped_jobs(left, site, queued, next_number(study))
-        if site.offline and options.prepare and not options.dry_run:
-            download(wanted_by(left, [job.output for job in plan], options_of), study, site.cache)
+        check_fits(left, settings, site)
+        arrays = grouped_jobs(left, settings, queued, next_number(folder))
+        if settings.offline and prepare and not dry_run:
+            download(wanted_by(left, [job.output for job in plan], options_from), folder, settings.cache)
 
         numbers = {array.name: array.name for array in arrays}
         with progress_bar(len(arrays), "submitting", "array") as bar:
             for array in arrays:
-                text, words = script_text(array, site, study), sbatch_words(array, numbers)
-                number = None if options.dry_run else _submit_array(array, text, words, study, len(summary.arrays))
+                text, words = script_text(array, settings, folder), sbatch_words(array, numbers)
+                number = None if dry_run else _submit_array(array, text, words, folder, len(summary.arrays))
                 summary.arrays.append(SubmittedArray(array, words, text, number))
                 numbers[array.name] = number or array.name
                 bar.update(1)
     return summary
 
 
-def _submit_array(array: "JobArray", text: str, words: list[str], study: Path, before: int) -> str:
+def _submit_array(array: JobArray, text: str, words: list[str], study: Path, before: int) -> str:
     """Write the files of an array, submit it, and note it at once; returns its number. `before`: arrays submitted before it."""
-    from emp_llm.checkpoint.files import write_text
-    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, note_array, submit_script
-
     script = study / FOLDER_NAME / f"{array.name}.sh"
     try:
         write_text(script.with_suffix(".jobs"), list_text(array))
@@ -176,8 +174,6 @@ def show(summary: SubmitSummary) -> None:
         print(f"\n{each.array.name}.sh{'' if number == 0 else ', which differs from the first in these lines'}:")
         print(*lines, f"\n$ {shlex.join(each.command)}", sep="\n")
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(submit, show)

@@ -4,10 +4,9 @@ DIR/sweep.json                      the definition of the sweep ("made_by"), and
 DIR/activations.safetensors         the norms of the calibration
 DIR/dense.json                      the measurements of the dense model
 DIR/points/NAME/emp_report.json     a finished point, with its checkpoint under --keep
-DIR/.lock, .calibration, .checkpoint, points/.NAME.*    unfinished work
+DIR/.sweep.json.lock, .calibration, .checkpoint, points/.NAME.*    unfinished work
 """
 
-import contextlib
 import logging
 import os
 import shutil
@@ -16,32 +15,37 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
-from emp_llm.common.errors import UserError, count_of, format_bytes, reason
+import msgspec
+
+from emp_llm.checkpoint.files import INDEX_LIMIT, explain_disk_error, read_json, write_json
+from emp_llm.checkpoint.locks import locked
+from emp_llm.checkpoint.output import OutputFolder, describe_difference
+from emp_llm.cli import command, run
+from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.machine import Stopwatch, command_line
 from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
-from emp_llm.options.base import Some, takes
+from emp_llm.common.progress import stage
+from emp_llm.common.ranks import ranks
+from emp_llm.options.base import Some
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.output import MaskDevice
-from emp_llm.options.recipe import Recipe, check_choice
+from emp_llm.options.recipe import SCORE_FIELDS, TARGET_FIELDS, Recipe
 from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
+from emp_llm.records.base import converted, read_record
+from emp_llm.records.evaluation import Measures
+from emp_llm.records.run_report import PointRecord, RunReport
+from emp_llm.records.source import ModelSource, stage_records
+from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
 
 if TYPE_CHECKING:
     from emp_llm.models.architecture import Coverage
-    from emp_llm.records.evaluation import Measures
-    from emp_llm.records.run_report import PointRecord, RunReport
-    from emp_llm.records.sweep import Sweep, SweepMadeBy
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
 _OWN = ("points", "activations.safetensors", "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
-_SHARED = (
-    *("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial", "group"),
-    *("criterion", "scores", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
-)
 
 
 @dataclass(frozen=True)
@@ -49,26 +53,25 @@ class SweepDryRun:
     """The plan of a sweep.
 
     Attributes:
-        points: the unfinished points.
+        points: names of the unfinished points.
         coverage: the targets' share of the model.
         disk_bytes: size of the checkpoints under --keep.
     """
 
-    points: "list[PointRecord]"
+    points: list[str]
     coverage: "Coverage"
     disk_bytes: int
-    dry_run: bool = True
 
 
-@takes(ModelOptions, Some(Recipe, _SHARED), NormOptions, LoadingOptions, SuiteOptions, SweepOptions)
+@command
 def sweep(
     model: ModelOptions,
-    shared: Recipe,
+    shared: Annotated[Recipe, Some((*TARGET_FIELDS, "group", *SCORE_FIELDS, "shares", "owl_lambda", "owl_m"))],
     text: NormOptions,
     loading: LoadingOptions,
     suite_options: SuiteOptions,
     how: SweepOptions,
-) -> "Sweep | SweepDryRun":
+) -> Sweep | SweepDryRun:
     """Prune a model by many recipes and measure each: curves over beta and sparsity, with the dense model.
 
     The model is loaded and calibrated once. For each point the weights are masked in memory, the model is measured, and the
@@ -78,15 +81,8 @@ def sweep(
     Returns the content of sweep.json; for a dry run, the plan.
     """
     points = plan_points(how, shared)
-    loading.check_loading()
-    text.check_calibration()
-    check_choice(how.mask_device, MaskDevice, "mask_device")
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
-    from emp_llm.checkpoint.output import OutputFolder
-    from emp_llm.common.machine import Stopwatch, command_line
-    from emp_llm.common.progress import stage
-    from emp_llm.common.ranks import ranks
     from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
@@ -98,11 +94,8 @@ def sweep(
     from emp_llm.pruning.loaded_model import holds_stored_weights, pruned
     from emp_llm.pruning.masks import Pruner, check_device
     from emp_llm.pruning.outcome import ALL_KEPT, masks_digest, report_of
-    from emp_llm.pruning.scores import Scores, input_norms
+    from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
-    from emp_llm.records.evaluation import Measures
-    from emp_llm.records.source import ModelSource, stage_records
-    from emp_llm.records.sweep import Sweep, SweepMadeBy
 
     if ranks().count > 1:
         raise UserError(
@@ -123,10 +116,10 @@ def sweep(
     path = how.output or Path(f"{source.short_name}-sweep")
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
-        unfinished = [point_record(point) for point in points if folder.report(point) is None]
+        unfinished = [point.name for point in points if folder.report(point) is None]
         return SweepDryRun(unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0)
 
-    with folder.locked(), ExitStack() as stack:
+    with folder.locked():
         # Everything that the measurements depend on; a sweep with other values is refused.
         data, made_of = None, None if norms is None else {"norms": norms.digest}
         if calibrates:
@@ -142,8 +135,8 @@ def sweep(
             warn_if_foreign(norms, identity, source.folder)
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
         made_by = SweepMadeBy(
-            **{name: getattr(dense.made_by, name) for name in dense.made_by.__struct_fields__},
-            recipe=_shared_recipe(shared),
+            **msgspec.structs.asdict(dense.made_by),
+            recipe=recorded(shared),
             activations=made_of,
         )
         folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
@@ -207,7 +200,9 @@ def sweep(
                             outcomes = written.outcomes
                             files = out.files
                         elif not in_memory:
-                            files = of_point.enter_context(_scratch(folder.scratch))
+                            files = folder.scratch
+                            of_point.callback(shutil.rmtree, files, ignore_errors=True)
+                            files.mkdir()
                             outcomes = write_checkpoint(pruner, files).outcomes
                         if in_memory:
                             outcomes = of_point.enter_context(pruned(models.get(source.folder), pruner))
@@ -242,42 +237,14 @@ def sweep(
             removed = 100 * report.targets.sparsity_of_targets
             logger.info("%s: done, %.2f %% removed; %d of %d.", point.name, removed, place, len(points))
             measured.setdefault(masks, (point.name, folder.finish(point, report)))
-        stack.callback(models.free)
+        models.free()
     return folder.record
 
 
-@contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A folder for a temporary checkpoint."""
-    path.mkdir(exist_ok=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _shared_recipe(shared: Recipe) -> Recipe:
-    """The recipe of the sweep in its record: the fields that all points share."""
-    from emp_llm.pruning.scores import recorded
-
-    return recorded(shared) if shared.shares == "owl" else recorded(shared).but(owl_lambda=None, owl_m=None)
-
-
-def point_record(point: SweepPoint) -> "PointRecord":
+def point_record(point: SweepPoint) -> PointRecord:
     """A point as a report records it."""
-    from emp_llm.records.run_report import PointRecord
-
-    recipe = point.recipe
-    return PointRecord(
-        name=point.name,
-        method=recipe.method,
-        beta=recipe.beta,
-        order=recipe.order,
-        sparsity=recipe.sparsity,
-        pattern=recipe.pattern,
-        baseline_of=point.baseline_of,
-        match=recipe.match_by,
-    )
+    numbers = {name: getattr(point.recipe, name) for name in ("method", "beta", "order", "sparsity", "pattern")}
+    return PointRecord(name=point.name, baseline_of=point.baseline_of, match=point.recipe.match_by, **numbers)
 
 
 class SweepFolder:
@@ -297,7 +264,7 @@ class SweepFolder:
         UserError: the path exists and is not the folder of a sweep, or it contains the source or lies in it.
     """
 
-    record: "Sweep"
+    record: Sweep
 
     def __init__(self, path: Path, source: Path, planned: list[SweepPoint]) -> None:
         self.path = Path(path)
@@ -314,28 +281,17 @@ class SweepFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for one run."""
-        from emp_llm.checkpoint.files import explain_disk_error
-        from emp_llm.checkpoint.locks import FileLock
+        with locked(self._file, f"--output {self.path}"):
+            try:
+                self.points.mkdir(exist_ok=True)
+                yield
+            except OSError as error:
+                explained = explain_disk_error(error, self.path, [self.points])
+                if explained is None:
+                    raise
+                raise explained from error
 
-        lock = FileLock(self.path / ".lock", f"--output {self.path}")
-        try:
-            self.points.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except OSError as error:
-            raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
-        try:
-            yield
-        except BaseException as error:
-            explanation = explain_disk_error(error, self.path, [self.points])
-            if explanation is not None:
-                raise explanation from error
-            raise
-        finally:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                lock.release()
-
-    def begin(self, made_by: "SweepMadeBy", about: "Sweep", overwrite: bool) -> None:
+    def begin(self, made_by: SweepMadeBy, about: Sweep, overwrite: bool) -> None:
         """Resume the sweep in the folder, or begin one.
 
         Args:
@@ -347,11 +303,6 @@ class SweepFolder:
         Raises:
             UserError: the folder holds a different sweep, and `overwrite` is false.
         """
-        from emp_llm.checkpoint.files import INDEX_LIMIT
-        from emp_llm.checkpoint.output import describe_difference
-        from emp_llm.records.base import read_record
-        from emp_llm.records.sweep import Sweep
-
         held = read_record(self._file, Sweep, INDEX_LIMIT) if self._file.is_file() else None
         before = held.made_by.as_dict() if held is not None and held.made_by is not None else {}
         asked = made_by.as_dict()
@@ -365,11 +316,11 @@ class SweepFolder:
                 "it."
             )
         if difference is not None:
-            for path in (self.path / name for name in _OWN):
-                if path.is_dir():
-                    shutil.rmtree(path)
+            for name in _OWN:
+                if (self.path / name).is_dir():
+                    shutil.rmtree(self.path / name)
                 else:
-                    path.unlink(missing_ok=True)
+                    (self.path / name).unlink(missing_ok=True)
             self.points.mkdir()
             held, kept = None, None
         shutil.rmtree(self.scratch, ignore_errors=True)  # left by an interrupted run
@@ -380,13 +331,13 @@ class SweepFolder:
             self.record.stages, self.record.dense, self.record.points = held.stages, held.dense, held.points
         self.record.save(self._file)
 
-    def note_stages(self, stages: Any, dense: "Measures | None" = None) -> None:
+    def note_stages(self, stages: Any, dense: Measures | None = None) -> None:
         """Note times of stages, and the measurements of the dense model, in sweep.json."""
         self.record.stages |= stages
         self.record.dense = dense or self.record.dense
         self.record.save(self._file)
 
-    def report(self, point: SweepPoint) -> "RunReport | None":
+    def report(self, point: SweepPoint) -> RunReport | None:
         """The report of a finished point; None if it is not finished."""
         path = self.points / point.name
         if not (path / REPORT_NAME).is_file():
@@ -399,32 +350,23 @@ class SweepFolder:
             wanted.beta = found.beta
         return report if found == wanted and report.evaluation is not None else None
 
-    def measured_so_far(self, point: SweepPoint, masks: str) -> "Measures":
+    def measured_so_far(self, point: SweepPoint, masks: str) -> Measures:
         """The measurements of an interrupted run for a point with these masks."""
-        from emp_llm.checkpoint.files import read_json
-        from emp_llm.records.base import converted
-        from emp_llm.records.evaluation import Measures
-
         path = self._partial(point)
         before = read_json(path) if path.is_file() else {}
         return converted(before["measures"], Measures, str(path)) if before.get("masks") == masks else Measures()
 
-    def note_measures(self, point: SweepPoint, masks: str, measures: "Measures") -> None:
+    def note_measures(self, point: SweepPoint, masks: str, measures: Measures) -> None:
         """Note the measurements of an unfinished point."""
-        from emp_llm.checkpoint.files import write_json
-
         write_json(self._partial(point), {"masks": masks, "measures": measures.as_dict()})
 
-    def finish(self, point: SweepPoint, report: "RunReport") -> "Measures":
+    def finish(self, point: SweepPoint, report: RunReport) -> Measures:
         """Note the measurements of a finished point in sweep.json; returns them."""
-        from emp_llm.records.evaluation import Measures
-        from emp_llm.records.run_report import PointRecord
-        from emp_llm.records.sweep import SweptPoint
-
         assert report.evaluation is not None
+        assert report.point is not None
         measures = report.evaluation.pruned or Measures()
         entry = SweptPoint(
-            **{name: getattr(report.point, name) for name in PointRecord.__struct_fields__},
+            **msgspec.structs.asdict(report.point),
             sparsity_of_targets=report.targets.sparsity_of_targets,
             sparsity_of_all_parameters=report.targets.sparsity_of_all_parameters or 0.0,
             evaluation=measures,
@@ -448,27 +390,29 @@ class SweepFolder:
             return False
         if self._file.is_file():
             return True
-        begun = {"points", ".lock", f".{SWEEP_NAME}.partial"}  # of a run that was killed while it wrote its first file
+        begun = {
+            "points",
+            f".{SWEEP_NAME}.lock",
+            f".{SWEEP_NAME}.partial",
+        }  # by a run that was killed at its first file
         names = {entry.name for entry in self.path.iterdir()}
         return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 
 
-def show(result: "Sweep | SweepDryRun") -> None:
+def show(result: Sweep | SweepDryRun) -> None:
     """Print the table of all points; for a dry run, names of the points, the targets, and the disk space of the checkpoints."""
     if isinstance(result, SweepDryRun):
-        coverage, lines = result.coverage, [point.name for point in result.points]
-        lines.append(f"{count_of(len(lines), 'point')} to measure, and the dense model")
+        coverage = result.coverage
+        print(*result.points, f"{count_of(len(result.points), 'point')} to measure, and the dense model", sep="\n")
         inside = coverage.targets - coverage.targets_outside
-        lines.append(f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks")
-        lines += [f"disk: {format_bytes(result.disk_bytes)} for the checkpoints"] if result.disk_bytes else []
-        print("\n".join(lines))
+        print(f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks")
+        if result.disk_bytes:
+            print(f"disk: {format_bytes(result.disk_bytes)} for the checkpoints")
         return
     from emp_llm.reporting.run_tables import sweep_table
 
     print(sweep_table(result))
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(sweep, show)

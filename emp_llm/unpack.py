@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-from emp_llm.cli import callable_module, run
+from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of, format_bytes
-from emp_llm.options.base import takes
-from emp_llm.options.commands import UnpackOptions
+from emp_llm.options.base import Opt
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,15 @@ class Unpacked:
     seconds: float
 
 
-@takes(UnpackOptions)
-def unpack(options: UnpackOptions) -> Unpacked:
+@command
+def unpack(
+    packed: Annotated[Path, Opt("Folder written by emp-llm pack.", argument=True, metavar="OUT")],
+    folder: Annotated[Path, Opt("Model folder to write.", argument=True, metavar="DIR")],
+    *,
+    base: Annotated[str | None, Opt("For a mask: folder or Hub id of the dense model.")] = None,
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a dense model from the Hub.")] = None,
+    overwrite: Annotated[bool, Opt("Replace an existing model folder at DIR.")] = False,
+) -> Unpacked:
     """Restore a packed checkpoint: every file bit for bit, checked by its hash.
 
     Returns the folder, its size, and the time taken.
@@ -42,15 +50,15 @@ def unpack(options: UnpackOptions) -> Unpacked:
     from emp_llm.hub.local_model import find_model
 
     started = time.monotonic()
-    packed = PackedFolder(options.packed)
-    base = Checkpoint(find_model(options.base, options.revision).folder) if options.base is not None else None
-    check_base(packed, base)
-    sources = [packed.folder] if base is None else [packed.folder, base.folder]
-    with OutputFolder(options.folder, sources, packed.bytes, options.overwrite, "DIR") as out:
-        out.begin({"unpacks": str(options.packed)})
-        files = unpack_folder(packed, base, out.files)
+    source = PackedFolder(packed)
+    dense = None if base is None else Checkpoint(find_model(base, revision).folder)
+    check_base(source, dense)
+    sources = [packed] if dense is None else [packed, dense.folder]
+    with OutputFolder(folder, sources, source.bytes, overwrite, "DIR") as out:
+        out.begin({"unpacks": str(packed)})
+        files = unpack_folder(source, dense, out.files)
         out.complete()
-    return Unpacked(str(options.folder), packed.bytes, files, round(time.monotonic() - started, 3))
+    return Unpacked(str(folder), source.bytes, files, round(time.monotonic() - started, 3))
 
 
 def show(unpacked: Unpacked) -> None:
@@ -58,8 +66,6 @@ def show(unpacked: Unpacked) -> None:
     written = f"{count_of(unpacked.files, 'file')}, {format_bytes(unpacked.bytes)}"
     print(f"{unpacked.folder}: {written}; {unpacked.seconds:.1f} s")
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(unpack, show)

@@ -1,41 +1,44 @@
 """`emp-llm verify`: a pruned checkpoint is checked by slower and simpler code than the code that wrote it."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from emp_llm.cli import callable_module, run
+from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.options.base import takes
-from emp_llm.options.commands import VerifyOptions
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, TAYLOR_NAME
+from emp_llm.hub.local_model import find_model
+from emp_llm.options.base import Opt
+from emp_llm.options.criterion import criterion_origin
+from emp_llm.options.model import TrustRemoteCode
+from emp_llm.options.recipe import Recipe
+from emp_llm.records.manifest import Manifest
 
 if TYPE_CHECKING:
     from emp_llm.calibration.activations import Activations
-    from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.options.recipe import Recipe
     from emp_llm.pruning.verification import Findings
-    from emp_llm.records.manifest import Manifest
-
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Result of a verification.
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Options of `verify`."""
 
-    Attributes:
-        differences: one sentence each.
-        checked: number of checked things, by kind.
-    """
+    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True)] = field(kw_only=False)
+    criterion: Annotated[Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")] = None
+    scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
+    source: Annotated[str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")] = None
+    activations: Annotated[Path | None, Opt("Activations file of the run; default: the one in the folder.")] = None
+    blocks: Annotated[str | None, Opt("Name of the list of decoder blocks; default: the run's.")] = None
+    revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
+    trust_remote_code: TrustRemoteCode = False
 
-    differences: list[str]
-    checked: dict[str, int]
 
-
-@takes(VerifyOptions)
-def verify(options: VerifyOptions) -> Verification:
+@command
+def verify(options: VerifyOptions) -> "Findings":
     """Check a pruned checkpoint: sizes and hashes of all files, and with --source every byte and every mask. It only reads.
 
     The exit code is 1 if anything differs.
@@ -45,7 +48,6 @@ def verify(options: VerifyOptions) -> Verification:
     Raises:
         UserError: the folder is no finished output, or source or activations are not those of its run.
     """
-    from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.pruning.verification import Findings, check_files
     from emp_llm.pruning.writing import read_manifest
 
@@ -60,20 +62,15 @@ def verify(options: VerifyOptions) -> Verification:
         pruned = Checkpoint(options.folder)
     except UserError as error:
         findings.differences.append(str(error))
-        return Verification(findings.differences, findings.checked)
+        return findings
     findings.checked["tensors"] += len(pruned.tensors)
     if options.source is not None:
         _check_against(options.source, options, pruned, manifest, findings)
-    return Verification(findings.differences, findings.checked)
+    return findings
 
 
-def _check_against(
-    source: str, options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
-) -> None:
+def _check_against(source: str, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings") -> None:
     """Compare bytes and masks with the dense model."""
-    from emp_llm.checkpoint.checkpoint import Checkpoint
-    from emp_llm.common.paths import MANIFEST_NAME
-    from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture
     from emp_llm.pruning.scores import Scores, input_norms
     from emp_llm.pruning.verification import check_masks, check_other_bytes, check_source
@@ -83,12 +80,10 @@ def _check_against(
     if manifest.recipe.structure is not None:
         _check_units(dense, options, pruned, manifest, findings)
         return
-    norms = _norms(options, manifest)
-    recipe = manifest.recipe
+    norms, recipe = _norms(options, manifest), _with_own_scores(manifest.recipe, options)
     blocks = options.blocks or recipe.blocks
     architecture = Architecture.of_checkpoint(dense, blocks, options.trust_remote_code, names_suffice=norms is None)
     targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
-    recipe = _with_own_scores(recipe, options)
     if not check_other_bytes(dense, pruned, targets, findings):
         return
     try:
@@ -98,18 +93,17 @@ def _check_against(
                 raise UserError(f"{options.folder / MANIFEST_NAME}: its criterion needs activations, and it names none.")
             scores = scores.with_norms(input_norms(norms, targets, recipe.relative))
         check_masks(pruned, scores, findings)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AssertionError) as error:
-        if isinstance(error, UserError):
-            raise
         path = options.folder / MANIFEST_NAME
         raise UserError(f"{path}: it does not record how the masks were decided ({error}).") from error
 
 
 def _check_units(
-    dense: "Checkpoint", options: VerifyOptions, pruned: "Checkpoint", manifest: "Manifest", findings: "Findings"
+    dense: Checkpoint, options: VerifyOptions, pruned: Checkpoint, manifest: Manifest, findings: "Findings"
 ) -> None:
     """Compare a checkpoint without some heads or neurons with the dense model."""
-    from emp_llm.common.paths import TAYLOR_NAME
     from emp_llm.pruning.counts import read_report
     from emp_llm.structure.units import unit_model
     from emp_llm.structure.verification import check_units, read_tensors
@@ -126,9 +120,8 @@ def _check_units(
     check_units(model, pruned, recipe, record, feature, findings)
 
 
-def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":
+def _with_own_scores(recipe: Recipe, options: VerifyOptions) -> Recipe:
     """A recipe from a manifest, with the user's own criterion or scores that it names. Its code is never run by that name."""
-    from emp_llm.options.criterion import criterion_origin
     from emp_llm.pruning.scores import GivenScores
 
     if recipe.criterion is not None:
@@ -147,10 +140,9 @@ def _with_own_scores(recipe: "Recipe", options: VerifyOptions) -> "Recipe":
     return recipe.but(scores=options.scores, scores_digest=None)
 
 
-def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None":
+def _norms(options: VerifyOptions, manifest: Manifest) -> "Activations | None":
     """The norms that decided the masks; None if the criterion needs none."""
     from emp_llm.calibration.activations import Activations
-    from emp_llm.common.paths import ACTIVATIONS_NAME
     from emp_llm.pruning.verification import check_activations
 
     if manifest.activations is None:
@@ -165,7 +157,7 @@ def _norms(options: VerifyOptions, manifest: "Manifest") -> "Activations | None"
     return norms
 
 
-def show(result: Verification) -> None:
+def show(result: "Findings") -> None:
     """Print the differences; exit with 1 if there are any."""
     for sentence in result.differences:
         print(sentence)
@@ -174,8 +166,6 @@ def show(result: Verification) -> None:
     if result.differences:
         raise SystemExit(1)
 
-
-callable_module(__name__)
 
 if __name__ == "__main__":
     run(verify, show)

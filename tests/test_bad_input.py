@@ -75,18 +75,13 @@ def parameters(cases: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta zero": (r"^--beta must be .* above 0", {"beta": 0.0}),
-    "beta negative": (r"^--beta must be .* above 0", {"beta": -1.0}),
     "beta NaN": (r"^--beta must be a number", {"beta": float("nan")}),
-    "beta infinite": (r"^--beta must be a number", {"beta": float("inf")}),
     "order negative": (r"^--order must be .* >= 0", {"order": -0.5}),
-    "order NaN": (r"^--order must be a number", {"order": float("nan")}),
     "sparsity one": (r"^--sparsity must be .* below 1", {"method": "wanda", "sparsity": 1.0}),
     "sparsity negative": (r"^--sparsity must be at least 0", {"method": "wanda", "sparsity": -0.1}),
-    "sparsity NaN": (r"^--sparsity must be", {"method": "wanda", "sparsity": float("nan")}),
-    "pattern 3:2": (r"^--pattern N:M .*3:2", {"method": "wanda", "pattern": "3:2"}),
-    "pattern 0:4": (r"^--pattern N:M .*0:4", {"method": "wanda", "pattern": "0:4"}),
+    "pattern 3:2": (r"^--pattern must be N:M.* N < M; got '3:2'", {"method": "wanda", "pattern": "3:2"}),
+    "pattern 0:4": (r"^--pattern must be N:M.* N < M; got '0:4'", {"method": "wanda", "pattern": "0:4"}),
     "pattern 2-4": (r"^--pattern must be N:M, such as 2:4", {"method": "wanda", "pattern": "2-4"}),
-    "pattern of superscript digits": (r"^--pattern must be N:M, such as 2:4", {"method": "wanda", "pattern": "²:4"}),
     "pattern over larger groups": (r"pattern.* row.*matrix", {"method": "wanda", "pattern": "2:4", "group": "matrix"}),
     "pattern that does not divide": (
         r"32.*multiple of 5",
@@ -97,8 +92,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparsity and beta": (r"--sparsity finds the beta of emp-wanda; leave out --beta", {"sparsity": 0.5, "beta": 1.0}),
     "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
     "sparsity and pattern": (r"--sparsity and --pattern", {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"}),
-    "neff-dtype": (r"^--neff-dtype must be float64 or bfloat16", {"neff_dtype": "float32"}),
+    "neff-dtype": (r"^--neff-dtype 'float32' is not one of float64", {"neff_dtype": "float32"}),
     "neff-dtype with an order": (r"^--neff-dtype bfloat16.*order 2", {"neff_dtype": "bfloat16", "order": 1.0}),
+    "neff-dtype with wanda": (
+        r"^--neff-dtype does not go with method wanda.*--method emp-wanda",
+        {"method": "wanda", "neff_dtype": "bfloat16"},
+    ),
     "match of no run": (r"no-run: no emp_report.json.*--output", {"method": "wanda", "match": Path("no-run")}),
     "method": (r"'obs' is not one of emp-wanda", {"method": "obs"}),
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
@@ -114,14 +113,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
     "suite": (r"'perplexities' is neither a suite.*perplexity", {"evaluate": "perplexities"}),
     "device-map": (r"device-map 'gpu' is not one of auto.*cpu", {"device_map": "gpu"}),
-    "device-map for magnitude": (r"device-map 'gpu' is not one of auto", {"device_map": "gpu", "method": "magnitude"}),
     "device-map of a missing device": (r"device-map cuda:99: this machine has \d accelerators", {"device_map": "cuda:99"}),
     "device-map meta": (r"device-map meta: this machine has", {"device_map": "meta"}),
     "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
     "device-map of a missing file": (r"device-map map\.json: .*no such file", {"device_map": "map.json"}),
     "text too short": (r"text\.txt: [\d,]+ tokens, too short for 4000 samples x 64", {"samples": 4000}),
     "no samples": (r"^--samples must be at least 1", {"samples": 0}),
-    "no tokens": (r"^--seqlen must be at least 1", {"seqlen": 0}),
     "seqlen beyond the context": (r"^--seqlen 129 .*context of 128", {"seqlen": 129}),
     "activations missing": (
         r"norms\.safetensors: no such activations file.*calibrate",
@@ -151,17 +148,9 @@ REFITS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "sparsegpt", "load_in_4bit": True},
     ),
     "damping of zero": (r"^--refit-damping must be above 0 and at most 1, got 0", {"refit": True, "refit_damping": 0.0}),
-    "damping NaN": (r"^--refit-damping must be above 0 and at most 1, got nan", {"refit": True, "refit_damping": float("nan")}),
-    "damping above 1": (r"^--refit-damping must be above 0", {"refit": True, "refit_damping": 1.5}),
     "damping alone": (r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out", {"refit_damping": 0.1}),
     "weighting alone": (r"^--refit-weighting has no effect without --refit", {"refit_weighting": "relative"}),
     "weighting": (r"^--refit-weighting 'own' is not one of equal, relative", {"refit": True, "refit_weighting": "own"}),
-    "target": (r"^--refit-target 'model' is not one of \w+, \w+", {"refit": True, "refit_target": "model"}),
-    "target alone": (r"^--refit-target has no effect without --refit", {"refit_target": "layer"}),
-    "weighting with sparsegpt": (
-        r"^--refit-weighting has no effect without --refit",
-        {"method": "sparsegpt", "refit_weighting": "relative"},
-    ),
     "no target in a block": (
         r"^--refit moves weights of the language model's decoder blocks, and no target is in one\. Leave out --refit",
         {"method": "magnitude", "refit": True, "targets": "lm_head"},
@@ -172,7 +161,6 @@ REFITS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
     "admm of all matrices": (r"^--group all .*emp-admm, .*each matrix.*Leave it out", {"method": "emp-admm", "group": "all"}),
-    "admm quantised": (r"^--method admm cannot change quantised weights", {"method": "admm", "load_in_4bit": True}),
     "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
     "beta with sparsegpt": (
         r"^--beta does not go with method sparsegpt.*Use --sparsity, or --method emp-admm",
@@ -470,12 +458,8 @@ def check_command(call: Callable[..., Any], folder: Path, options: dict[str, obj
 
 
 COMMAND_LINES: dict[str, tuple[str, dict[str, object]]] = {
-    "missing model": (r"^error: .*nothing: no such model folder", {"--model": "/nothing"}),
     "model not in the cache": (r"^error: nobody/nothing: .*cache.*cannot be reached", {"--model": "nobody/nothing"}),
-    "method": (r"'obs'", {"--method": "obs"}),
     "pattern": (r"^error: .*multiple of 5", {"--method": "wanda", "--pattern": "3:5", "--targets": "q_proj"}),
-    "text too short": (r"^error: .*too short", {"--samples": "4000"}),
-    "refit damping": (r"^error: --refit-damping must be above 0", {"--refit-damping": "0"}),
     "data set not in the cache": (
         r"^error: nobody/nothing/train: the data set cannot be loaded",
         {"--calibration": "nobody/nothing"},

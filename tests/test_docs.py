@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_docs import blocks_of, commands_of, pages
 
-from emp_llm.cli import COMMANDS, _fields, parse
+from emp_llm.cli import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
 OTHER_FLAGS = {
@@ -77,8 +77,8 @@ def test_commands_are_found() -> None:
 def test_options_named_in_the_text_exist(page: Path) -> None:
     flags = set(OTHER_FLAGS)
     for name in COMMANDS:
-        for field, _, option, _ in _fields(getattr(import_module(f"emp_llm.{name}"), name)):
-            flags.update((option.flag or f"--{field.replace('_', '-')}").split("/"))
+        for option in getattr(import_module(f"emp_llm.{name}"), name).options.values():
+            flags.update(option.flag.split("/"))
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`]+)`", text):
         for flag in re.findall(r"(?<![\w-])--[a-z0-9-]+", code):

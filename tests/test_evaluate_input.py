@@ -33,7 +33,7 @@ def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monk
     refused(r"has no chat template\. Leave out --apply-chat-template", **common, apply_chat_template=True)
     refused(r"a,b,a: task 'a' is named twice", **tasks, tasks=["a", "b", "a"])
     refused(r"--tasks names no task", **tasks, tasks=" , ")
-    refused(r"--num-fewshot must be 0 or more, got -1", **tasks, tasks="a", num_fewshot=-1)
+    refused(r"--num-fewshot must be at least 0, got -1", **tasks, tasks="a", num_fewshot=-1)
     refused(r"--batch-size 'many': expected a number", **common, batch_size="many")
     refused(r"--format 'latex' is not one of terminal", **common, form="latex")
     refused(r"--dtype 'int8' is not one of auto", **common, dtype="int8")

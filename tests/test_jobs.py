@@ -214,7 +214,7 @@ def test_the_papers_table(tmp_path: Path) -> None:
         ({"suite": "none-such"}, "none-such"),
         ({"per": "model", "processes": 2}, "a sweep runs in one process. Leave out --processes"),
         ({"per": "models"}, "--per 'models' is not one of recipe, model"),
-        ({"gpu_gb": -1}, "--gpu-gb must be 0 or more"),
+        ({"gpu_gb": -1}, "--gpu-gb must be at least 0"),
     ],
 )
 def test_wrong_options_of_a_plan(models: Models, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -244,7 +244,7 @@ def test_jobs_run_in_order(scripted: dict[str, str], tmp_path: Path, capsys: pyt
     assert state is not None
     assert (state.status, state.attempts, state.exit_code) == ("done", 1, 0)
     again = run_study(tmp_path)
-    assert (again.skipped, len(again.done)) == (3, 3)
+    assert len(again.done) == 3
     assert JobFiles(tmp_path, job("a")).state() == state
 
 

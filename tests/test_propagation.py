@@ -212,7 +212,7 @@ def test_commands_say_how_they_ran(models: Models, text: Path, tmp_path: Path) -
     ("options", "said"),
     [
         ({"propagate": "pruned", "method": "magnitude"}, "methods that need activations; magnitude needs none"),
-        ({"propagate": "pruned", "group": "all"}, "--group all prunes all blocks at once; use --group row or matrix"),
+        ({"propagate": "pruned", "group": "all"}, "--group all needs the scores of all; leave one out"),
         ({"propagate": "pruned", "activations": "norms"}, "leave out --activations"),
         ({"propagate": "pruned", "execution": "model"}, "leave out --execution model"),
         ({"propagate": "both"}, "--propagate 'both' is not one of dense, pruned"),

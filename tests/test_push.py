@@ -246,7 +246,7 @@ def test_branches_of_one_repository(hub: Hub, client: Client, checkpoint: Path, 
 
 def test_the_card_says_what_the_zeros_buy(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
-    benched = bench(str(checkpoint), output=tmp_path / "bench.json", **how).record
+    benched = bench(str(checkpoint), output=tmp_path / "bench.json", **how)
     client.call("push", folder=checkpoint, repository="user/fast", results=[tmp_path / "bench.json"])
     _, text = card_of(hub, "user/fast")
     assert "## Speed" in text

@@ -225,7 +225,7 @@ def test_sweep_and_measure(
         ("--method wanda --count-by magnitude", "--count-by does not go with method wanda: its sparsity is fixed"),
         ("--method relative --count-by own", "--count-by does not go with method relative"),
         ("--method emp-relative --neff-dtype bfloat16", "--neff-dtype bfloat16 is the paper's arithmetic for the scores"),
-        ("--method emp-relative --propagate pruned --count-by own --sparsity 0.5", "give --beta"),
+        ("--method emp-relative --propagate pruned --count-by own --sparsity 0.5", "--sparsity needs the scores of all"),
         ("--method emp-relative --activations old", "old: it has no norms relative to the outputs, which relative scores need"),
         ("--method wanda --score relative --activations old", "Run emp-llm calibrate again"),
         ("--method emp-wanda --score relativ", "relativ"),

@@ -78,7 +78,7 @@ def test_in_memory_and_at_the_ends(models: Models, tmp_path: Path) -> None:
         (["--sparsity", 1.0], "--sparsity must be at least 0 and below 1"),
         (["--sparsity", 0.5, "--beta", 0.5], "--sparsity finds the beta of emp-magnitude; leave out --beta"),
         (["--sparsity", 0.5, "--neff-dtype", "bfloat16"], "leave out --neff-dtype"),
-        (["--method", "emp-wanda", "--sparsity", 0.5, "--propagate", "pruned"], "give --beta"),
+        (["--method", "emp-wanda", "--sparsity", 0.5, "--propagate", "pruned"], "--sparsity needs the scores of all"),
     ],
 )
 def test_wrong_requests(command: Run, models: Models, tmp_path: Path, options: list[object], match: str) -> None:

@@ -359,7 +359,7 @@ class TestBadInput:
             (["generate", "--prompt", "a", "--chat"], "has none. Leave it out"),
             (["generate", "--prompt", "a", "--max-new-tokens", "200"], "the model's 128 positions"),
             (["generate", "--prompt", "a", "--top-p", "0.5"], "no effect at temperature 0"),
-            (["generate", "--prompt", "a", "--temperature", "-1"], "--temperature must be 0 or more"),
+            (["generate", "--prompt", "a", "--temperature", "-1"], "Invalid value for '--temperature'"),
             (["generate", "--prompt", "a", "--device", "tpu"], "--device 'tpu' is not auto, cpu, cuda or cuda:N"),
             (["evaluate", "--runtime", "sparse", "--load-in-8bit"], "leave out --load-in-8bit"),
             (["evaluate", "--runtime", "sparse", "--device-map", "disk"], "runs on one device"),

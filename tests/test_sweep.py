@@ -316,7 +316,7 @@ def test_foreign_folders_are_left_alone(models: Models, options: Record, tmp_pat
     killed = tmp_path / "killed"  # while it wrote its first file
     killed.mkdir()
     (killed / ".sweep.json.partial").write_text("{")
-    (killed / ".lock").touch()
+    (killed / ".sweep.json.lock").touch()
     with SweepFolder(killed, models("llama"), []).locked():
         assert (killed / "points").is_dir()
 

@@ -31,7 +31,7 @@ OPTIONS: Record = {"methods": "emp-wanda,magnitude", "betas": "0.5,1", "sparsiti
         ({"methods": "emp-wanda", "betas": None}, "--sparsities is for methods without emp-"),
         ({"methods": "wanda"}, "--betas is for emp methods"),
         ({"methods": "wanda", "betas": None, "matched_baselines": True}, "--matched-baselines is for emp"),
-        ({"patterns": "2-4"}, "--patterns: pattern must be N:M"),
+        ({"patterns": "2-4"}, "--pattern must be N:M"),
         ({"group": "all", "matched_baselines": True}, "--matched-baselines .* not all"),
         ({"group": "column"}, "--group 'column' is not one of"),
         ({"suite": "perplexty"}, "Did you mean perplexity"),

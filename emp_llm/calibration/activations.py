@@ -19,10 +19,9 @@ from torch import Tensor
 
 from emp_llm.checkpoint.files import tensor_bytes, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError, count_of, reason
+from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import ACTIVATIONS_NAME
-from emp_llm.common.tables import table
 from emp_llm.records.base import record_of
 from emp_llm.records.source import ActivationsInfo, CalibrationRecord
 
@@ -113,76 +112,6 @@ class Activations:
         relative = {layer: norms[name] for layer, name in info.relative.items()}
         plain = {name: norm for name, norm in norms.items() if name not in info.relative.values()}
         return cls(plain, info.inputs, info.about, info.tokens, relative)
-
-
-# The difference of two files: the effect of another device, dtype, batch size or text on the norms.
-
-
-@dataclass(frozen=True)
-class NormsDifference:
-    """The differences between the norms of two activations files, layer by layer.
-
-    Attributes:
-        layers: name -> the largest and the mean relative difference |a - b| / max(a, b) over its inputs (0 where both are 0),
-            for each layer in both files, the worst layer first.
-        relative: the same for the norms relative to the outputs, for each layer that has them in both files.
-        only: layers in only one of the two, or with different numbers of inputs.
-        about: differences in their origin: field, value in the first file, value in the second.
-    """
-
-    layers: dict[str, tuple[float, float]]
-    relative: dict[str, tuple[float, float]]
-    only: list[str]
-    about: list[tuple[str, str, str]]
-
-
-def compare_norms(first: Path, second: Path) -> NormsDifference:
-    """Compare two activations files.
-
-    Raises:
-        UserError: one is missing, or is not an activations file.
-    """
-    a, b = Activations.load(first), Activations.load(second)
-    plain_a, plain_b = ({layer: each.norms[name] for layer, name in each.input_of.items()} for each in (a, b))
-    layers = _differences(plain_a, plain_b)
-    one, other = a.about.as_dict(), b.about.as_dict()
-    fields = [field for field in dict.fromkeys([*one, *other]) if str(one.get(field)) != str(other.get(field))]
-    about = [(field, str(one.get(field)), str(other.get(field))) for field in fields]
-    only = sorted((plain_a.keys() | plain_b.keys()) - layers.keys())
-    return NormsDifference(layers, _differences(a.relative, b.relative), only, about)
-
-
-def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """The differences of the layers that have as many inputs in both files, the worst first."""
-    layers: dict[str, tuple[float, float]] = {}
-    for layer in sorted(first.keys() & second.keys()):
-        a, b = first[layer].double(), second[layer].double()
-        if a.shape == b.shape:
-            larger = torch.maximum(a, b)
-            differences = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
-            layers[layer] = (float(differences.max()), float(differences.mean()))
-    return dict(sorted(layers.items(), key=lambda item: -item[1][0]))
-
-
-def difference_table(difference: NormsDifference) -> str:
-    """A table of the ten layers that differ most, and a line for all layers."""
-    rows = [["layer", "largest", "mean"]]
-    rows += [[name, f"{largest:.3g}", f"{mean:.3g}"] for name, (largest, mean) in list(difference.layers.items())[:10]]
-    lines = [table(rows)] if difference.layers else []
-    for what, layers in (
-        ("of the norms of", difference.layers),
-        ("of the norms relative to the outputs of", difference.relative),
-    ):
-        if layers:
-            largest = max(largest for largest, _ in layers.values())
-            mean = sum(mean for _, mean in layers.values()) / len(layers)
-            count = count_of(len(layers), "layer")
-            lines.append(f"relative differences {what} {count}: {largest:.3g} at most, {mean:.3g} on average")
-    if difference.only:
-        names = ", ".join(difference.only[:3])
-        lines.append(f"only in one file, or with another number of inputs: {count_of(len(difference.only), 'layer')} ({names})")
-    lines += [f"{field}: {first[:60]} | {second[:60]}" for field, first, second in difference.about]
-    return "\n".join(lines)
 
 
 def keep_norms(out: OutputFolder, norms: Activations, stopwatch: Stopwatch) -> None:

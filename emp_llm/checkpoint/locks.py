@@ -19,12 +19,13 @@ _TICK = 0.05  # seconds between two tries
 
 
 @contextmanager
-def locked(path: Path, subject: str | None = None) -> Iterator[None]:
+def locked(path: Path, subject: str | None = None, patience: float = 0.0) -> Iterator[None]:
     """Hold the lock of an output file, `.NAME.lock` beside it, in this context. The folder is created if missing.
 
     Args:
         path: the output.
         subject: the output in errors; default: `--output PATH`.
+        patience: seconds to wait for another process that holds it.
 
     Raises:
         UserError: another run holds the lock, or the folder cannot be written.
@@ -33,7 +34,7 @@ def locked(path: Path, subject: str | None = None) -> Iterator[None]:
     lock = FileLock(path.with_name(f".{path.name}.lock"), subject)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        lock.acquire(patience)
     except OSError as error:
         raise UserError(f"{subject}: cannot be written there ({reason(error)}).") from error
     try:

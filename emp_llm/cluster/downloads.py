@@ -18,9 +18,9 @@ import msgspec
 from emp_llm.cluster.plan_file import Job
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import TEXT, CalibrationOptions
-from emp_llm.options.commands import METHODS
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.options.recipe import Recipe
+from emp_llm.options.sweep import METHODS
 
 logger = logging.getLogger(__name__)
 _LOCAL_READERS = ("json", "csv", "parquet", "text", "arrow")
@@ -75,7 +75,7 @@ def _reads_text(kind: str, options: Any) -> bool:
         return False
     if kind == "sweep":
         return not all(method.strip().endswith("magnitude") for method in (options.methods or METHODS).split(","))
-    recipe = next(group for group in options.groups if isinstance(group, Recipe))
+    recipe: Recipe = options.groups["recipe"]
     return recipe.needs_activations or recipe.updates
 
 

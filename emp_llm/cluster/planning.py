@@ -13,17 +13,16 @@ import msgspec
 from emp_llm.cluster.needs import LEAST_HOURS, ModelSize, Work, estimated_needs
 from emp_llm.cluster.plan_file import Job, JobKind
 from emp_llm.common.errors import UserError
-from emp_llm.options.commands import METHODS
+from emp_llm.options.base import check_values, parse_words
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
-from emp_llm.options.lists import parse_words
 from emp_llm.options.prune import check_options
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.sweep import SweepOptions, SweepPoint, plan_points
+from emp_llm.options.sweep import METHODS, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
 
 _LISTS = ("models", "methods", "patterns", "targets")
 _NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")
-_OF_COMMAND = ("table", "output", "overwrite", "verbose", "quiet")  # options that a table does not hold
+_OF_COMMAND = ("table", "output", "overwrite")  # options that a table does not hold
 
 
 def with_table(options: PlanOptions) -> PlanOptions:
@@ -48,7 +47,7 @@ def with_table(options: PlanOptions) -> PlanOptions:
                 text = ",".join(map(str, value)) if isinstance(value, list) and name != "models" else value
                 values[name] = str(text) if name in _NUMBERS else text
     merged = PlanOptions(**values)
-    merged.check()
+    check_values(merged)
     if merged.models is None:
         raise UserError("--models is missing; name model folders or Hub ids, separated by commas.")
     calibration = None if merged.calibration is None else absolute(merged.calibration)
@@ -133,8 +132,8 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
         if form not in known:
             words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
             command = parsed("prune", ["--model", "model", *words, *([] if sweeps else further)])
-            _, recipe, *rest = command.groups
-            check_options(recipe, *rest[:-1])
+            check_options(**command.groups)
+            recipe = command.groups["recipe"]
             reads = command.activations is None and (recipe.needs_activations or recipe.updates)
             shared = reads and not recipe.updates and command.propagate == "dense"
             known[form] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")

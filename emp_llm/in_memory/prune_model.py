@@ -26,6 +26,7 @@ from emp_llm.models.loading import load_model
 from emp_llm.models.modules import reads_twice
 from emp_llm.models.offload import resident_parameter
 from emp_llm.models.placement import max_context
+from emp_llm.options.base import check_values
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
@@ -129,7 +130,7 @@ def _decide(
     recipe.check()
     check_propagate(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
-    text.check_calibration()
+    check_values(text)
     if propagate == "pruned" and recipe.needs_activations:
         recipe.check_propagated()
     model: Any = given_model

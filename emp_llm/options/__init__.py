@@ -1,4 +1,5 @@
-"""The options of all commands: small frozen dataclasses, one per topic; each field is declared once, with its help.
+"""The recipe, and the options that several commands share: frozen dataclasses, one per topic.
 
-The command line and the Python functions are generated from them. May use `selection` (names and rules only) and `common`.
+Each option is declared once, with its help; one of a single command is a parameter of its function. The command line and the
+arguments in Python are generated from them. May use `selection` (names and rules only) and `common`.
 """

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
+from emp_llm.options.base import Opt
 
 Execution = Literal["auto", "model", "blocks"]
 Propagate = Literal["dense", "pruned"]
@@ -14,7 +13,7 @@ TEXT = "wikitext2"  # the default calibration text
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationOptions(Options):
+class CalibrationOptions:
     """The calibration text and the forward passes over it.
 
     Attributes:
@@ -27,8 +26,8 @@ class CalibrationOptions(Options):
         str | None,
         Opt(f"Calibration text: recipe, text file or Hub data set id, plus ,field=value; a mix: a:64,b:64; default: {TEXT}."),
     ] = None
-    samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.")] = None
-    seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.")] = None
+    samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.", minimum=1)] = None
+    seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.", minimum=1)] = None
     batch_size: Annotated[int, Opt("Sequences per calibration pass.", minimum=1)] = 4
     execution: Annotated[Execution, Opt("Run the whole model at once, or by blocks; auto: by blocks if offloaded.")] = "auto"
     hidden_states: Annotated[Place, Opt("Where hidden states are kept between blocks.")] = "auto"
@@ -45,15 +44,6 @@ class CalibrationOptions(Options):
     def text_name(self) -> str:
         """The name of the calibration text."""
         return TEXT if self.calibration is None else self.calibration
-
-    def check_calibration(self) -> None:
-        """Raise UserError for an invalid value."""
-        for name, choices in (("execution", Execution), ("hidden_states", Place)):
-            self.check_choice(name, choices)
-        for name in ("samples", "seqlen", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from emp_llm.common.errors import UserError, reason
@@ -40,18 +39,17 @@ def find_criterion(name: str, criterion: str | Callable[..., Any] | None, scores
     """
     if scores is not None or criterion is None:
         return GIVEN
-    shown = criterion if isinstance(criterion, str) else own_name(criterion)
-    try:
-        if not isinstance(criterion, str):
-            return own_criterion(criterion)
+    function: Any = criterion
+    function_name = None
+    if isinstance(criterion, str):
         where, _, function_name = criterion.rpartition(":") if ":" in criterion else (criterion, "", name)
-        function = getattr(_module(where, criterion), function_name, None)
+        function = _names_in(where, criterion).get(function_name)
         if not callable(function):
             raise UserError(f"--criterion {criterion}: {where} has no function {function_name}.")
+    try:
         return own_criterion(function, function_name)
-    except UserError:
-        raise
     except ValueError as error:
+        shown = criterion if isinstance(criterion, str) else own_name(criterion)
         raise UserError(f"--criterion {shown}: {error}.") from error
 
 
@@ -68,18 +66,18 @@ def criterion_origin(criterion: Criterion) -> tuple[str, str | None]:
     return label, digest
 
 
-def _module(where: str, criterion: str) -> ModuleType:
-    """The module, found as Python finds it, or in the current folder; or loaded from a file."""
+def _names_in(where: str, criterion: str) -> dict[str, Any]:
+    """The names in a module, found as Python finds it, or in the current folder; or in a file."""
     if where.endswith(".py") or os.sep in where:
         path = Path(where)
         if not path.is_file():
             raise UserError(f"--criterion {criterion}: no file {path}.")
         if path.suffix != ".py":
             raise UserError(f"--criterion {criterion}: {path} is no Python file; its name must end in .py.")
-        return _loaded_file(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size)
+        return _run_file(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size)
     sys.path.append(os.getcwd())  # the console script does not look there; last, so that no file there shadows another module
     try:
-        return importlib.import_module(where)
+        return vars(importlib.import_module(where))
     except ModuleNotFoundError as error:
         if error.name is not None and where.split(".")[0] == error.name.split(".")[0]:
             raise UserError(
@@ -94,11 +92,6 @@ def _module(where: str, criterion: str) -> ModuleType:
 
 
 @cache
-def _loaded_file(path: Path, modified: int, size: int) -> ModuleType:
-    """The module of a file in this state, run once."""
-    spec = importlib.util.spec_from_file_location(f"{_PREFIX}{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _run_file(path: Path, modified: int, size: int) -> dict[str, Any]:
+    """The names in a file in this state, run once."""
+    return runpy.run_path(str(path), run_name=f"{_PREFIX}{path.stem}")

@@ -1,15 +1,15 @@
 """Options of evaluation."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
+from emp_llm.options.base import Opt
+
+TableFormat = Literal["terminal", "markdown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteOptions(Options):
+class SuiteOptions:
     """The suite, or tasks without one, and a limit on their size."""
 
     suite: Annotated[str | None, Opt("Evaluation suite: a name from eval/, or your own .toml file; default: perplexity.")] = (
@@ -20,20 +20,6 @@ class SuiteOptions(Options):
         int | None, Opt("Examples before each question, for --tasks; default: each task's own number.", minimum=0)
     ] = None
     apply_chat_template: Annotated[bool, Opt("Ask the questions of tasks through the tokenizer's chat template.")] = False
-    limit: Annotated[int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationStageOptions(Options):
-    """The evaluation stages of `prune`: of the dense and of the pruned model."""
-
-    evaluate: Annotated[
-        str | None,
-        Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
+    limit: Annotated[
+        int | None, Opt("Use at most this many examples per task and blocks of text; results are partial.", minimum=1)
     ] = None
-    baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
-
-    def check_evaluation(self) -> None:
-        """Raise UserError for a baseline without an evaluation."""
-        if self.baseline is not None and self.evaluate is None:
-            raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")

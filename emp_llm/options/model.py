@@ -1,24 +1,29 @@
-"""Options of the model and of loading it."""
+"""Options of the model, of loading it, and of the device that runs it."""
 
+import re
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
+from emp_llm.options.base import Opt
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+DTYPES = get_args(Dtype)
+Runtime = Literal["dense", "sparse"]
+MaskDevice = Annotated[Literal["cpu", "cuda"], Opt("Device that computes the masks. They are the same on both.")]
+TrustRemoteCode = Annotated[bool, Opt("Run code from the model repository.")]
+DEVICE_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Options):
+class ModelOptions:
     """A model from a folder or from the Hub."""
 
     model: Annotated[str, Opt("Model folder or Hub id.")] = field(kw_only=False)
     revision: Annotated[str | None, Opt("Branch, tag or commit of a Hub model.")] = None
-    trust_remote_code: Annotated[bool, Opt("Run code from the model repository.")] = False
+    trust_remote_code: TrustRemoteCode = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.model, str):
             raise UserError(
                 f"--model must be a model folder or a Hub id (owner/name), got {type(self.model).__name__}. For a model in "
@@ -27,21 +32,28 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadingOptions(Options):
+class LoadingOptions:
     """Loading for forward passes."""
 
     device_map: Annotated[str, Opt("Place of the weights: auto, balanced, cpu, cuda:N, disk, or a JSON map.")] = "auto"
-    dtype: Annotated[str, Opt("Dtype of forward passes: auto, bfloat16, float16 or float32.")] = "auto"
-
-    def check_loading(self) -> None:
-        """Raise UserError for an unknown dtype."""
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}.")
+    dtype: Annotated[Dtype, Opt("Dtype of forward passes.")] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationOptions(Options):
+class QuantizationOptions:
     """Quantisation by bitsandbytes at load time."""
 
-    load_in_8bit: Annotated[bool, Opt("Run forward passes in 8 bits (bitsandbytes, LLM.int8).", flag="--load-in-8bit")] = False
-    load_in_4bit: Annotated[bool, Opt("Run forward passes in 4 bits (bitsandbytes, NF4).", flag="--load-in-4bit")] = False
+    load_in_8bit: Annotated[bool, Opt("Run forward passes in 8 bits (bitsandbytes, LLM.int8).")] = False
+    load_in_4bit: Annotated[bool, Opt("Run forward passes in 4 bits (bitsandbytes, NF4).")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """One device, and the dtype of its activations."""
+
+    device: Annotated[str, Opt("Device that runs the model: auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[Dtype, Opt("Dtype of forward passes.")] = "auto"
+
+    def __post_init__(self) -> None:
+        if not DEVICE_NAME.fullmatch(self.device):
+            raise UserError(f"--device {self.device!r} is not auto, cpu, cuda or cuda:N.")

@@ -1,79 +1,100 @@
-"""The options of `prune` that no other command has, and the conflicts between its options."""
+"""The options of `prune`, and the conflicts between them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt, Options
+from emp_llm.options.base import Opt, options_of
 from emp_llm.options.calibration import NormOptions, Propagate
-from emp_llm.options.evaluation import EvaluationStageOptions
-from emp_llm.options.model import LoadingOptions, QuantizationOptions
-from emp_llm.options.output import MaskDevice, PushOptions
-from emp_llm.options.recipe import SEARCHES, Recipe, check_choice
-from emp_llm.options.structure import StructureOptions, check_structured
+from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
+from emp_llm.options.recipe import SEARCHES, Recipe, StructureRecipe
+
+STRUCTURE_CRITERIA = ("magnitude", "wanda", "taylor")
+# Options that are for weights and not for units.
+_OF_WEIGHTS = (
+    *("pattern", "criterion", "scores", "score_map", "score", "count_by", "shares", "neff_dtype", "match_by", "ignore"),
+    *("group", "targets", "tower"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions(Options):
-    """The output of `prune`, and how it is made."""
+class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOptions):
+    """The options of `prune` that are not part of the recipe."""
 
+    propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
+    mask_device: MaskDevice = "cpu"
+    evaluate: Annotated[
+        str | None,
+        Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
+    ] = None
+    baseline: Annotated[Path | None, Opt("Results file of the dense model, used instead of evaluating it.")] = None
     output: Annotated[Path | None, Opt("Folder to write; default: MODEL-METHOD in the current folder.")] = None
     overwrite: Annotated[bool, Opt("Replace an existing checkpoint at the output, and on the Hub.")] = False
     dry_run: Annotated[bool, Opt("Print the plan of the run, and write nothing.")] = False
-    propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
-    mask_device: Annotated[MaskDevice, Opt("Device that computes the masks: cpu or cuda. They are the same on both.")] = "cpu"
+    push_to_hub: Annotated[str | None, Opt("Push the result to USER/NAME on the Hub, with a model card.")] = None
+    private: Annotated[bool, Opt("Create that repository as private.")] = False
+    push_revision: Annotated[str | None, Opt("Branch to push to; created if missing. (--revision is the source's.)")] = None
 
 
-def check_options(
-    recipe: Recipe,
-    structure: StructureOptions,
-    text: NormOptions,
-    loading: LoadingOptions,
-    quantized: QuantizationOptions,
-    evaluation: EvaluationStageOptions,
-    push: PushOptions,
-    output: OutputOptions,
-) -> None:
+def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> None:
     """Raise UserError for invalid or conflicting options."""
-    structure.check_structure()
+    structure.check()
     if structure.structure is not None:
-        check_structured(recipe, structure, text, output.propagate, quantized.load_in_8bit or quantized.load_in_4bit)
-        loading.check_loading()
-        text.check_calibration()
-        evaluation.check_evaluation()
-        push.check_push()
-        return
-    if recipe.name == "taylor":
+        _check_structured(recipe.but(structure=structure), options)
+    elif recipe.name == "taylor":
         raise UserError(f"--method {recipe.method} scores heads and neurons, not weights. Add --structure, or use emp-wanda.")
-    recipe.check()
-    loading.check_loading()
-    text.check_calibration()
-    evaluation.check_evaluation()
-    push.check_push()
-    check_choice(output.propagate, Propagate, "propagate")
-    check_choice(output.mask_device, MaskDevice, "mask_device")
-    by_bitsandbytes = quantized.load_in_8bit or quantized.load_in_4bit
+    else:
+        recipe.check()
+    if options.baseline is not None and options.evaluate is None:
+        raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
+    if options.push_to_hub is None and (options.private or options.push_revision is not None):
+        raise UserError("--private and --push-revision need a push; add --push-to-hub USER/NAME.")
+    if structure.structure is not None:
+        return
+    quantised = options.load_in_8bit or options.load_in_4bit
     leave_out = "leave out --load-in-8bit and --load-in-4bit."
-    if output.propagate == "pruned":
-        if text.execution == "model":
+    if options.propagate == "pruned":
+        if options.execution == "model":
             raise UserError("--propagate pruned works block by block; leave out --execution model.")
-        if text.activations is not None:
+        if options.activations is not None:
             raise UserError("--propagate pruned collects its norms itself; leave out --activations.")
-        if by_bitsandbytes:
+        if quantised:
             raise UserError(f"--propagate pruned cannot set quantised weights to zero; {leave_out}")
         recipe.check_propagated()
     if recipe.updates:
         searches = recipe.name in SEARCHES
-        if by_bitsandbytes:
+        if quantised:
             raise UserError(f"{recipe.update_flag} cannot change quantised weights; {leave_out}")
-        if text.calibration is None and text.activations is not None:
+        if options.calibration is None and options.activations is not None:
             raise UserError(
                 f"{recipe.update_flag} fits weights to the calibration text, and --activations holds only its norms. Leave out "
                 f"--activations{'' if searches else ', or --refit'}; or name the text with --calibration."
             )
-        if text.calibration is None and not searches and not recipe.needs_activations:
+        if options.calibration is None and not searches and not recipe.needs_activations:
             raise UserError(
                 f"--refit fits weights to a calibration text, and method {recipe.method} needs none. Leave out --refit, or "
                 "name the text with --calibration."
             )
+
+
+def _check_structured(recipe: Recipe, options: PruneOptions) -> None:
+    """Raise UserError for options that do not go with --structure."""
+    usual = Recipe(method=recipe.method, match=recipe.match)  # what nobody asked for
+    instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}
+    for name in _OF_WEIGHTS:
+        if getattr(recipe, name) not in (None, getattr(usual, name)):
+            flag = options_of(Recipe)[name].flag
+            raise UserError(f"{flag} does not go with --structure. {instead.get(name, 'Leave it out')}.")
+    if options.propagate != "dense":
+        raise UserError("--propagate does not go with --structure. Leave it out.")
+    if options.load_in_8bit or options.load_in_4bit:
+        raise UserError("--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit.")
+    if recipe.name not in STRUCTURE_CRITERIA:
+        known = ", ".join(f"emp-{each}, {each}" for each in STRUCTURE_CRITERIA)
+        raise UserError(f"--method {recipe.method} does not score heads or neurons. Use one of {known}.")
+    if options.activations is not None and recipe.name == "taylor":
+        raise UserError("--activations holds norms, and --method taylor needs gradients. Leave it out, or use --method wanda.")
+    if options.activations is not None and recipe.refit:
+        raise UserError("--activations holds norms, and --refit needs a text. Leave out one of them.")
+    recipe.check()

@@ -6,25 +6,19 @@ of a sweep and in the jobs of a study.
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from emp_llm.common.errors import UserError
-from emp_llm.options.base import Opt
+from emp_llm.options.base import Opt, check_values, options_of
 from emp_llm.options.criterion import find_criterion, own_name
 from emp_llm.options.update import Update
 from emp_llm.selection.criteria import MAGNITUDE, RIA, WANDA, Criterion
 from emp_llm.selection.rule import Group, KeepRule, check_beta, check_order
 
-ScoreMap = Literal["abs", "shift", "exp"]
-CountBy = Literal["own", "magnitude"]
-ScoreNorms = Literal["wanda", "relative"]
 MatchBy = Literal["total", "matrix"]
-Shares = Literal["uniform", "owl"]
 Tower = Literal["language", "vision", "all"]
-Weighting = Literal["equal", "relative"]
-FitTarget = Literal["block", "layer"]
 
 # Built-in methods: the criterion that scores the weights. With "emp-" in front, N_eff sets the counts.
 METHODS = {
@@ -36,6 +30,9 @@ METHODS = {
     "admm": MAGNITUDE,  # experts with too few tokens
 }
 SEARCHES = ("sparsegpt", "admm")
+# Fields that commands share.
+TARGET_FIELDS = ("targets", "ignore", "tower", "blocks", "min_expert_tokens", "allow_partial")
+SCORE_FIELDS = ("criterion", "scores", "score_map", "score", "count_by")
 
 
 def always(value: Any) -> Any:
@@ -43,22 +40,54 @@ def always(value: Any) -> Any:
     return msgspec.field(default_factory=lambda: value)
 
 
-class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"structure_group": "group"}):
     """Heads and neurons removed in place of weights.
 
+    None stands for the default. It is replaced when the recipe is made; a field that the structure does not use stays None.
+
     Attributes:
-        structure: "heads", "neurons" or "both".
-        group: those that compete: of a "layer", or of "all" layers.
+        structure: None: weights are pruned.
+        structure_group: those that compete: of a layer, or of all layers.
         head_unit: "group": query heads together with the keys and values that they share; "query": single query heads.
-        keep_shapes: they are set to zero where they are.
+        keep_shapes: they are set to zero where they are; else they are removed, and all layers get one width.
         width_multiple: the number of neurons that stay is rounded up to a multiple of this.
     """
 
-    structure: str
-    group: str = "layer"
-    head_unit: str | None = None
-    keep_shapes: bool = False
-    width_multiple: int | None = None
+    structure: Annotated[
+        Literal["heads", "neurons", "both"], Opt("Remove whole attention heads, MLP neurons, or both, in place of weights.")
+    ] = None  # type: ignore[assignment]
+    structure_group: Annotated[Literal["layer", "all"], Opt("Heads or neurons that compete: of a layer, or of all layers.")] = (
+        "layer"
+    )
+    head_unit: Annotated[
+        Literal["group", "query"] | None,
+        Opt("With shared keys and values: whole groups of query heads, or query heads within groups; default: group."),
+    ] = None
+    keep_shapes: Annotated[bool, Opt("With --structure, set heads or neurons to zero and keep every shape and the config.")] = (
+        False
+    )
+    width_multiple: Annotated[
+        int | None, Opt("Round the width of the MLP up to a multiple of this; default: 64.", minimum=1)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.structure in ("heads", "both") and self.head_unit is None:
+            msgspec.structs.force_setattr(self, "head_unit", "group")
+        if self.structure in ("neurons", "both") and self.width_multiple is None and not self.keep_shapes:
+            msgspec.structs.force_setattr(self, "width_multiple", 64)
+
+    def check(self) -> None:
+        """Raise UserError for invalid or conflicting options, or one without --structure."""
+        check_values(self)
+        for name, option in options_of(StructureRecipe).items():
+            if self.structure is None and getattr(self, name) != option.parameter.default:
+                raise UserError(f"{option.flag} has no effect without --structure. Add that, or leave it out.")
+        if self.structure == "heads" and self.width_multiple is not None:
+            raise UserError("--width-multiple is for neurons, and --structure heads removes none. Leave it out.")
+        if self.structure == "neurons" and self.head_unit is not None:
+            raise UserError("--head-unit is for heads, and --structure neurons removes none. Leave it out.")
+        if self.width_multiple is not None and self.keep_shapes:
+            raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,7 +131,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None
     order: Annotated[float | None, Opt("Hill order of the effective number (emp methods); default: 2.")] = None
-    neff_dtype: Annotated[str | None, Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic.")] = None
+    neff_dtype: Annotated[
+        Literal["float64", "bfloat16"] | None, Opt("float64, or bfloat16 for the paper's emp-magnitude arithmetic.")
+    ] = None
     sparsity: Annotated[
         float | None,
         Opt("Fraction to remove: of each group, default 0.5; with emp methods of all targets, by the beta that does."),
@@ -117,25 +148,29 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scores: Annotated[Any, Opt("Scores of your own: a safetensors file with a score for each weight.")] = None
     scores_digest: str | None = None  # a hash of the scores, in records
     score_map: Annotated[
-        ScoreMap | None, Opt("Make your scores non-negative: abs, shift (s - min s), or exp.", flag="--map")
+        Literal["abs", "shift", "exp"] | None,
+        Opt("Make your scores non-negative: abs, shift (s - min s), or exp.", flag="--map"),
     ] = None
     score: Annotated[
-        ScoreNorms | None, Opt("Norms in the scores: wanda, or relative to each token's output; default: wanda.")
+        Literal["wanda", "relative"] | None,
+        Opt("Norms in the scores: wanda, or relative to each token's output; default: wanda."),
     ] = None
     count_by: Annotated[
-        CountBy | None, Opt("N_eff of the method's own scores, or of the weight magnitudes (emp methods); default: own.")
+        Literal["own", "magnitude"] | None,
+        Opt("N_eff of the method's own scores, or of the weight magnitudes (emp methods); default: own."),
     ] = None
     shares: Annotated[
-        Shares | None, Opt("Sparsity of the blocks: uniform, or owl: lower where more scores are outliers; default: uniform.")
+        Literal["uniform", "owl"] | None,
+        Opt("Sparsity of the blocks: uniform, or owl: lower where more scores are outliers; default: uniform."),
     ] = None
     owl_lambda: Annotated[float | None, Opt("Largest distance of a block's sparsity from --sparsity; default: 0.08.")] = None
     owl_m: Annotated[float | None, Opt("Scores above this multiple of their block's mean are outliers; default: 5.")] = None
     refit: Annotated[bool, Opt("Move the kept weights so that each layer's outputs stay close to the dense model's.")] = False
     refit_weighting: Annotated[
-        Weighting | None, Opt("Weight of each token: equal, or relative to its output; default: equal.")
+        Literal["equal", "relative"] | None, Opt("Weight of each token: equal, or relative to its output; default: equal.")
     ] = None
     refit_target: Annotated[
-        FitTarget | None,
+        Literal["block", "layer"] | None,
         Opt("What the last layer of a block restores: the outputs of the block, or of the layer; default: block."),
     ] = None
     refit_damping: Annotated[
@@ -175,12 +210,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for name, value in used.items():
             if getattr(self, name) is None:
                 fill(self, name, value)
-
-    def __getitem__(self, name: str) -> Any:
-        """A field, as of a record."""
-        if name not in self.__struct_fields__:
-            raise KeyError(name)
-        return getattr(self, name)
 
     @property
     def adaptive(self) -> bool:
@@ -278,118 +307,73 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
-        return values
+        return dict(msgspec.to_builtins(self))
 
     def check(self) -> None:
         """Raise UserError for invalid or conflicting options. Reads neither the model nor other files."""
-        self._check_values()
-        check_targets(self.tower, self.blocks)
-        check_method(self)
-        self._check_scores()
-        self._check_counts()
-        self._check_update()
-
-    def check_units(self) -> None:
-        """Raise UserError for invalid or conflicting numbers of a recipe for heads and neurons."""
-        self._check_values()
-        self._check_counts()
-        self._check_update()
-
-    def check_propagated(self) -> None:
-        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
-        if not self.needs_activations:
-            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
-        if self.adaptive and self.sparsity is not None and not self.counts_by_magnitude:
-            raise UserError("--propagate pruned prunes block by block, and --sparsity needs the numbers of all; give --beta.")
-        if self.shares == "owl":
-            raise UserError(
-                "--propagate pruned prunes block by block, and --shares owl needs the scores of all; leave one out."
-            )
-        if self.group == "all":
-            raise UserError(
-                "--propagate pruned prunes block by block, --group all prunes all blocks at once; use --group row or matrix."
-            )
-
-    def _check_values(self) -> None:
-        """Types, choices and ranges of single fields."""
-        for name in ("beta", "order", "sparsity", "owl_lambda", "owl_m", "refit_damping"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise UserError(f"--{name.replace('_', '-')} must be a number, got {value!r}.")
-        for name, kind in (("method", str), ("pattern", str)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                example = {"method": "a name such as emp-wanda", "pattern": "N:M, such as 2:4"}[name]
-                raise UserError(f"--{name} must be {example}, got {value!r}.")
-        choices: dict[str, Any] = {
-            "group": Group,
-            "tower": Tower,
-            "match_by": MatchBy | None,
-            "score_map": ScoreMap | None,
-            "score": ScoreNorms | None,
-            "count_by": CountBy | None,
-            "shares": Shares | None,
-            "refit_weighting": Weighting | None,
-            "refit_target": FitTarget | None,
-        }
-        for name, kind in choices.items():
-            check_choice(getattr(self, name), kind, "map" if name == "score_map" else name)
-        if self.min_expert_tokens < 0:
-            raise UserError(f"--min-expert-tokens must be 0 or more, got {self.min_expert_tokens}.")
-        if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
-            raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
+        if not isinstance(self.method, str):
+            raise UserError(f"--method must be a name such as emp-wanda, got {self.method!r}.")
+        check_values(self)
         try:
-            _check_numbers(self)
+            if self.beta is not None:
+                check_beta(self.beta)
+            if self.order is not None:
+                check_order(self.order)
+            if self.pattern is not None:
+                parse_pattern(self.pattern)
         except ValueError as error:
             raise UserError(f"--{error}.") from error
-
-    def _check_scores(self) -> None:
-        """Options of the scores that do not go with the method."""
-        if self.criterion is not None and self.scores is not None:
-            raise UserError("--criterion and --scores both define the scores; give only one.")
-        if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
-            raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
-        own, known = own_name(self.criterion, self.scores), self.scored_by
-        if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
-            flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            raise UserError(f"--sparsity must be at least 0 and below 1, got {self.sparsity:g}.")
+        if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
+            raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
+        if self.pattern is not None and self.group != "row":
+            raise UserError(f"--pattern N:M is a budget within rows: it needs group row, not {self.group}.")
+        if self.match_by == "matrix" and self.group == "all":
+            raise UserError("--match-by matrix fixes the sparsity of every matrix: it needs group row or matrix, not all.")
+        fixed = self.order, self.group, self.count_by
+        if self.adaptive and self.neff_dtype == "bfloat16" and fixed not in ((2.0, "row", None), (2.0, "row", "own")):
             raise UserError(
-                f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
+                "--neff-dtype bfloat16 is the paper's arithmetic for the scores of rows: it needs order 2, group row and "
+                "count-by own."
             )
-        if self.score_map is not None and not known.own:
-            raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
-        if self.score is not None and not known.needs_norms:
-            raise UserError(
-                f"--score chooses the norms of the inputs, and method {self.method} needs no activations. Leave it out, or use "
-                "--method wanda or emp-wanda."
-            )
-        if self.score == "wanda" and self.name == "relative":
-            raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
-
-    def _check_counts(self) -> None:
-        """Options of the counts that do not go with the method, or with each other."""
-        method, name = self.method, self.name
-        if self.adaptive:
-            if self.sparsity is not None:
-                for other in ("beta", "neff_dtype"):
-                    if getattr(self, other) is not None:
-                        raise UserError(f"--sparsity finds the beta of {method}; leave out --{other.replace('_', '-')}.")
-            wrong, rule = ("pattern", "match"), "the effective number sets its sparsity, and --beta scales it"
-            if self.shares == "owl":
-                other = name if self.needs_activations else "wanda"
+        if self.structure is None:
+            check_targets(self.tower, self.blocks)
+            check_method(self)
+            if self.criterion is not None and self.scores is not None:
+                raise UserError("--criterion and --scores both define the scores; give only one.")
+            if isinstance(self.scores, str | Path) and not Path(self.scores).exists() and self.scores_digest is None:
+                raise UserError(f"--scores {self.scores}: no such file. Give a safetensors file with a tensor for each weight.")
+            own, known = own_name(self.criterion, self.scores), self.scored_by
+            if (own is not None and self.name != own) or (self.name in METHODS and self.criterion is not None):
+                flag, other = "--scores" if self.scores is not None else "--criterion", own or "the name of its function"
                 raise UserError(
-                    f"--shares owl does not go with method {method}: the effective number sets its sparsity. Use --method "
-                    f"{other}."
+                    f"--method {self.method} does not use {flag}; leave one out, or give --method {other} or emp-{other}."
                 )
-        else:
-            wrong = ("beta", "order", "neff_dtype", "count_by")  # type: ignore[assignment]
-            rule = "its sparsity is fixed, and --sparsity sets it"
+            if self.score_map is not None and not known.own:
+                raise UserError(f"--map is for scores of your own; the scores of {self.name} are never negative. Leave it out.")
+            if self.score is not None and not known.needs_norms:
+                raise UserError(
+                    f"--score chooses the norms of the inputs, and method {self.method} needs none. Leave it out, or use "
+                    "--method wanda or emp-wanda."
+                )
+            if self.score == "wanda" and self.name == "relative":
+                raise UserError(f"--method {self.method} has relative norms; leave out --score wanda, or use --method wanda.")
+
+        # The counts.
+        wrong: tuple[str, ...] = ("beta", "order", "neff_dtype", "count_by")
+        rule, other = "its sparsity is fixed, and --sparsity sets it", f"emp-{self.name}"
+        if self.adaptive:
+            wrong = ("pattern", "match", "shares")
+            rule, other = "the effective number sets its sparsity, and --beta scales it", self.name
         for field in wrong:
             if getattr(self, field) is not None:
-                other = name if self.adaptive else "emp-admm" if name == "sparsegpt" else f"emp-{name}"
-                instead = "Use --sparsity, or" if field == "beta" else "Use"
-                flag = field.replace("_", "-")
-                raise UserError(f"--{flag} does not go with method {method}: {rule}. {instead} --method {other}.")
+                flag, instead = field.replace("_", "-"), "Use --sparsity, or" if field == "beta" else "Use"
+                other = {"emp-sparsegpt": "emp-admm"}.get(other, other)
+                raise UserError(f"--{flag} does not go with method {self.method}: {rule}. {instead} --method {other}.")
+        for field in ("beta", "neff_dtype"):
+            if self.adaptive and self.sparsity is not None and getattr(self, field) is not None:
+                raise UserError(f"--sparsity finds the beta of {self.method}; leave out --{field.replace('_', '-')}.")
         given = [field for field in ("sparsity", "pattern", "match") if getattr(self, field) is not None]
         if len(given) > 1:
             raise UserError(f"--{given[0]} and --{given[1]} both set the sparsity; give only one.")
@@ -399,20 +383,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if getattr(self, field) is not None and self.shares != "owl":
                 raise UserError(f"--{field.replace('_', '-')} is an option of --shares owl; add that, or leave it out.")
         if self.shares == "owl":
-            self._check_owl(given)
+            if not self.needs_activations:
+                raise UserError(
+                    f"--shares owl is for methods that need activations; {self.method} needs none. Use --method wanda."
+                )
+            if given != ["sparsity"]:
+                raise UserError(f"--shares owl goes with --sparsity, not with --{given[0]}; leave one out.")
+            if self.group == "all":
+                raise UserError("--shares owl fixes the sparsity of every block; use --group row or matrix, not all.")
+            low, high = self.sparsity - self.owl_lambda, self.sparsity + self.owl_lambda  # type: ignore[operator]
+            if not 0 <= low <= high < 1:
+                raise UserError(
+                    f"--owl-lambda must leave every block a sparsity between 0 and 1, and it gives {low:g} to {high:g}."
+                )
+            if not 0 < self.owl_m < float("inf"):  # type: ignore[operator]
+                raise UserError(f"--owl-m must be a number above 0 (the paper uses 5), got {self.owl_m:g}.")
 
-    def _check_owl(self, given: list[str]) -> None:
-        """A recipe whose blocks cannot have shares by their outliers."""
-        if not self.needs_activations:
-            raise UserError(f"--shares owl is for methods that need activations; {self.method} needs none. Use --method wanda.")
-        for name in given:
-            if name != "sparsity":
-                raise UserError(f"--shares owl goes with --sparsity, not with --{name}; leave one out.")
-        if self.group == "all":
-            raise UserError("--shares owl fixes the sparsity of every block; use --group row or matrix, not all.")
-
-    def _check_update(self) -> None:
-        """Options that do not go with an update of the kept weights."""
+        # The update of the kept weights.
         for name in ("refit_weighting", "refit_target", "refit_damping"):
             if not self.refit and getattr(self, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} has no effect without --refit. Add --refit, or leave it out.")
@@ -423,18 +410,22 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 f"--group {self.group} does not go with method {self.method}, which decides each matrix. Leave it out."
             )
 
-
-def check_choice(value: Any, kind: Any, name: str) -> None:
-    """Raise UserError unless a value is one of a Literal's, or None where that is allowed."""
-    optional = type(None) in get_args(kind)
-    choices = get_args(get_args(kind)[0]) if optional else get_args(kind)
-    if value not in choices and not (value is None and optional):
-        raise UserError(f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(choices)}.")
+    def check_propagated(self) -> None:
+        """Raise UserError if the masks of a block cannot be decided before the blocks after it are calibrated."""
+        if not self.needs_activations:
+            raise UserError(f"--propagate pruned is for methods that need activations; {self.method} needs none.")
+        of_all = {
+            "--sparsity": self.adaptive and self.sparsity is not None and not self.counts_by_magnitude,
+            "--shares owl": self.shares == "owl",
+            "--group all": self.group == "all",
+        }
+        for flag, given in of_all.items():
+            if given:
+                raise UserError(f"--propagate pruned prunes block by block, and {flag} needs the scores of all; leave one out.")
 
 
 def check_targets(tower: str, blocks: str | None) -> None:
-    """Raise UserError for an unknown tower, or one that --blocks excludes."""
-    check_choice(tower, Tower, "tower")
+    """Raise UserError for a tower that --blocks excludes."""
     if blocks is not None and tower != "language":
         raise UserError("--blocks and --tower both choose the blocks; give only one.")
 
@@ -453,45 +444,7 @@ def check_method(recipe: Recipe, flag: str = "--method") -> None:
 
 def parse_pattern(text: str) -> tuple[int, int]:
     """ "2:4" as (2, 4); ValueError if the text is not of this form."""
-    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    if numbers is None:
-        raise ValueError(f"pattern must be N:M, such as 2:4, got {text!r}")
-    n, m = int(numbers[1]), int(numbers[2])
-    if not 1 <= n < m:
-        raise ValueError(f"pattern N:M keeps N of every M weights, 1 <= N < M, got {n}:{m}")
-    return n, m
-
-
-def _check_numbers(recipe: Recipe) -> None:
-    """Raise ValueError for a number out of range, or one that the group does not allow."""
-    if recipe.beta is not None:
-        check_beta(recipe.beta)
-    if recipe.order is not None:
-        check_order(recipe.order)
-    if recipe.sparsity is not None and not 0 <= recipe.sparsity < 1:
-        raise ValueError(f"sparsity must be at least 0 and below 1, got {recipe.sparsity:g}")
-    if recipe.pattern is not None:
-        parse_pattern(recipe.pattern)
-        if recipe.group != "row":
-            raise ValueError(f"pattern N:M is a budget within rows: it needs group row, not {recipe.group}")
-    if recipe.match_by == "matrix" and recipe.group == "all":
-        raise ValueError("match-by matrix fixes the sparsity of every matrix: it needs group row or matrix, not all")
-    if recipe.neff_dtype not in (None, "float64", "bfloat16"):
-        raise ValueError(f"neff-dtype must be float64 or bfloat16, got {recipe.neff_dtype}")
-    if recipe.neff_dtype == "bfloat16":
-        if recipe.order != 2.0:
-            raise ValueError(
-                f"neff-dtype bfloat16 is the paper's arithmetic for order 2: it needs order 2, not {recipe.order:g}"
-            )
-        if recipe.group != "row":
-            raise ValueError(f"neff-dtype bfloat16 is the paper's arithmetic for rows: it needs group row, not {recipe.group}")
-        if recipe.count_by == "magnitude":
-            raise ValueError("neff-dtype bfloat16 is the paper's arithmetic for the scores: it needs count-by own")
-    sparsity, spread = recipe.sparsity, recipe.owl_lambda
-    if sparsity is not None and spread is not None and (not 0 <= spread <= sparsity or sparsity + spread >= 1):
-        raise ValueError(
-            f"owl-lambda must leave every block a sparsity between 0 and 1: {sparsity:g} - {spread:g} and "
-            f"{sparsity:g} + {spread:g} do not"
-        )
-    if recipe.owl_m is not None and not 0 < recipe.owl_m < float("inf"):
-        raise ValueError(f"owl-m must be a number above 0 (the paper uses 5), got {recipe.owl_m:g}")
+    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", str(text))
+    if numbers is None or not 1 <= int(numbers[1]) < int(numbers[2]):
+        raise ValueError(f"pattern must be N:M, such as 2:4, which keeps N of every M weights, 1 <= N < M; got {text!r}")
+    return int(numbers[1]), int(numbers[2])

@@ -76,7 +76,7 @@ def choose_units(
         by_role.setdefault((units.kind, units.role), []).append(number)
     for (kind, role), members in by_role.items():
         rows = [torch.from_numpy(scores[number])[None] for number in members]
-        groups = [torch.cat(rows, 1)] if structure.group == "all" else rows
+        groups = [torch.cat(rows, 1)] if structure.structure_group == "all" else rows
         moments = [Moments.of_rows(group, order) for group in groups]
         sizes = np.array([group.shape[1] for group in groups])
         beta = _beta_of(recipe, moments)
@@ -108,7 +108,7 @@ def choose_units(
                 n_eff=n_eff,
                 s_eff=float(effective_mass(row, order=order)[0]),
                 s_eff_bound=float(effective_mass_bound(n_eff, row.shape[1])) if order == 2.0 else None,
-                n_eff_together=float(moments[0].number()[0]) if structure.group == "all" else None,
+                n_eff_together=float(moments[0].number()[0]) if structure.structure_group == "all" else None,
             )
             choices[number] = Choice(units, row[0].numpy(), np.flatnonzero(mask.numpy()), record)
     return [choices[number] for number in range(len(every))], betas.pop() if len(betas) == 1 else None

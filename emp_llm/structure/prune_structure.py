@@ -31,10 +31,9 @@ from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import NormOptions
-from emp_llm.options.evaluation import EvaluationStageOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe, StructureRecipe
-from emp_llm.options.structure import StructureOptions
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.outcome import log_warnings
@@ -53,17 +52,9 @@ logger = logging.getLogger(__name__)
 _KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear"}
 
 
-def structure_recipe(recipe: Recipe, structure: StructureOptions) -> Recipe:
+def structure_recipe(recipe: Recipe, structure: StructureRecipe) -> Recipe:
     """The recipe of a structured run: of the units in place of weights."""
-    assert structure.structure is not None
-    units = StructureRecipe(
-        structure=structure.structure,
-        group=structure.compared,
-        head_unit=None if structure.structure == "neurons" else structure.head_units,
-        keep_shapes=structure.keep_shapes,
-        width_multiple=None if structure.keep_shapes or structure.structure == "heads" else structure.multiple,
-    )
-    return recipe.but(targets=_KINDS[structure.structure], structure=units)
+    return recipe.but(targets=_KINDS[structure.structure], structure=structure)
 
 
 def prune_structure(
@@ -71,7 +62,7 @@ def prune_structure(
     recipe: Recipe,
     text: NormOptions,
     loading: LoadingOptions,
-    evaluation: EvaluationStageOptions,
+    evaluation: PruneOptions,
     output: Path | None,
     overwrite: bool,
     dry_run: bool,
