@@ -130,9 +130,9 @@ def submit(options: SubmitOptions) -> SubmitSummary:
 
 
 def _submit_array(array: "JobArray", text: str, words: list[str], study: Path, before: int) -> str:
-    """Write the files of an array, submit it, and note it at once; returns its number. `before`: arrays submitted before it."""
+    """Write the files of an array, and submit it; returns its number. `before`: arrays submitted before it."""
     from emp_llm.checkpoint.files import write_text
-    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, note_array, submit_script
+    from emp_llm.cluster.slurm import FOLDER_NAME, list_text, submit_script
 
     script = study / FOLDER_NAME / f"{array.name}.sh"
     try:
@@ -148,7 +148,6 @@ def _submit_array(array: "JobArray", text: str, words: list[str], study: Path, b
             f"{script} was not submitted: {error} {done}Correct the site file, and run the same command again; it resumes "
             "with this array."
         ) from error
-    note_array(study, array, number)
     logger.info("%s: %s, as %s.", array.name, count_of(len(array.jobs), "job"), number)
     return number
 

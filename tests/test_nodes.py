@@ -81,12 +81,8 @@ def test_the_number_of_a_node(environment: dict[str, str], message: str) -> None
 
 
 def test_too_few_gpus() -> None:
-    with pytest.raises(UserError, match="norms needs a GPU for each of 4 processes here, and has 2"):
-        launches(job(nodes=2, processes=2, gpus=2), gpus=[0, 1], environment={})
     with pytest.raises(UserError, match="norms has 3 processes and 2 GPUs on a node"):
         launches(job(processes=3, gpus=2), environment={})
-    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES 5 shows 1 GPU; norms asks for more"):
-        launches(job(gpus=1), gpus=[1], environment={"CUDA_VISIBLE_DEVICES": "5"})
 
 
 RANK = """

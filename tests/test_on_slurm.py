@@ -70,10 +70,6 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
         login.drain(node)
     submit("8 jobs submitted")
     submit("nothing to submit: 8 already queued")
-    notes = study / "slurm" / "submitted.jsonl"
-    notes.rename(study / "noted")  # as if each submission had been killed before its note
-    submit("nothing to submit: 8 already queued")
-    (study / "noted").rename(notes)
     for node in NODES:
         login.resume(node)
     settle()
@@ -89,8 +85,9 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     (study / "mended").touch()
     settle()
     submit("nothing to submit: 8 done")
-    assert [login.about(task_of(study, name))["Restarts"] for name in ("a", "stops", "loses")] == ["0", "1", "1"]
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
+    restarts = [login.about(around[f"{name}-0"]["SLURM_JOB_ID"])["Restarts"] for name in ("a", "stops", "loses")]
+    assert restarts == ["0", "1", "1"]
     for number in "01":
         assert re.fullmatch(r"node1:2\d{4}", around[f"two-nodes-{number}"]["EMP_LLM_RENDEZVOUS"])
     alone = around["a-0"]
@@ -149,7 +146,9 @@ def test_a_study(
     login.wait(lambda: list(study.glob("runs/*")), 60, "no job has ended")
     login.drain(NODES[1])
     login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 60, "no evaluation has ended")
-    held_task = task_of(study, "llama.dense.evaluate")
+    state = study / "jobs" / "llama.dense.evaluate.json"
+    login.wait(state.exists, 60, "the dense evaluation has not begun")
+    held_task = json.loads(state.read_text())["scheduler_job"]
     # The controller, killed just when it requeues a task, forgets that.
     login.wait(lambda: login.about(held_task)["Restarts"] != "0", 120, "no time limit was reached")
     login.kill_controller()
@@ -187,13 +186,6 @@ def test_a_study(
 def slurm_logs(study: Path) -> str:
     """What the tasks of a study printed."""
     return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((study / "slurm").glob("*.log")))
-
-
-def task_of(study: Path, name: str) -> str:
-    """The first task that a job was."""
-    found = re.search(rf'"job":"{name}",.*"task":"(\w+)"', (study / "slurm" / "submitted.jsonl").read_text())
-    assert found is not None
-    return found[1]
 
 
 def refuse_secrets(login: Slurm, study: Path) -> None:
