@@ -86,8 +86,9 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     settle()
     submit("nothing to submit: 8 done")
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
-    restarts = [login.about(around[f"{name}-0"]["SLURM_JOB_ID"])["Restarts"] for name in ("a", "stops", "loses")]
-    assert restarts == ["0", "1", "1"]
+    for name, restarts in (("a", "0"), ("stops", "1"), ("loses", "1")):
+        task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**around[f"{name}-0"])
+        assert login.about(task)["Restarts"] == restarts
     for number in "01":
         assert re.fullmatch(r"node1:2\d{4}", around[f"two-nodes-{number}"]["EMP_LLM_RENDEZVOUS"])
     alone = around["a-0"]
