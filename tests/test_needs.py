@@ -165,7 +165,7 @@ def test_needs_grow_with_the_model_and_the_text(gpu_gb: float, seven: ModelSize,
         "calibrate": Work(gpu_gb=gpu_gb, calibrates=True),
         "prune": Work(gpu_gb=gpu_gb, calibrates=True, updates=True),
         "evaluate": Work(gpu_gb=gpu_gb, suite=suite),
-        "sweep": Work(gpu_gb=gpu_gb, calibrates=True, suite=suite, points=8, keep=True),
+        "sweep": Work(gpu_gb=gpu_gb, calibrates=True, suite=suite, points=8),
     }
     for kind, work in works.items():
         small, large = (estimated_needs(kind, size, work) for size in (seven, seventy))  # type: ignore[arg-type]

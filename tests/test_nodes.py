@@ -66,10 +66,10 @@ def test_several_nodes() -> None:
     [
         (
             {},
-            "norms runs on 2 nodes, and this one does not know which it is. Set EMP_LLM_NODE to its number, from 0, or unset ",
+            "norms runs on 2 nodes, and SLURM_NODEID is ''. Set EMP_LLM_NODE to the number of this node, from 0 to 1",
         ),
-        ({"EMP_LLM_NODE": "2"}, "EMP_LLM_NODE 2 must be a number from 0 to 1: norms runs on 2 nodes."),
-        ({"SLURM_NODEID": "first"}, "SLURM_NODEID first must be a number from 0 to 1: norms runs on 2 nodes."),
+        ({"EMP_LLM_NODE": "2"}, "norms runs on 2 nodes, and EMP_LLM_NODE is 2. Set"),
+        ({"SLURM_NODEID": "first"}, "norms runs on 2 nodes, and SLURM_NODEID is first. Set"),
         ({"EMP_LLM_RENDEZVOUS": "first"}, "EMP_LLM_RENDEZVOUS first must be HOST:PORT: the first node, and a free port on it."),
         ({"EMP_LLM_RENDEZVOUS": "first:70000"}, "EMP_LLM_RENDEZVOUS first:70000 must be HOST:PORT"),
     ],

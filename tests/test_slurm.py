@@ -296,12 +296,13 @@ def test_the_example_for_another_scheduler_runs(tmp_path: Path) -> None:
 
 def test_a_streamed_text_cannot_be_cached(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only jobs that read it: not one with activations, and not one by magnitude."""
-    lines = ("--model /m --activations a", "--model /m --method magnitude")
-    harmless = [command_job(f"p{i}", "prune", line) for i, line in enumerate(lines)]
+    lines = ("--activations a", "--method magnitude")
+    harmless = [command_job(f"p{i}", "prune", f"--model {tmp_path} {line}") for i, line in enumerate(lines)]
     stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
     study = study_of(tmp_path / "study", harmless)
     assert command("submit", study, "--site", study / "site.toml").returncode == 0
-    study = study_of(tmp_path / "streamed", [*harmless, command_job("c", "calibrate", "--model /m --calibration c4")])
+    streamed = command_job("c", "calibrate", f"--model {tmp_path} --calibration c4")
+    study = study_of(tmp_path / "streamed", [*harmless, streamed])
     done = command("submit", study, "--site", study / "site.toml")
     assert done.returncode == 2
     assert "allenai/c4/en/train is streamed from the Hub and never in the cache" in done.stderr

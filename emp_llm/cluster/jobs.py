@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -71,33 +70,22 @@ class _Made(msgspec.Struct):
     complete: bool = True
 
 
-@dataclass(frozen=True)
 class JobFiles:
-    """The files of a job in its study's folder."""
+    """The files of a job in its study's folder.
 
-    study: Path
-    job: Job
+    Attributes:
+        study: the folder.
+        job: of its plan.
+        rerun: the command that runs the job again.
+    """
 
-    @property
-    def state_path(self) -> Path:
-        return self.study / "jobs" / f"{self.job.id}.json"
-
-    @property
-    def lock_path(self) -> Path:
-        return self.study / "jobs" / f"{self.job.id}.lock"
-
-    @property
-    def log_path(self) -> Path:
-        return self.study / "logs" / f"{self.job.id}.log"
-
-    @property
-    def output(self) -> Path:
-        return self.study / self.job.output
-
-    @property
-    def rerun(self) -> str:
-        """The command that runs the job again."""
-        return f"emp-llm run {self.study} --only {self.job.id}"
+    def __init__(self, study: Path, job: Job) -> None:
+        self.study, self.job = study, job
+        self.state_path = study / "jobs" / f"{job.id}.json"
+        self.lock_path = study / "jobs" / f"{job.id}.lock"
+        self.log_path = study / "logs" / f"{job.id}.log"
+        self.output = study / job.output
+        self.rerun = f"emp-llm run {study} --only {job.id}"
 
     def state(self) -> JobState | None:
         """The state of the last attempt; None if there was none, or its file is damaged."""
@@ -249,14 +237,10 @@ def node_of(job: Job, environment: Mapping[str, str] = os.environ) -> tuple[int,
         raise UserError(f"{RENDEZVOUS} {quotable(meeting)} must be HOST:PORT: the first node, and a free port on it.")
     name = NODE if environment.get(NODE) else "SLURM_NODEID"
     number = environment.get(name, "")
-    if not number:
-        raise UserError(
-            f"{job.id} runs on {count_of(nodes, 'node')}, and this one does not know which it is. Set {NODE} to its number, "
-            f"from 0, or unset {RENDEZVOUS} to run all processes here."
-        )
     if not number.isdecimal() or int(number) >= nodes:
         raise UserError(
-            f"{name} {quotable(number)} must be a number from 0 to {nodes - 1}: {job.id} runs on {count_of(nodes, 'node')}."
+            f"{job.id} runs on {count_of(nodes, 'node')}, and {name} is {quotable(number)}. Set {NODE} to the number of this "
+            f"node, from 0 to {nodes - 1}, or unset {RENDEZVOUS} to run all processes here."
         )
     return int(number), nodes
 
