@@ -69,7 +69,7 @@ def study_of(folder: Path, *jobs: Job) -> Path:
     [
         ("{", r"plan\.jsonl:2: this line is not JSON"),
         ("[]", "must be a JSON object"),
-        ({"colour": 1, "id": "x"}, "not a job file"),
+        ('{"colour": 1, "id": "x"}', "not a job file"),
         ({"id": "../x"}, "must be of letters"),
         ({"id": "first"}, "two jobs have the id first"),
         ({"output": "runs/first"}, "two jobs have the output runs/first"),
@@ -85,17 +85,17 @@ def study_of(folder: Path, *jobs: Job) -> Path:
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: Any, message: str) -> None:
     study_of(tmp_path, job("first"), job("second"))
-    lines = (tmp_path / "plan.jsonl").read_text().splitlines()
-    if isinstance(change, dict) and "colour" not in change:
-        change = json.dumps(json.loads(lines[1]) | change)
-    elif isinstance(change, dict):
-        change = json.dumps(change)
-    (tmp_path / "plan.jsonl").write_text(f"{lines[0]}\n{change}\n")
+    first, second = (tmp_path / "plan.jsonl").read_text().splitlines()
+    line = change if isinstance(change, str) else json.dumps(json.loads(second) | change)
+    (tmp_path / "plan.jsonl").write_text(f"{first}\n{line}\n")
     with pytest.raises(UserError, match=message):
         read_plan(tmp_path)
 
 
-def test_a_circle_is_named(tmp_path: Path) -> None:
+def test_the_order_of_jobs(tmp_path: Path) -> None:
+    """Those that come first stand before the others; a circle is named."""
+    study_of(tmp_path, job("c", ("b",)), job("b", ("a",)), job("a"))
+    assert [each.id for each in read_plan(tmp_path)] == ["a", "b", "c"]
     study_of(tmp_path, job("a", ("c",)), job("b", ("a",)), job("c", ("b",)), job("free"))
     with pytest.raises(UserError, match=r"wait for each other: a -> c -> b -> a\. Take one out of after"):
         status(tmp_path)
@@ -107,11 +107,6 @@ def test_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.jsonl").write_text("\n")
     with pytest.raises(UserError, match="the plan has no jobs"):
         run_study(tmp_path)
-
-
-def test_jobs_in_any_order(tmp_path: Path) -> None:
-    study_of(tmp_path, job("c", ("b",)), job("b", ("a",)), job("a"))
-    assert [each.id for each in read_plan(tmp_path)] == ["a", "b", "c"]
 
 
 # From options to jobs.
@@ -154,26 +149,16 @@ def test_one_sweep_for_each_model(models: Models, tmp_path: Path) -> None:
     assert "--methods emp-magnitude,magnitude --betas 1 --sparsities 0.3,0.5 --suite demo --output runs/llama" in only.command
 
 
-def test_a_refit_reads_the_text_itself(models: Models, tmp_path: Path) -> None:
+def test_needs_of_several_processes(models: Models, tmp_path: Path) -> None:
+    """A refit reads the text itself; one who reads activations is one process; every process gets a batch."""
     jobs = planned(models, tmp_path, methods="wanda", prune_options="--refit", calibration="demo", processes=2)
-    assert [each.kind for each in jobs] == ["evaluate", "prune", "evaluate"]
+    assert [(each.kind, each.needs.processes) for each in jobs] == [("evaluate", 2), ("prune", 2), ("evaluate", 2)]
     assert jobs[1].command.endswith("--refit")
     assert "--calibration demo" in jobs[1].command
-    assert [each.needs.processes for each in jobs] == [2, 2, 2]
-
-
-def test_reading_activations_needs_one_process(models: Models, tmp_path: Path) -> None:
-    jobs = planned(models, tmp_path, methods="wanda", processes=2, nodes=2)
-    assert {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs} == {
-        "evaluate": (2, 2),
-        "calibrate": (2, 2),
-        "prune": (1, 1),
-    }
-
-
-def test_every_process_gets_a_batch(models: Models, tmp_path: Path) -> None:
-    jobs = planned(models, tmp_path, methods="wanda", processes=2, samples=6)
-    assert "--samples 6 --batch-size 3" in jobs[1].command
+    jobs = planned(models, tmp_path, methods="wanda", processes=2, nodes=2, samples=12, overwrite=True)
+    needs = {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs}
+    assert needs == {"evaluate": (2, 2), "calibrate": (2, 2), "prune": (1, 1)}
+    assert "--samples 12 --batch-size 3" in jobs[1].command
 
 
 def test_a_table(models: Models, tmp_path: Path) -> None:
@@ -265,16 +250,13 @@ def test_a_failed_job_stops_those_that_wait_for_it(
     assert f"to run it again: emp-llm run {tmp_path} --only a" in shown
     assert "waiting for jobs that failed: b, c" in shown
     assert "    one" not in shown
+    scripted["a"] = "pass"
+    (failed,) = run_study(tmp_path).failed
+    assert failed.message == "the command ended well, but did not write runs/a"
     del scripted["a"]  # the cause is gone
     assert run_study(tmp_path).complete
     show_status(status(tmp_path))
     assert "4 jobs of 4 done" in capsys.readouterr().out
-
-
-def test_a_job_that_writes_nothing_failed(scripted: dict[str, str], tmp_path: Path) -> None:
-    scripted["a"] = "pass"
-    (failed,) = run_study(study_of(tmp_path, job("a"))).failed
-    assert failed.message == "the command ended well, but did not write runs/a"
 
 
 def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
@@ -286,40 +268,19 @@ def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
     assert run_study(tmp_path, only="b,a").done == ["a", "b"]
 
 
-def test_a_signal_stops_the_commands(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end where they can go on, and the next run goes on with them."""
-    scripted["a"] = (
-        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); open('up', 'w'); time.sleep(60)"
-    )
+@pytest.mark.parametrize(("handler", "signals", "code"), [("lambda *_: sys.exit(143)", 1, 143), ("signal.SIG_IGN", 2, 137)])
+def test_a_signal_stops_the_commands(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, signals: int, code: int
+) -> None:
+    """They end where they can go on, and the next run goes on with them; a second signal kills them."""
+    scripted["a"] = f"import signal, sys, time; signal.signal(signal.SIGTERM, {handler}); open('up', 'w'); time.sleep(60)"
     study_of(tmp_path, job("a"), job("b", ("a",)))
-    sleep = time.sleep
+    sleep, left = time.sleep, list(range(signals))
 
     def interrupted(seconds: float) -> None:
         sleep(seconds)
-        if (tmp_path / "up").exists():
-            (tmp_path / "up").unlink()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_study(tmp_path)
-    files = JobFiles(tmp_path, job("a"))
-    assert files.status() == "stopped"
-    assert not files.lock_path.exists()
-    assert (files.state() or pytest.fail("no state")).exit_code == 143
-    del scripted["a"]
-    assert run_study(tmp_path).complete
-    assert (files.state() or pytest.fail("no state")).attempts == 2
-
-
-def test_a_second_signal_kills(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted["a"] = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('up', 'w'); time.sleep(60)"
-    study_of(tmp_path, job("a"))
-    sleep = time.sleep
-
-    def interrupted(seconds: float) -> None:
-        sleep(seconds)
-        if (tmp_path / "up").exists():
+        if left and (tmp_path / "up").exists():
+            left.pop()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", interrupted)
@@ -327,8 +288,13 @@ def test_a_second_signal_kills(scripted: dict[str, str], tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         run_study(tmp_path)
     assert time.monotonic() - began < 30
-    sleep(0.2)
-    assert JobFiles(tmp_path, job("a")).runner() is None
+    files = JobFiles(tmp_path, job("a"))
+    assert files.status() == "stopped"
+    assert not files.lock_path.exists()
+    assert (files.state() or pytest.fail("no state")).exit_code == code
+    del scripted["a"]
+    assert run_study(tmp_path).complete
+    assert (files.state() or pytest.fail("no state")).attempts == 2
 
 
 def run_in_fork(study: Path) -> multiprocessing.Process:
@@ -415,12 +381,7 @@ def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, mo
     """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
     given: list[int | None] = []
     launches = cluster_jobs.launches
-
-    def noted(job: Job, *, threads: int | None, **more: Any) -> list[tuple[list[str], dict[str, str]]]:
-        given.append(threads)
-        return launches(job, threads=threads, **more)
-
-    monkeypatch.setattr(cluster_jobs, "launches", noted)
+    monkeypatch.setattr(cluster_jobs, "launches", lambda job, **how: given.append(how["threads"]) or launches(job))
     study_of(tmp_path, job("a"), job("b"))
     assert run_study(tmp_path, only="a").complete
     assert run_study(tmp_path, workers=1).complete

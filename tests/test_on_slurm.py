@@ -16,7 +16,8 @@ from studies import TOKEN, job, study_of
 
 ROOT = Path(__file__).parents[1]
 
-# A sitecustomize.py: where there is the note, it is taken, and the dense evaluation waits in the middle of its work for a signal.
+OPTIONS = "--methods emp-wanda,magnitude --calibration demo --samples 8 --seqlen 64 --suite demo --limit 4 --gpu-gb 0"
+# A sitecustomize.py: if there is the note, the dense evaluation takes it, and waits in the middle of its work for a signal.
 HOLD = """
 import os, signal, sys, threading, time
 
@@ -112,24 +113,8 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
 def plan_of(folder: Path, command: Run, evaluable: Callable[[str], Path]) -> Path:
     """A study of 2 methods and the demo suite; the calibration runs as 2 processes."""
-    words = [
-        "--methods",
-        "emp-wanda,magnitude",
-        "--calibration",
-        "demo",
-        "--samples",
-        8,
-        "--seqlen",
-        64,
-        "--suite",
-        "demo",
-        "--limit",
-        4,
-        "--gpu-gb",
-        0,
-    ]
     folder.mkdir()
-    done = command("plan", "--models", evaluable("llama"), "--output", folder / "study", *words)
+    done = command("plan", "--models", evaluable("llama"), "--output", folder / "study", *OPTIONS.split())
     assert done.returncode == 0, done.stderr
     plan = folder / "study" / "plan.jsonl"
     jobs = [json.loads(line) for line in plan.read_text().splitlines()]
@@ -141,12 +126,7 @@ def plan_of(folder: Path, command: Run, evaluable: Callable[[str], Path]) -> Pat
     return folder / "study"
 
 
-def test_a_study(
-    login: Slurm,
-    command: Run,
-    evaluable: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], tmp_path: Path) -> None:
     """A job reaches its time limit, a node is drained, the controller is killed: the tables are those of `emp-llm run`."""
     study, local = plan_of(tmp_path / "slurm", command, evaluable), tmp_path / "local" / "study"
     shutil.copytree(study, local)
