@@ -558,13 +558,11 @@ def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
     assert "| magnitude-0.5 | unreadable | - |" in page
     assert "Unreadable:" in page
     assert not list(folder.glob(".tables*"))
-
-
-def test_nothing_done_yet(models: Models, text: Path, tmp_path: Path) -> None:
-    make_study(models, text, tmp_path)
-    assert "Partial: 0 of 6 jobs are done" in collect(tmp_path).page
+    for name in ("runs", "results", "activations", "jobs"):
+        shutil.rmtree(folder / name)
+    assert "Partial: 0 of 6 jobs are done" in collect(folder).page
     with pytest.raises(UserError, match=r"it exists and holds no collected\.json"):
-        collect(tmp_path, output=tmp_path / "results" / ".." / "jobs" / "..")
+        collect(folder, output=folder)
 
 
 def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:

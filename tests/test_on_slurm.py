@@ -72,7 +72,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     (study / "around").mkdir()
 
     def submit(words: str) -> None:
-        done = command("submit", study, "--site", study / "site.toml")
+        done = command("submit", study, "--site", study / "site.toml", "--no-prepare")
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
 
@@ -141,11 +141,11 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     assert done.returncode == 0, done.stderr
     assert "6 jobs submitted" in done.stdout
     assert "0 jobs of 6 done" in command("status", study).stdout
-    login.wait(lambda: list(study.glob("runs/*")), 60, "no job has ended")
+    login.wait(lambda: list(study.glob("runs/*")), 120, "no job has ended")
     login.drain(NODES[1])
-    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 60, "no evaluation has ended")
+    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 120, "no evaluation has ended")
     state = study / "jobs" / "llama.dense.evaluate.json"
-    login.wait(state.exists, 60, "the dense evaluation has not begun")
+    login.wait(state.exists, 120, "the dense evaluation has not begun")
     held_task = json.loads(state.read_text())["scheduler_job"]
     # The controller, killed just when it requeues a task, forgets that.
     login.wait(lambda: login.about(held_task)["Restarts"] != "0", 120, "no time limit was reached")

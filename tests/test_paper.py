@@ -146,14 +146,11 @@ def test_heads_over_beta(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("line", "message"),
     [
         ("fc --models fc2", "train-images-idx3-ubyte.gz: no such file. Put the four files of mnist into"),
-        ("fc --dataset fashion-mnist", "Put the four files of fashion-mnist into"),
         ("fc --dataset letters", "--dataset 'letters' is not one of mnist, fashion-mnist, cifar10"),
-        ("kan", "Put the four files of mnist into"),
         ("cifar_weights", "no CIFAR-10. Put there data_batch_1.bin"),
         ("cifar_weights --dataset cifar100 --models resnet18", "no CIFAR-100. Put there train.bin and test.bin"),
         ("cifar_weights --dataset tiny-imagenet --models resnet50", "Unpack tiny-imagenet-200.zip there"),
         ("loss_change --models fc5", "--models 'fc5' has no data set; give it as cifar10:fc5."),
-        ("structured --networks resnet20", "--networks 'resnet20' has no data set; give it as cifar10:resnet20."),
         ("beta --networks resnet20", "--networks 'resnet20' has no data set; give it as cifar10:resnet20."),
     ],
 )
