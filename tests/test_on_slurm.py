@@ -157,7 +157,7 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     assert login.node_states()[NODES[1]].startswith("drain")
     login.wait(lambda: not login.queue(), 200, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
-    assert "6 jobs of 6 done" in command("status", study).stdout, f"{slurm_logs(study)}\n{login.logs()}"
+    assert "6 jobs of 6 done" in command("status", study).stdout, login.logs()
     assert len(states) == 6
     held = states.pop("llama.dense.evaluate")
     assert {state["status"] for state in states.values()} == {"done"}, login.logs()
@@ -178,11 +178,6 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     assert mine == theirs
     assert "6 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
     refuse_secrets(login, study)
-
-
-def slurm_logs(study: Path) -> str:
-    """What the tasks of a study printed."""
-    return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((study / "slurm").glob("*.log")))
 
 
 def refuse_secrets(login: Slurm, study: Path) -> None:
