@@ -381,7 +381,12 @@ def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, mo
     """A task of a scheduler keeps its number of threads; without one, workers share the cores."""
     given: list[int | None] = []
     launches = cluster_jobs.launches
-    monkeypatch.setattr(cluster_jobs, "launches", lambda job, **how: given.append(how["threads"]) or launches(job))
+
+    def noted(job: Job, **how: Any) -> list[tuple[list[str], dict[str, str]]]:
+        given.append(how["threads"])
+        return launches(job)
+
+    monkeypatch.setattr(cluster_jobs, "launches", noted)
     study_of(tmp_path, job("a"), job("b"))
     assert run_study(tmp_path, only="a").complete
     assert run_study(tmp_path, workers=1).complete

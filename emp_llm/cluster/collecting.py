@@ -272,13 +272,14 @@ class ModelTable:
         for row, known, cells in self._lines:
             for name, cell in (cells or {"": _Cell()}).items():
                 value, change, gap = cell.value, cell.change, cell.gap
-                table.append([self._name, printable(row.label), row.status, _digits(_zeros(row)), name])
-                table[-1] += [_digits(value and value.value), _digits(value and value.stderr)]
-                table[-1] += ["" if value is None else str(value.partial).lower()]
-                table[-1] += [_digits(change and change.value), _digits(change and change.stderr)]
-                table[-1] += ["" if change is None or change.stderr is None else str(change.paired).lower()]
-                table[-1] += [_digits(known and known.sparsity_percent), _digits(cell.paper), _digits(cell.paper_change)]
-                table[-1] += [_digits(gap and gap.value)]
+                line = [self._name, printable(row.label), row.status, _digits(_zeros(row)), name]
+                line += (
+                    ["", "", ""] if value is None else [repr(value.value), _digits(value.stderr), str(value.partial).lower()]
+                )
+                paired = "" if change is None or change.stderr is None else str(change.paired).lower()
+                line += ["", "", ""] if change is None else [_digits(change.value), _digits(change.stderr), paired]
+                line += [_digits(None if known is None else known.sparsity_percent), _digits(cell.paper)]
+                table.append([*line, _digits(cell.paper_change), _digits(None if gap is None else gap.value)])
         return table
 
 
