@@ -16,7 +16,7 @@ from studies import TOKEN, job, study_of
 
 ROOT = Path(__file__).parents[1]
 
-OPTIONS = "--methods emp-wanda,magnitude --calibration demo --samples 8 --seqlen 64 --suite demo --limit 4 --gpu-gb 0"
+OPTIONS = "--methods emp-wanda --calibration demo --samples 8 --seqlen 64 --suite demo --limit 4 --gpu-gb 0"
 # A sitecustomize.py: if there is the note, the dense evaluation takes it, and waits in the middle of its work for a signal.
 HOLD = """
 import os, signal, sys, threading, time
@@ -112,13 +112,13 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
 
 
 def plan_of(folder: Path, command: Run, evaluable: Callable[[str], Path]) -> Path:
-    """A study of 2 methods and the demo suite; the calibration runs as 2 processes."""
+    """A study of a recipe and the demo suite; the calibration runs as 2 processes."""
     folder.mkdir()
     done = command("plan", "--models", evaluable("llama"), "--output", folder / "study", *OPTIONS.split())
     assert done.returncode == 0, done.stderr
     plan = folder / "study" / "plan.jsonl"
     jobs = [json.loads(line) for line in plan.read_text().splitlines()]
-    assert len(jobs) == 6
+    assert len(jobs) == 4
     for each in jobs:
         short = each["id"] == "llama.dense.evaluate"
         each["needs"] |= {"hours": 0.001 if short else 0.1, "processes": 2 if each["kind"] == "calibrate" else 1}
@@ -136,11 +136,11 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.03\nsignal_seconds = 85\n")
     done = command("submit", study, "--site", tmp_path / "site.toml", "--dry-run")
     assert (done.returncode, (study / "slurm").exists()) == (0, False)
-    assert "6 jobs to submit" in done.stdout
+    assert "4 jobs to submit" in done.stdout
     done = command("submit", study, "--site", tmp_path / "site.toml", "--no-prepare")
     assert done.returncode == 0, done.stderr
-    assert "6 jobs submitted" in done.stdout
-    assert "0 jobs of 6 done" in command("status", study).stdout
+    assert "4 jobs submitted" in done.stdout
+    assert "0 jobs of 4 done" in command("status", study).stdout
     login.wait(lambda: list(study.glob("runs/*")), 120, "no job has ended")
     login.drain(NODES[1])
     login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 120, "no evaluation has ended")
@@ -153,12 +153,12 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     time.sleep(3)
     login.start_controller()
     done = command("run", local, "--workers", 1)
-    assert (done.returncode, done.stdout) == (0, "6 jobs done\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "4 jobs done\n"), done.stderr
     assert login.node_states()[NODES[1]].startswith("drain")
     login.wait(lambda: not login.queue(), 200, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
-    assert "6 jobs of 6 done" in command("status", study).stdout, login.logs()
-    assert len(states) == 6
+    assert "4 jobs of 4 done" in command("status", study).stdout, login.logs()
+    assert len(states) == 4
     held = states.pop("llama.dense.evaluate")
     assert {state["status"] for state in states.values()} == {"done"}, login.logs()
     assert held["attempts"] >= 2  # the time limit may come again
@@ -176,7 +176,7 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     )
     assert len(mine) >= 3
     assert mine == theirs
-    assert "6 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
+    assert "4 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
     refuse_secrets(login, study)
 
 
