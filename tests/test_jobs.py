@@ -250,9 +250,13 @@ def test_a_failed_job_stops_those_that_wait_for_it(
     assert f"to run it again: emp-llm run {tmp_path} --only a" in shown
     assert "waiting for jobs that failed: b, c" in shown
     assert "    one" not in shown
-    scripted["a"] = "pass"
-    (failed,) = run_study(tmp_path).failed
-    assert failed.message == "the command ended well, but did not write runs/a"
+    for program, message in (
+        ("pass", "the command ended well, but did not write runs/a"),
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL; the machine may have too little memory."),
+    ):
+        scripted["a"] = program
+        (failed,) = run_study(tmp_path).failed
+        assert message in failed.message
     del scripted["a"]  # the cause is gone
     assert run_study(tmp_path).complete
     show_status(status(tmp_path))
@@ -492,7 +496,7 @@ def study(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def make_study(models: Models, text: Path, folder: Path) -> None:
+def make_study(models: Models, text: Path, folder: Path, **more: Any) -> None:
     suite = folder / "suite.toml"
     (folder / "suite.txt").write_text(text.read_text()[:1500])
     suite.write_text('about = "A text."\n[perplexity]\nfile = "suite.txt"\nseqlen = 64\n')
@@ -506,6 +510,7 @@ def make_study(models: Models, text: Path, folder: Path) -> None:
         gpu_gb=0,
         output=folder,
         quiet=True,
+        **more,
     )
 
 
@@ -536,6 +541,19 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     assert len(lines) == 4
     assert repr(result["perplexity"]["perplexity"]) in lines[-1]
     assert {"report.html", "report.md", "points.csv"} <= {path.name for path in (folder / "tables" / "report").iterdir()}
+
+
+def test_tables_of_a_sweep(models: Models, text: Path, tmp_path: Path) -> None:
+    """A row for each point, beside the dense model; before it has run, a row that says so."""
+    make_study(models, text, tmp_path, per="model")
+    (sweep,) = read_plan(tmp_path)
+    assert "| llama.sweep | missing |" in collect(tmp_path).page
+    run_here(tmp_path, sweep)
+    JobState(id=sweep.id, command=sweep.command, status="done").save(tmp_path / "jobs" / f"{sweep.id}.json")
+    page = collect(tmp_path, no_plots=True).page
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    assert [row[:2] for row in rows[2:]] == [["dense", "-"], ["emp-wanda-beta-1", rows[3][1]], ["magnitude-0.5", "50.00"]]
+    assert all("%)" in row[2] for row in rows[3:])
 
 
 def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:

@@ -122,14 +122,19 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     if sweeps and (options.processes or 1) * (options.nodes or 1) > 1:
         raise UserError("--per model plans sweeps, and a sweep runs in one process. Leave out --processes and --nodes.")
     recipes: dict[SweepPoint, Norms] = {}
+    known: dict[tuple[Any, ...], Norms] = {}  # recipes that differ in their numbers only are checked once
     for point in points:
-        words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype), *([] if sweeps else further)]
-        command = parsed("prune", ["--model", "model", *words])
-        _, recipe, *rest = command.groups
-        check_options(recipe, *rest[:-1])
-        reads = command.activations is None and (recipe.needs_activations or recipe.updates)
-        shared = reads and not recipe.updates and command.propagate == "dense"
-        recipes[point] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")
+        given = point.recipe
+        form = given.method, given.beta is None, given.order is None, given.sparsity is None, given.pattern is None
+        if form not in known:
+            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype), *([] if sweeps else further)]
+            command = parsed("prune", ["--model", "model", *words])
+            _, recipe, *rest = command.groups
+            check_options(recipe, *rest[:-1])
+            reads = command.activations is None and (recipe.needs_activations or recipe.updates)
+            shared = reads and not recipe.updates and command.propagate == "dense"
+            known[form] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")
+        recipes[point] = known[form]
     if sweeps:
         parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
