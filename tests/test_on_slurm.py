@@ -133,7 +133,7 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     (tmp_path / "note").touch()
     (tmp_path / "sitecustomize.py").write_text(HOLD.format(note=str(tmp_path / "note")))
     site = f'prolog = ["export PYTHONPATH={tmp_path}:{ROOT}"]\ncpus = 1\n'
-    (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.03\nsignal_seconds = 85\n")
+    (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.2\nsignal_seconds = 170\n")
     done = command("submit", study, "--site", tmp_path / "site.toml", "--dry-run")
     assert (done.returncode, (study / "slurm").exists()) == (0, False)
     assert "4 jobs to submit" in done.stdout
@@ -141,14 +141,15 @@ def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], t
     assert done.returncode == 0, done.stderr
     assert "4 jobs submitted" in done.stdout
     assert "0 jobs of 4 done" in command("status", study).stdout
-    login.wait(lambda: list(study.glob("runs/*")), 120, "no job has ended")
+    login.wait(lambda: list(study.glob("runs/*")), 200, "no job has ended")
     login.drain(NODES[1])
-    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 120, "no evaluation has ended")
-    state = study / "jobs" / "llama.dense.evaluate.json"
-    login.wait(state.exists, 120, "the dense evaluation has not begun")
-    held_task = json.loads(state.read_text())["scheduler_job"]
+    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 200, "no evaluation has ended")
+    login.wait(lambda: not (tmp_path / "note").exists(), 200, "the dense evaluation has not come to its middle")
+    held_task = json.loads((study / "jobs" / "llama.dense.evaluate.json").read_text())["scheduler_job"]
+    login.call("scontrol", "update", f"jobid={held_task}", "timelimit=3")  # less than 170 seconds are left
     # The controller, killed just when it requeues a task, forgets that.
     login.wait(lambda: login.about(held_task)["Restarts"] != "0", 120, "no time limit was reached")
+    login.call("scontrol", "update", f"jobid={held_task}", "timelimit=60")
     login.kill_controller()
     time.sleep(3)
     login.start_controller()

@@ -163,9 +163,9 @@ def model_jobs(
     text += _given(batch_size=max(1, batch) if batch < work.batch_size else None)
     evaluation, targets = _given(suite=options.suite, limit=options.limit), _given(targets=options.targets)
 
-    def add(name: str, kind: JobKind, words: list[str], after: list[str], output: str, work: Work = work) -> None:
-        needs = estimated_needs(kind, size, work)
-        if kind != "prune" or work.calibrates:  # else it reads files, on one node
+    def add(name: str, kind: JobKind, words: list[str], after: list[str], output: str, of_job: Work = work) -> None:
+        needs = estimated_needs(kind, size, of_job)
+        if kind != "prune" or of_job.calibrates:  # else it reads files, on one node
             needs.nodes = options.nodes or 1
             needs.hours = max(LEAST_HOURS, needs.hours / needs.nodes)
         command = shlex.join(["emp-llm", kind, *words, *_given(dtype=options.dtype, output=output), *further[kind]])
