@@ -24,7 +24,6 @@ from emp_llm.cluster.slurm import (
     grouped_jobs,
     list_text,
     next_number,
-    note_array,
     queued_jobs,
     sbatch_words,
     script_text,
@@ -131,7 +130,7 @@ def submit(
 
 
 def _submit_array(array: JobArray, text: str, words: list[str], study: Path, before: int) -> str:
-    """Write the files of an array, submit it, and note it at once; returns its number. `before`: arrays submitted before it."""
+    """Write the files of an array, and submit it; returns its number. `before`: arrays submitted before it."""
     script = study / FOLDER_NAME / f"{array.name}.sh"
     try:
         write_text(script.with_suffix(".jobs"), list_text(array))
@@ -146,7 +145,6 @@ def _submit_array(array: JobArray, text: str, words: list[str], study: Path, bef
             f"{script} was not submitted: {error} {done}Correct the site file, and run the same command again; it resumes "
             "with this array."
         ) from error
-    note_array(study, array, number)
     logger.info("%s: %s, as %s.", array.name, count_of(len(array.jobs), "job"), number)
     return number
 

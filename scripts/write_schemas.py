@@ -16,7 +16,6 @@ import msgspec
 from emp_llm.cluster.jobs import JobState
 from emp_llm.cluster.plan_file import Job
 from emp_llm.cluster.site import Site
-from emp_llm.cluster.slurm import SubmittedTask
 from emp_llm.collect import Collected
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.records.base import FileRecord
@@ -43,7 +42,6 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "job": (Job, "a line of plan.jsonl"),
     "job-state": (JobState, "jobs/ID.json of a study"),
     "site": (Site, "site.toml"),
-    "submitted": (SubmittedTask, "a line of slurm/submitted.jsonl of a study"),
     "collection": (Collected, "collected.json"),
     "activations": (ActivationsInfo, "the metadata `emp_llm` of an activations file"),
     "corpus": (Corpus, "a recipe in calibration/, and the [perplexity] table of a suite"),

@@ -12,8 +12,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,18 +54,14 @@ ReturnToService=2
 KillWait=5
 SlurmctldTimeout=12
 MailProg=/bin/true
-NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} RealMemory=64000
-NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory=64000
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=64000
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=64000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
 class SlurmMissing(Exception):
-    """Slurm is not installed, or its daemons do not come up here."""
-
-
-class SlurmSilent(Exception):
-    """The controller does not answer."""
+    """Slurm is not installed, or its daemons do not come up or do not answer here."""
 
 
 class Slurm:
@@ -72,17 +69,15 @@ class Slurm:
 
     Args:
         folder: an empty folder with a short path, as the path of a socket is short.
-        cpus: of each node, as Slurm counts them.
 
     Attributes:
         environment: for processes that talk to this Slurm.
     """
 
-    def __init__(self, folder: Path, cpus: int = 2) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self.environment["PATH"] = f"{os.environ.get('PATH', '')}:{_SYSTEM}"
-        self._cpus = cpus
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -96,11 +91,16 @@ class Slurm:
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self.folder / name).mkdir()
         self.folder.chmod(0o755)  # munged refuses a socket that others cannot reach
-        text = _CONFIGURATION.format(
-            host=host, folder=self.folder, user=user, ports=_free_ports(3), nodes=NODES, cpus=self._cpus
-        )
+        with ExitStack() as free:
+            sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            ports = [each.getsockname()[1] for each in sockets]
+        text = _CONFIGURATION.format(host=host, folder=self.folder, user=user, ports=ports, nodes=NODES)
         (self.folder / "slurm.conf").write_text(text)
-        self._start_munge()
+        key, where = self.folder / "munge.key", self.folder / "munge.socket"
+        self.call("mungekey", "--create", f"--keyfile={key}")
+        files = (f"--{kind}-file={self.folder}/munged.{kind}" for kind in ("pid", "seed", "log"))
+        self._start("munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={where}", *files)
+        self.wait(where.exists, 10, "munged did not come up")
         self.start_controller()
         for node in NODES:
             self._start(node, "slurmd", "-D", "-N", node)
@@ -128,18 +128,10 @@ class Slurm:
                 if f"SLURM_CONF={self.folder}/".encode() in (folder / "environ").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
 
-    def call(self, *line: object, check: bool = True, **more: str) -> "subprocess.CompletedProcess[str]":
-        """Run a command of Slurm; `more` is added to its environment."""
-        words = [str(word) for word in line]
-        return subprocess.run(
-            words,
-            env=self.environment | more,
-            capture_output=True,
-            text=True,
-            check=check,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
+    def call(self, *line: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        """Run a command of Slurm."""
+        how: dict[str, Any] = {"env": self.environment, "stdin": subprocess.DEVNULL, "timeout": 60}
+        return subprocess.run(line, capture_output=True, text=True, check=check, **how)
 
     def node_states(self) -> dict[str, str]:
         """Node -> state, such as "idle", "mixed" or "drained"."""
@@ -147,11 +139,9 @@ class Slurm:
         return {name: state.rstrip("*") for name, state in (line.split() for line in found.splitlines())}
 
     def queue(self) -> dict[str, str]:
-        """Task -> state of all that are queued or run; SlurmSilent if the controller does not answer."""
-        found = self.call("squeue", "--noheader", "--array", "--format=%i %T", check=False)
-        if found.returncode != 0:
-            raise SlurmSilent(found.stderr)
-        return dict(line.split() for line in found.stdout.splitlines())
+        """Task -> state of all that are queued or run; CalledProcessError if the controller does not answer."""
+        found = self.call("squeue", "--noheader", "--array", "--format=%i %T").stdout
+        return dict(line.split() for line in found.splitlines())
 
     def about(self, task: str) -> dict[str, str]:
         """What the controller knows of one task: "JobState", "Reason", "Restarts", "NodeList" ..."""
@@ -190,7 +180,7 @@ class Slurm:
         """
         end = time.monotonic() + seconds
         while True:
-            with suppress(SlurmSilent):
+            with suppress(subprocess.CalledProcessError):  # the controller does not answer
                 if condition():
                     return
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
@@ -204,26 +194,11 @@ class Slurm:
             f"{path.name}: {line}" for path in sorted(self.folder.glob("*.log")) for line in path.read_text().splitlines()[-8:]
         )
 
-    def _start_munge(self) -> None:
-        key, where = self.folder / "munge.key", self.folder / "munge.socket"
-        self.call("mungekey", "--create", f"--keyfile={key}")
-        files = (f"--{kind}-file={self.folder}/munged.{kind}" for kind in ("pid", "seed", "log"))
-        self._start("munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={where}", *files)
-        self.wait(where.exists, 10, "munged did not come up")
-
     def _start(self, name: str, *line: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
                 line, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def study_of(folder: Path, *jobs: Job) -> Path:
     [
         ("{", r"plan\.jsonl:2: this line is not JSON"),
         ("[]", "must be a JSON object"),
-        ({"colour": 1, "id": "x"}, "not a job file"),
+        ('{"colour": 1, "id": "x"}', "not a job file"),
         ({"id": "../x"}, "must be of letters"),
         ({"id": "first"}, "two jobs have the id first"),
         ({"output": "runs/first"}, "two jobs have the output runs/first"),
@@ -85,17 +85,17 @@ def study_of(folder: Path, *jobs: Job) -> Path:
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: Any, message: str) -> None:
     study_of(tmp_path, job("first"), job("second"))
-    lines = (tmp_path / "plan.jsonl").read_text().splitlines()
-    if isinstance(change, dict) and "colour" not in change:
-        change = json.dumps(json.loads(lines[1]) | change)
-    elif isinstance(change, dict):
-        change = json.dumps(change)
-    (tmp_path / "plan.jsonl").write_text(f"{lines[0]}\n{change}\n")
+    first, second = (tmp_path / "plan.jsonl").read_text().splitlines()
+    line = change if isinstance(change, str) else json.dumps(json.loads(second) | change)
+    (tmp_path / "plan.jsonl").write_text(f"{first}\n{line}\n")
     with pytest.raises(UserError, match=message):
         read_plan(tmp_path)
 
 
-def test_a_circle_is_named(tmp_path: Path) -> None:
+def test_the_order_of_jobs(tmp_path: Path) -> None:
+    """Those that come first stand before the others; a circle is named."""
+    study_of(tmp_path, job("c", ("b",)), job("b", ("a",)), job("a"))
+    assert [each.id for each in read_plan(tmp_path)] == ["a", "b", "c"]
     study_of(tmp_path, job("a", ("c",)), job("b", ("a",)), job("c", ("b",)), job("free"))
     with pytest.raises(UserError, match=r"wait for each other: a -> c -> b -> a\. Take one out of after"):
         status(tmp_path)
@@ -107,11 +107,6 @@ def test_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.jsonl").write_text("\n")
     with pytest.raises(UserError, match="the plan has no jobs"):
         run_study(tmp_path)
-
-
-def test_jobs_in_any_order(tmp_path: Path) -> None:
-    study_of(tmp_path, job("c", ("b",)), job("b", ("a",)), job("a"))
-    assert [each.id for each in read_plan(tmp_path)] == ["a", "b", "c"]
 
 
 # From options to jobs.
@@ -154,26 +149,16 @@ def test_one_sweep_for_each_model(models: Models, tmp_path: Path) -> None:
     assert "--methods emp-magnitude,magnitude --betas 1 --sparsities 0.3,0.5 --suite demo --output runs/llama" in only.command
 
 
-def test_a_refit_reads_the_text_itself(models: Models, tmp_path: Path) -> None:
+def test_needs_of_several_processes(models: Models, tmp_path: Path) -> None:
+    """A refit reads the text itself; one who reads activations is one process; every process gets a batch."""
     jobs = planned(models, tmp_path, methods="wanda", prune_options="--refit", calibration="demo", processes=2)
-    assert [each.kind for each in jobs] == ["evaluate", "prune", "evaluate"]
+    assert [(each.kind, each.needs.processes) for each in jobs] == [("evaluate", 2), ("prune", 2), ("evaluate", 2)]
     assert jobs[1].command.endswith("--refit")
     assert "--calibration demo" in jobs[1].command
-    assert [each.needs.processes for each in jobs] == [2, 2, 2]
-
-
-def test_reading_activations_needs_one_process(models: Models, tmp_path: Path) -> None:
-    jobs = planned(models, tmp_path, methods="wanda", processes=2, nodes=2)
-    assert {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs} == {
-        "evaluate": (2, 2),
-        "calibrate": (2, 2),
-        "prune": (1, 1),
-    }
-
-
-def test_every_process_gets_a_batch(models: Models, tmp_path: Path) -> None:
-    jobs = planned(models, tmp_path, methods="wanda", processes=2, samples=6)
-    assert "--samples 6 --batch-size 3" in jobs[1].command
+    jobs = planned(models, tmp_path, methods="wanda", processes=2, nodes=2, samples=12, overwrite=True)
+    needs = {each.kind: (each.needs.processes, each.needs.nodes) for each in jobs}
+    assert needs == {"evaluate": (2, 2), "calibrate": (2, 2), "prune": (1, 1)}
+    assert "--samples 12 --batch-size 3" in jobs[1].command
 
 
 def test_a_table(models: Models, tmp_path: Path) -> None:
@@ -189,7 +174,7 @@ def test_a_table(models: Models, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"table\.toml: .*modles"):
         plan(table, output=tmp_path / "c")
     table.write_text("models = 'x\n")
-    with pytest.raises(UserError, match="not a TOML table"):
+    with pytest.raises(UserError, match="cannot be read as TOML"):
         plan(table, output=tmp_path / "c")
 
 
@@ -200,7 +185,7 @@ def test_the_papers_table(tmp_path: Path) -> None:
     published = json.loads((root / "eval" / "published" / "llama.json").read_text())["results"]
     assert list(named_models(definition.models or [])) == list(published)
     assert {"dense", *(definition.methods or "").split(",")} == set(published["huggyllama/llama-7b"])
-    assert (definition.betas, definition.sparsities, definition.suite) == ("1.0", "0.5", "paper")
+    assert (definition.betas, definition.sparsities, definition.suite) == ("1", "0.5", "paper")
 
 
 @pytest.mark.parametrize(
@@ -265,16 +250,17 @@ def test_a_failed_job_stops_those_that_wait_for_it(
     assert f"to run it again: emp-llm run {tmp_path} --only a" in shown
     assert "waiting for jobs that failed: b, c" in shown
     assert "    one" not in shown
+    for program, message in (
+        ("pass", "the command ended well, but did not write runs/a"),
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL; the machine may have too little memory."),
+    ):
+        scripted["a"] = program
+        (failed,) = run_study(tmp_path).failed
+        assert message in failed.message
     del scripted["a"]  # the cause is gone
     assert run_study(tmp_path).complete
     show_status(status(tmp_path))
     assert "4 jobs of 4 done" in capsys.readouterr().out
-
-
-def test_a_job_that_writes_nothing_failed(scripted: dict[str, str], tmp_path: Path) -> None:
-    scripted["a"] = "pass"
-    (failed,) = run_study(study_of(tmp_path, job("a"))).failed
-    assert failed.message == "the command ended well, but did not write runs/a"
 
 
 def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
@@ -286,40 +272,19 @@ def test_only_some_jobs(scripted: dict[str, str], tmp_path: Path) -> None:
     assert run_study(tmp_path, only="b,a").done == ["a", "b"]
 
 
-def test_a_signal_stops_the_commands(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end where they can go on, and the next run goes on with them."""
-    scripted["a"] = (
-        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); open('up', 'w'); time.sleep(60)"
-    )
+@pytest.mark.parametrize(("handler", "signals", "code"), [("lambda *_: sys.exit(143)", 1, 143), ("signal.SIG_IGN", 2, 137)])
+def test_a_signal_stops_the_commands(
+    scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, signals: int, code: int
+) -> None:
+    """They end where they can go on, and the next run goes on with them; a second signal kills them."""
+    scripted["a"] = f"import signal, sys, time; signal.signal(signal.SIGTERM, {handler}); open('up', 'w'); time.sleep(60)"
     study_of(tmp_path, job("a"), job("b", ("a",)))
-    sleep = time.sleep
+    sleep, left = time.sleep, list(range(signals))
 
     def interrupted(seconds: float) -> None:
         sleep(seconds)
-        if (tmp_path / "up").exists():
-            (tmp_path / "up").unlink()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_study(tmp_path)
-    files = JobFiles(tmp_path, job("a"))
-    assert files.status() == "stopped"
-    assert not files.lock_path.exists()
-    assert (files.state() or pytest.fail("no state")).exit_code == 143
-    del scripted["a"]
-    assert run_study(tmp_path).complete
-    assert (files.state() or pytest.fail("no state")).attempts == 2
-
-
-def test_a_second_signal_kills(scripted: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted["a"] = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('up', 'w'); time.sleep(60)"
-    study_of(tmp_path, job("a"))
-    sleep = time.sleep
-
-    def interrupted(seconds: float) -> None:
-        sleep(seconds)
-        if (tmp_path / "up").exists():
+        if left and (tmp_path / "up").exists():
+            left.pop()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", interrupted)
@@ -327,8 +292,13 @@ def test_a_second_signal_kills(scripted: dict[str, str], tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         run_study(tmp_path)
     assert time.monotonic() - began < 30
-    sleep(0.2)
-    assert JobFiles(tmp_path, job("a")).runner() is None
+    files = JobFiles(tmp_path, job("a"))
+    assert files.status() == "stopped"
+    assert not files.lock_path.exists()
+    assert (files.state() or pytest.fail("no state")).exit_code == code
+    del scripted["a"]
+    assert run_study(tmp_path).complete
+    assert (files.state() or pytest.fail("no state")).attempts == 2
 
 
 def run_in_fork(study: Path) -> multiprocessing.Process:
@@ -416,9 +386,9 @@ def test_threads_are_the_schedulers(scripted: dict[str, str], tmp_path: Path, mo
     given: list[int | None] = []
     launches = cluster_jobs.launches
 
-    def noted(job: Job, *, threads: int | None, **more: Any) -> list[tuple[list[str], dict[str, str]]]:
-        given.append(threads)
-        return launches(job, threads=threads, **more)
+    def noted(job: Job, **how: Any) -> list[tuple[list[str], dict[str, str]]]:
+        given.append(how["threads"])
+        return launches(job)
 
     monkeypatch.setattr(cluster_jobs, "launches", noted)
     study_of(tmp_path, job("a"), job("b"))
@@ -526,7 +496,7 @@ def study(models: Models, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def make_study(models: Models, text: Path, folder: Path) -> None:
+def make_study(models: Models, text: Path, folder: Path, **more: Any) -> None:
     suite = folder / "suite.toml"
     (folder / "suite.txt").write_text(text.read_text()[:1500])
     suite.write_text('about = "A text."\n[perplexity]\nfile = "suite.txt"\nseqlen = 64\n')
@@ -540,6 +510,7 @@ def make_study(models: Models, text: Path, folder: Path) -> None:
         gpu_gb=0,
         output=folder,
         quiet=True,
+        **more,
     )
 
 
@@ -572,6 +543,19 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     assert {"report.html", "report.md", "points.csv"} <= {path.name for path in (folder / "tables" / "report").iterdir()}
 
 
+def test_tables_of_a_sweep(models: Models, text: Path, tmp_path: Path) -> None:
+    """A row for each point, beside the dense model; before it has run, a row that says so."""
+    make_study(models, text, tmp_path, per="model")
+    (sweep,) = read_plan(tmp_path)
+    assert "| llama.sweep | missing |" in collect(tmp_path).page
+    run_here(tmp_path, sweep)
+    JobState(id=sweep.id, command=sweep.command, status="done").save(tmp_path / "jobs" / f"{sweep.id}.json")
+    page = collect(tmp_path, no_plots=True).page
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    assert [row[:2] for row in rows[2:]] == [["dense", "-"], ["emp-wanda-beta-1", rows[3][1]], ["magnitude-0.5", "50.00"]]
+    assert all("%)" in row[2] for row in rows[3:])
+
+
 def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
     """Missing, unfinished and damaged results are left out and named; two collectors at once do no harm."""
     folder = Path(shutil.copytree(study, tmp_path / "study"))
@@ -597,13 +581,11 @@ def test_a_partial_study_says_so(study: Path, tmp_path: Path) -> None:
     assert "| magnitude-0.5 | unreadable | - |" in page
     assert "Unreadable:" in page
     assert not list(folder.glob(".tables*"))
-
-
-def test_nothing_done_yet(models: Models, text: Path, tmp_path: Path) -> None:
-    make_study(models, text, tmp_path)
-    assert "Partial: 0 of 6 jobs are done" in collect(tmp_path).page
+    for name in ("runs", "results", "activations", "jobs"):
+        shutil.rmtree(folder / name)
+    assert "Partial: 0 of 6 jobs are done" in collect(folder).page
     with pytest.raises(UserError, match=r"it exists and holds no collected\.json"):
-        collect(tmp_path, output=tmp_path / "results" / ".." / "jobs" / "..")
+        collect(folder, output=folder)
 
 
 def test_beside_the_papers_values(study: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The estimate of a job's needs: sizes of models from their configs, memory, GPUs, disk and hours."""
 
 import json
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from measure_calibration import SHAPES
-from measure_needs import highest_memory
 from tiny import FAMILIES, MIXTURES
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -36,27 +35,12 @@ LARGE = GROUPED | {"hidden_size": 8192, "num_attention_heads": 64, "intermediate
 # Parameters of published models.
 KNOWN: dict[str, tuple[int, dict[str, Any]]] = {
     "llama-1-7b": (6738415616, {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}),
-    "llama-2-7b": (6738415616, LLAMA),
     "llama-2-70b": (68976648192, LARGE),
-    "llama-3-8b": (8030261248, GROUPED | {"vocab_size": 128256}),
     "llama-3.2-1b": (
         1235814400,
         GROUPED
         | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
         | {"vocab_size": 128256, "tie_word_embeddings": True},
-    ),
-    "mistral-7b": (7241732096, GROUPED | {"model_type": "mistral"}),
-    "qwen2.5-7b": (
-        7615616512,
-        LLAMA
-        | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-        | {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
-    ),
-    "qwen3-8b": (
-        8190735360,
-        GROUPED
-        | {"model_type": "qwen3", "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128}
-        | {"vocab_size": 151936},
     ),
     "gemma-2-9b": (
         9241705984,
@@ -110,11 +94,6 @@ def test_published_models_have_their_number_of_parameters(name: str, tmp_path: P
     assert size.parameters - size.active == idle
 
 
-def test_tied_embeddings_count_once(seven: ModelSize, tmp_path: Path) -> None:
-    tied = model_size(written(tmp_path / "tied", LLAMA | {"tie_word_embeddings": True}))
-    assert seven.parameters - tied.parameters == 32000 * 4096
-
-
 def test_missing_and_unreadable_configs_are_named(tmp_path: Path) -> None:
     cases = {"none": None, "broken": "{", "unknown": '{"model_type": "nonesuch"}'}
     said = {}
@@ -165,7 +144,7 @@ def test_needs_grow_with_the_model_and_the_text(gpu_gb: float, seven: ModelSize,
         "calibrate": Work(gpu_gb=gpu_gb, calibrates=True),
         "prune": Work(gpu_gb=gpu_gb, calibrates=True, updates=True),
         "evaluate": Work(gpu_gb=gpu_gb, suite=suite),
-        "sweep": Work(gpu_gb=gpu_gb, calibrates=True, suite=suite, points=8, keep=True),
+        "sweep": Work(gpu_gb=gpu_gb, calibrates=True, suite=suite, points=8),
     }
     for kind, work in works.items():
         small, large = (estimated_needs(kind, size, work) for size in (seven, seventy))  # type: ignore[arg-type]
@@ -189,7 +168,8 @@ def test_needs_grow_with_the_model_and_the_text(gpu_gb: float, seven: ModelSize,
 
 
 def test_a_longer_text_takes_longer(tmp_path: Path, seven: ModelSize) -> None:
-    (tmp_path / "long.txt").write_text("word " * 20_000_000)
+    (tmp_path / "long.txt").touch()
+    os.truncate(tmp_path / "long.txt", 100_000_000)
     (tmp_path / "own.toml").write_text('[perplexity]\nfile = "long.txt"\n')
     own = estimated_needs("evaluate", seven, Work(suite=find_suite(str(tmp_path / "own.toml")))).hours
     assert own > 50 * estimated_needs("evaluate", seven, Work(suite=find_suite("perplexity"))).hours
@@ -219,28 +199,3 @@ def test_estimates_are_near_what_was_measured(model: str, kind: Any, work: Work,
     config = LLAMA | SHAPES[model] | {"torch_dtype": "bfloat16"}
     size = model_size(written(tmp_path / model, config))
     assert estimated_needs(kind, size, work).memory_gb == pytest.approx(measured, rel=0.15)
-
-
-HOLDS = """
-import mmap, subprocess, sys, time
-held = b"x" * (50 << 20)
-if len(sys.argv) == 1:
-    time.sleep(1)
-else:
-    file = open(sys.argv[1], "rb")
-    weights = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    touched = sum(weights[place] for place in range(0, len(weights), 4096))
-    subprocess.run([sys.executable, sys.argv[0]], check=True)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="only Linux tells the pages of a process")
-def test_measured_memory_is_that_of_processes_and_their_mapped_weights(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(bytes(40 << 20))
-    (tmp_path / "hold.py").write_text(HOLDS)
-    found = highest_memory([sys.executable, str(tmp_path / "hold.py"), str(tmp_path / "a.safetensors")], tmp_path / "log")
-    assert found["weights"] == 40 << 20
-    assert 100 << 20 < found["own"] < 140 << 20, "the process and its child"
-    assert found["sum"] == found["own"] + found["weights"]
-    with pytest.raises(SystemExit, match="failed"):
-        highest_memory([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log")

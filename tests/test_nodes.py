@@ -66,10 +66,10 @@ def test_several_nodes() -> None:
     [
         (
             {},
-            "norms runs on 2 nodes, and this one does not know which it is. Set EMP_LLM_NODE to its number, from 0, or unset ",
+            "norms runs on 2 nodes, and SLURM_NODEID is ''. Set EMP_LLM_NODE to the number of this node, from 0 to 1",
         ),
-        ({"EMP_LLM_NODE": "2"}, "EMP_LLM_NODE 2 must be a number from 0 to 1: norms runs on 2 nodes."),
-        ({"SLURM_NODEID": "first"}, "SLURM_NODEID first must be a number from 0 to 1: norms runs on 2 nodes."),
+        ({"EMP_LLM_NODE": "2"}, "norms runs on 2 nodes, and EMP_LLM_NODE is 2. Set"),
+        ({"SLURM_NODEID": "first"}, "norms runs on 2 nodes, and SLURM_NODEID is first. Set"),
         ({"EMP_LLM_RENDEZVOUS": "first"}, "EMP_LLM_RENDEZVOUS first must be HOST:PORT: the first node, and a free port on it."),
         ({"EMP_LLM_RENDEZVOUS": "first:70000"}, "EMP_LLM_RENDEZVOUS first:70000 must be HOST:PORT"),
     ],
@@ -81,12 +81,8 @@ def test_the_number_of_a_node(environment: dict[str, str], message: str) -> None
 
 
 def test_too_few_gpus() -> None:
-    with pytest.raises(UserError, match="norms needs a GPU for each of 4 processes here, and has 2"):
-        launches(job(nodes=2, processes=2, gpus=2), gpus=[0, 1], environment={})
     with pytest.raises(UserError, match="norms has 3 processes and 2 GPUs on a node"):
         launches(job(processes=3, gpus=2), environment={})
-    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES 5 shows 1 GPU; norms asks for more"):
-        launches(job(gpus=1), gpus=[1], environment={"CUDA_VISIBLE_DEVICES": "5"})
 
 
 RANK = """

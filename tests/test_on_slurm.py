@@ -4,9 +4,8 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,24 @@ from conftest import Run
 from slurm_service import NODES, Slurm
 from slurm_service import slurm as slurm  # a fixture
 from studies import TOKEN, job, study_of
-from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
 
+OPTIONS = "--methods emp-wanda --calibration demo --samples 8 --seqlen 64 --suite demo --limit 4 --gpu-gb 0"
+# A sitecustomize.py: if there is the note, the dense evaluation takes it, and waits in the middle of its work for a signal.
+HOLD = """
+import os, signal, sys, threading, time
+
+def watch():
+    while not os.path.exists(sys.orig_argv[-1]):
+        time.sleep(0.001)
+    os.unlink({note!r})
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+if sys.orig_argv[-1] == "results/llama.dense.json" and os.path.exists({note!r}):
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(300))
+    threading.Thread(target=watch, daemon=True).start()
+"""
 # A stand-in for emp-llm on the nodes: it notes when a job begins and what is around it, and then makes the job's output, unless
 # the job is to fail, or to end as after SIGTERM for the first time.
 STAND_IN = """#!/bin/bash
@@ -59,7 +72,7 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     (study / "around").mkdir()
 
     def submit(words: str) -> None:
-        done = command("submit", study, "--site", study / "site.toml")
+        done = command("submit", study, "--site", study / "site.toml", "--no-prepare")
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
 
@@ -70,10 +83,6 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
         login.drain(node)
     submit("8 jobs submitted")
     submit("nothing to submit: 8 already queued")
-    notes = study / "slurm" / "submitted.jsonl"
-    notes.rename(study / "noted")  # as if each submission had been killed before its note
-    submit("nothing to submit: 8 already queued")
-    (study / "noted").rename(notes)
     for node in NODES:
         login.resume(node)
     settle()
@@ -89,8 +98,10 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     (study / "mended").touch()
     settle()
     submit("nothing to submit: 8 done")
-    assert [login.about(task_of(study, name))["Restarts"] for name in ("a", "stops", "loses")] == ["0", "1", "1"]
     around = {path.name: dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in study.glob("around/*-*")}
+    for name, restarts in (("a", "0"), ("stops", "1"), ("loses", "1")):
+        task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**around[f"{name}-0"])
+        assert login.about(task)["Restarts"] == restarts
     for number in "01":
         assert re.fullmatch(r"node1:2\d{4}", around[f"two-nodes-{number}"]["EMP_LLM_RENDEZVOUS"])
     alone = around["a-0"]
@@ -100,23 +111,14 @@ def test_arrays_of_a_stand_in(login: Slurm, command: Run, tmp_path: Path) -> Non
     refuse_secrets(login, study)
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    server = WarmPython(tmp_path_factory.mktemp("warm"))
-    yield server
-    server.stop()
-
-
 def plan_of(folder: Path, command: Run, evaluable: Callable[[str], Path]) -> Path:
-    """A study of 2 models x 4 methods x the demo suite; both calibrations run as 2 processes."""
-    models = f"{evaluable('llama')},{evaluable('opt')}"
-    words = ["--calibration", "demo", "--samples", 8, "--seqlen", 64, "--suite", "demo", "--limit", 4, "--gpu-gb", 0]
+    """A study of a recipe and the demo suite; the calibration runs as 2 processes."""
     folder.mkdir()
-    done = command("plan", "--models", models, "--output", folder / "study", *words)
+    done = command("plan", "--models", evaluable("llama"), "--output", folder / "study", *OPTIONS.split())
     assert done.returncode == 0, done.stderr
     plan = folder / "study" / "plan.jsonl"
     jobs = [json.loads(line) for line in plan.read_text().splitlines()]
-    assert len(jobs) == 20
+    assert len(jobs) == 4
     for each in jobs:
         short = each["id"] == "llama.dense.evaluate"
         each["needs"] |= {"hours": 0.001 if short else 0.1, "processes": 2 if each["kind"] == "calibrate" else 1}
@@ -124,47 +126,42 @@ def plan_of(folder: Path, command: Run, evaluable: Callable[[str], Path]) -> Pat
     return folder / "study"
 
 
-def test_a_study(
-    login: Slurm,
-    warm: WarmPython,
-    command: Run,
-    evaluable: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_study(login: Slurm, command: Run, evaluable: Callable[[str], Path], tmp_path: Path) -> None:
     """A job reaches its time limit, a node is drained, the controller is killed: the tables are those of `emp-llm run`."""
     study, local = plan_of(tmp_path / "slurm", command, evaluable), tmp_path / "local" / "study"
     shutil.copytree(study, local)
-    (tmp_path / "hold").write_text("results/llama.dense.json")
-    prolog = [f"export PYTHONPATH={ROOT}", f"export WARM_PYTHON_HOLD={tmp_path / 'hold'}"]
-    site = f'command = "{warm.executable} -m emp_llm"\nprolog = {json.dumps(prolog)}\ncpus = 1\n'
-    (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.03\nsignal_seconds = 100\n")
+    (tmp_path / "note").touch()
+    (tmp_path / "sitecustomize.py").write_text(HOLD.format(note=str(tmp_path / "note")))
+    site = f'prolog = ["export PYTHONPATH={tmp_path}:{ROOT}"]\ncpus = 1\n'
+    (tmp_path / "site.toml").write_text(f"{site}min_hours = 0.2\nsignal_seconds = 170\n")
     done = command("submit", study, "--site", tmp_path / "site.toml", "--dry-run")
     assert (done.returncode, (study / "slurm").exists()) == (0, False)
-    assert "20 jobs to submit" in done.stdout
-    done = command("submit", study, "--site", tmp_path / "site.toml")
+    assert "4 jobs to submit" in done.stdout
+    done = command("submit", study, "--site", tmp_path / "site.toml", "--no-prepare")
     assert done.returncode == 0, done.stderr
-    assert "20 jobs submitted" in done.stdout
-    assert "0 jobs of 20 done" in command("status", study).stdout
-    login.wait(lambda: list(study.glob("runs/*")), 60, "no job has ended")
+    assert "4 jobs submitted" in done.stdout
+    assert "0 jobs of 4 done" in command("status", study).stdout
+    login.wait(lambda: list(study.glob("runs/*")), 200, "no job has ended")
     login.drain(NODES[1])
-    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 60, "no evaluation has ended")
-    held_task = task_of(study, "llama.dense.evaluate")
+    login.wait(lambda: len(list(study.glob("results/*.json"))) > 1, 200, "no evaluation has ended")
+    login.wait(lambda: not (tmp_path / "note").exists(), 200, "the dense evaluation has not come to its middle")
+    held_task = json.loads((study / "jobs" / "llama.dense.evaluate.json").read_text())["scheduler_job"]
+    login.call("scontrol", "update", f"jobid={held_task}", "timelimit=3")  # less than 170 seconds are left
     # The controller, killed just when it requeues a task, forgets that.
     login.wait(lambda: login.about(held_task)["Restarts"] != "0", 120, "no time limit was reached")
+    login.call("scontrol", "update", f"jobid={held_task}", "timelimit=60")
     login.kill_controller()
     time.sleep(3)
     login.start_controller()
-    monkeypatch.setattr(sys, "executable", str(warm.executable))
     done = command("run", local, "--workers", 1)
-    assert (done.returncode, done.stdout) == (0, "20 jobs done\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "4 jobs done\n"), done.stderr
     assert login.node_states()[NODES[1]].startswith("drain")
     login.wait(lambda: not login.queue(), 200, "the jobs did not end")
     states = {path.stem: json.loads(path.read_text()) for path in study.glob("jobs/*.json")}
-    assert "20 jobs of 20 done" in command("status", study).stdout, f"{slurm_logs(study)}\n{login.logs()}"
-    assert {state["status"] for state in states.values()} == {"done"}, login.logs()
-    assert len(states) == 20
+    assert "4 jobs of 4 done" in command("status", study).stdout, login.logs()
+    assert len(states) == 4
     held = states.pop("llama.dense.evaluate")
+    assert {state["status"] for state in states.values()} == {"done"}, login.logs()
     assert held["attempts"] >= 2  # the time limit may come again
     assert {state["attempts"] for state in states.values()} == {1}
     assert int(login.about(held_task)["Restarts"]) >= held["attempts"] - 1  # SIGTERM may come before an attempt begins
@@ -180,20 +177,8 @@ def test_a_study(
     )
     assert len(mine) >= 3
     assert mine == theirs
-    assert "20 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
+    assert "4 done" in command("submit", study, "--site", tmp_path / "site.toml").stdout
     refuse_secrets(login, study)
-
-
-def slurm_logs(study: Path) -> str:
-    """What the tasks of a study printed."""
-    return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((study / "slurm").glob("*.log")))
-
-
-def task_of(study: Path, name: str) -> str:
-    """The first task that a job was."""
-    found = re.search(rf'"job":"{name}",.*"task":"(\w+)"', (study / "slurm" / "submitted.jsonl").read_text())
-    assert found is not None
-    return found[1]
 
 
 def refuse_secrets(login: Slurm, study: Path) -> None:

@@ -16,8 +16,6 @@ from emp_llm.bench import bench
 from emp_llm.calibration.activations import METADATA_KEY
 from emp_llm.cluster.jobs import JobState
 from emp_llm.cluster.plan_file import read_plan
-from emp_llm.cluster.site import Site
-from emp_llm.cluster.slurm import grouped_jobs, note_array
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder
@@ -65,8 +63,6 @@ def written(
     state = JobState(id=job.id, command=job.command, status="done", exit_code=0)
     state.save(study / "jobs" / f"{job.id}.json")
     collect(study, no_plots=True)
-    (study / "slurm").mkdir()
-    note_array(study, grouped_jobs(read_plan(study), Site(), {}, 1)[0], "7")
     point = folder / "sweep" / "points" / "emp-magnitude-beta-1"
     outputs = [runs / "emp", runs / "wanda", runs / "half", folder / "all", point]
     with safe_open(runs / "wanda" / "emp_llm" / "activations.safetensors", framework="pt") as file:
@@ -82,7 +78,6 @@ def written(
         "job": [json.loads(line) for line in (study / "plan.jsonl").read_text().splitlines()],
         "job-state": [read(study / "jobs" / f"{job.id}.json")],
         "site": [tomllib.loads(path.read_text()) for path in data_folder("slurm").glob("*.toml")],
-        "submitted": [json.loads(line) for line in (study / "slurm" / "submitted.jsonl").read_text().splitlines()],
         "collection": [read(study / "tables" / "collected.json")],
         "activations": [activations],
         "corpus": [tomllib.loads(path.read_text()) for path in data_folder("calibration").glob("*.toml")],

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import bench_evaluate
 import bench_prune
@@ -24,7 +23,9 @@ from emp_llm.prune import prune
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
-NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+PATHS = [*SCRIPTS.glob("*.py"), *(SCRIPTS / "paper").glob("*.py")]
+NAMES = {path.stem: str(path.relative_to(ROOT)) for path in sorted(PATHS) if "__main__" in path.read_text(encoding="utf-8")}
+PAGES = sorted([*(SCRIPTS / "results").glob("*.md"), *(ROOT / "docs" / "paper").glob("*.md")])
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> int:
@@ -41,36 +42,26 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> int:
 def test_every_script_answers_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """The help begins with the purpose and a usage line, which names only options that exist."""
     assert run(monkeypatch, name, "--help") == 0
-    told = capsys.readouterr().out
-    usage, _, options = told.partition("\noptions:")
-    assert f"    python scripts/{name}.py" in usage
-    named = set(re.findall(r"--[a-z-]+", usage.split(f"python scripts/{name}.py", 1)[1].split("\n\n")[0]))
+    usage, _, options = capsys.readouterr().out.partition("\noptions:")
+    command = f"python {NAMES[name]}"
+    assert f"    {command}" in usage
+    named = set(re.findall(r"--[a-z-]+", usage.split(command, 1)[1].split("\n\n")[0]))
     assert named <= set(re.findall(r"--[a-z-]+", options))
 
 
-@pytest.mark.parametrize("page", sorted((SCRIPTS / "results").glob("*.md")), ids=lambda page: page.name)
-def test_pages_of_results_name_a_command_that_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = re.findall(r"`python scripts/(\w+)\.py([^`]*)`", page.read_text(encoding="utf-8").replace("\n", " "))
-    assert commands or "`bash scripts/on_gpu.sh" in page.read_text(encoding="utf-8")
-    for name, arguments in commands:
-        assert (SCRIPTS / f"{name}.py").is_file()
-        options = _options(import_module(name), monkeypatch)
-        assert set(re.findall(r"(?<!\w)--[a-z-]+", arguments)) <= options
-
-
-def _options(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The options of a script."""
-    found: set[str] = set()
-
-    def note(parser: argparse.ArgumentParser, *_: object) -> None:
-        found.update(option for action in parser._actions for option in action.option_strings)
-        raise SystemExit
-
-    with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", note)
-        with pytest.raises(SystemExit):
-            script.main()
-    return found
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_of_results_name_a_command_that_parses(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = page.read_text(encoding="utf-8").replace("\n", " ")
+    commands = re.findall(r"`python (scripts/(?:paper/)?(\w+)\.py)([^`]*)`", text)
+    assert commands or "`bash scripts/on_gpu.sh" in text or page.parent.name == "paper"
+    for path, name, arguments in commands:
+        assert (ROOT / path).is_file()
+        if name in NAMES:
+            assert run(monkeypatch, name, "--help") == 0
+            options = capsys.readouterr().out.partition("\noptions:")[2]
+            assert set(re.findall(r"(?<!\w)--[a-z-]+", arguments)) <= set(re.findall(r"--[a-z-]+", options))
 
 
 def test_commands_of_benchmarks_parse(tmp_path: Path) -> None:

@@ -61,13 +61,10 @@ def test_each_token_keeps_its_effective_number(loaded: Callable[[str], PreTraine
 
     handles = [model.get_submodule(name).register_forward_pre_hook(note(before, name)) for name in names]
     handles += [model.get_submodule(name).register_forward_hook(note(after, name)) for name in names]
-    try:
-        with torch.no_grad(), pruned_features(model, beta) as counts:
-            model(tokens())
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = counts
+    with torch.no_grad(), pruned_features(model, beta) as found:
+        model(tokens())
+    for handle in handles:
+        handle.remove()
     assert list(found) == names
     for name in names:
         wanted = kept_by_oracle(before[name], beta)

@@ -92,17 +92,17 @@ def job_views(study: Path) -> list[JobView]:
 
 @dataclass(frozen=True)
 class StudyRow:
-    """A recipe of a model.
+    """A recipe of a model, or the dense model.
 
     Attributes:
         label: short name.
-        result: None if it is missing.
         status: of its job.
+        result: None if it is missing.
     """
 
     label: str
-    result: EvaluatedModel | None
     status: str
+    result: EvaluatedModel | None = None
 
 
 @dataclass
@@ -110,13 +110,11 @@ class StudyModel:
     """A model of a study: its dense results, and those of its recipes.
 
     Attributes:
-        name: as the plan's commands name it; prefix: of the ids of its jobs.
+        name: as the plan's commands name it.
     """
 
     name: str
-    prefix: str = ""
-    dense: EvaluatedModel | None = None
-    dense_status: str = "missing"
+    dense: StudyRow = StudyRow("dense", "missing")
     rows: list[StudyRow] = field(default_factory=list)
 
 
@@ -139,61 +137,72 @@ class StudyResults:
 def study_results(views: list[JobView]) -> StudyResults:
     """Read the results of the finished jobs. An output that cannot be read is missing, and named."""
     models: dict[str, StudyModel] = {}
+    prefixes: dict[str, str] = {}  # model -> the beginning of the ids of its jobs
     sources: dict[str, str] = {}  # output of a prune -> its model
-    runs: list[Path] = []
-    outputs: list[Path] = []
-    unreadable: list[str] = []
+    runs, outputs, unreadable = list[Path](), list[Path](), list[str]()
     for view in views:
-        job, done = view.job, view.status == "done"
-        if job.kind == "calibrate":
-            continue
-        name = option_of(job, "--model")
+        job, status = view.job, view.status
+        named = option_of(job, "--model")
         if job.kind == "prune":
-            sources[job.output] = name
-            runs += [view.files.output] if done else []
+            sources[job.output] = named
+            runs += [view.files.output] if status == "done" else []
+        if job.kind not in ("evaluate", "sweep"):
             continue
-        model = models.setdefault(sources.get(name, name), StudyModel(sources.get(name, name)))
-        try:
-            if job.kind == "sweep":
-                rows = _swept(model, view.files.output) if done else [StudyRow(job.id, None, view.status)]
-                model.rows += rows
-                model.dense_status = view.status
-            else:
-                result = _measured(view.files.output) if done else None
-                _take(model, job, name in sources, result, view.status)
-            outputs += [view.files.output] if done else []
-        except UserError as error:
-            unreadable.append(str(error))
-            _take(model, job, job.kind == "sweep" or name in sources, None, "unreadable")
+        name = sources.get(named, named)
+        model = models.setdefault(name, StudyModel(name))
+        measured: list[tuple[str, EvaluatedModel]] = []
+        if status == "done":
+            try:
+                measured = _measured(view)
+                outputs.append(view.files.output)
+            except UserError as error:
+                unreadable.append(str(error))
+                status = "unreadable"
+        if job.kind == "sweep":
+            dense = next((found for _, found in measured if found.pruned is None), None)
+            model.dense = StudyRow("dense", status, dense)
+            points = [StudyRow(point, status, found) for point, found in measured if found.pruned is not None]
+            model.rows += points or [StudyRow(job.id, status)]
+            continue
+        result = measured[0][1] if measured else None
+        if named in sources:
+            model.rows.append(StudyRow(job.id.removeprefix(prefixes.get(name, "")).removesuffix(".evaluate"), status, result))
+        else:
+            prefixes[name] = job.id.removesuffix(_DENSE) if job.id.endswith(_DENSE) else ""
+            model.dense = StudyRow("dense", status, result)
     return StudyResults(list(models.values()), runs, outputs, unreadable)
 
 
-def _take(model: StudyModel, job: Job, pruned: bool, result: EvaluatedModel | None, status: str) -> None:
-    if pruned:
-        label = job.id.removeprefix(model.prefix).removesuffix(f".{job.kind}")
-        model.rows.append(StudyRow(label, result, status))
-    else:
-        model.dense, model.dense_status = result, status
-        model.prefix = job.id.removesuffix(_DENSE) if job.id.endswith(_DENSE) else ""
-
-
-def _measured(path: Path) -> EvaluatedModel:
-    return model_of_results(read_record(path, Results, INDEX_LIMIT))
-
-
-def _swept(model: StudyModel, folder: Path) -> list[StudyRow]:
-    """The points of a sweep; the dense model's results are those of the first."""
-    rows = []
-    for point in read_record(folder / SWEEP_NAME, Sweep, REPORT_LIMIT).points:
-        for found in models_of_report(read_record(folder / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT)):
-            if found.pruned is not None:
-                rows.append(StudyRow(point.name, found, "done"))
-            elif model.dense is None:
-                model.dense = found
-    return rows
+def _measured(view: JobView) -> list[tuple[str, EvaluatedModel]]:
+    """(name, results) of an evaluation, or of each point of a sweep and of its dense model. UserError for a damaged output."""
+    output = view.files.output
+    if view.job.kind == "evaluate":
+        return [("", model_of_results(read_record(output, Results, INDEX_LIMIT)))]
+    return [
+        (point.name, found)
+        for point in read_record(output / SWEEP_NAME, Sweep, REPORT_LIMIT).points
+        for found in models_of_report(read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT))
+    ]
 
 
 # Tables.
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A measure, and the paper's value of it, with the changes of both from the dense model; None if it is unknown."""
+
+    value: Value | None = None
+    change: Change | None = None
+    paper: float | None = None
+    paper_change: float | None = None
+
+    @property
+    def gap(self) -> Change | None:
+        """By how much the change is beyond the paper's."""
+        if self.change is None or self.paper_change is None:
+            return None
+        return Change(self.change.value - self.paper_change, self.change.stderr, self.change.paired)
 
 
 class ModelTable:
@@ -201,103 +210,77 @@ class ModelTable:
 
     Args:
         model: with its results.
+
+    Attributes:
+        title: short name of the model.
+        notes: footnotes of the table.
     """
 
     def __init__(self, model: StudyModel) -> None:
-        self.model = model
-        self._base = {} if model.dense is None else values_of(model.dense.measures)
-        self._published_base = None if model.dense is None else published_row(model.dense)
-        self._values = [{} if row.result is None else values_of(row.result.measures) for row in model.rows]
-        self.measures = list(dict.fromkeys(name for values in (self._base, *self._values) for name in values))
+        self.title = printable(short_model_name(model.name))
+        self._name = printable(model.name)
+        rows = [model.dense, *model.rows]
+        papers = [None if row.result is None else published_row(row.result) for row in rows]
+        values = [{} if row.result is None else values_of(row.result.measures) for row in rows]
+        self._measures = list(dict.fromkeys(name for each in values for name in each))
+        self._lines: list[tuple[StudyRow, PublishedRow | None, dict[str, _Cell]]] = []
+        for row, known, measured in zip(rows, papers, values, strict=True):
+            cells = {}
+            for name in self._measures:
+                value, base = measured.get(name), values[0].get(name)
+                change = None if row is model.dense or value is None or base is None else change_of(name, value, base)
+                paper, paper_base = (None if each is None else each.value(name) for each in (known, papers[0]))
+                paper_change = None if paper is None or paper_base is None else change_between(name, paper_base, paper)
+                cells[name] = _Cell(value, change, paper, paper_change)
+            self._lines.append((row, known, cells))
 
-    @property
-    def title(self) -> str:
-        """Short name of the model."""
-        return printable(short_model_name(self.model.name))
+        self.notes = ["in brackets the changes from the dense model: of perplexities in percent, of accuracies in points"]
+        if model.dense.result is None:
+            self.notes.append("no changes: the dense model is missing")
+        self.notes += change_notes(self._measures, values[0], values[1:])
+        if any(value.partial for each in values for value in each.values()):
+            self.notes.append("* partial: only some of the examples or of the text")
+        if papers[0] is not None and any(map(in_percent, self._measures)):
+            self.notes.append(_PROTOCOL)
 
     def rows(self) -> Rows:
         """A row for each recipe. Below a recipe of the paper stand its values, and the difference of the changes."""
-        rows = [["", "zeros, %", *self.measures], self._dense_row()]
-        rows += self._published_rows(self._published_base, None, {}) if self._published_base else []
-        for row, values in zip(self.model.rows, self._values, strict=True):
-            known = None if row.result is None else published_row(row.result)
-            rows.append(self._row(row, values))
-            rows += self._published_rows(known, self._published_base, values) if known else []
-        return rows
-
-    def notes(self) -> list[str]:
-        """Footnotes of the table."""
-        notes = ["in brackets the changes from the dense model: of perplexities in percent, of accuracies in points"]
-        if self._base:
-            notes += change_notes(self.measures, self._base, self._values)
-        else:
-            notes.append("no changes: the dense model is missing")
-        if any(value.partial for values in (self._base, *self._values) for value in values.values()):
-            notes.append("* partial: only some of the examples or of the text")
-        notes += [_PROTOCOL] if self._published_base and any(map(in_percent, self.measures)) else []
-        return notes
+        table = [["", "zeros, %", *self._measures]]
+        _, dense_known, _ = self._lines[0]
+        for number, (row, known, cells) in enumerate(self._lines):
+            ours, papers, gaps = [], [], []
+            for name, cell in cells.items():
+                change = f" ({change_text(name, cell.change)})" if cell.change is not None else ""
+                ours.append(value_cell(name, cell.value) + change)
+                digits, mark, unit = (2, " †", "") if in_percent(name) else (3, "", " %")
+                paper = "-" if cell.paper is None else f"{formatted(cell.paper, digits)}{mark}"
+                papers.append(
+                    paper + (f" ({signed(cell.paper_change)}{unit})" if number and cell.paper_change is not None else "")
+                )
+                gaps.append("-" if cell.gap is None else change_text(name, cell.gap))
+            table.append([printable(row.label), row.status if row.result is None else percent_cell(_zeros(row)), *ours])
+            if known is not None:
+                zeros = known.sparsity_percent if number else None
+                table.append(["paper", "-" if zeros is None else f"{zeros:.2f}", *papers])
+            if known is not None and dense_known is not None and number:
+                table.append(["change beyond the paper's", "", *gaps])
+        return table
 
     def csv_rows(self) -> Rows:
         """A row for each recipe and measure, with all digits."""
-        rows = []
-        dense = StudyRow("dense", self.model.dense, self.model.dense_status)
-        for row, values in zip([dense, *self.model.rows], [self._base, *self._values], strict=True):
-            known = None if row.result is None else published_row(row.result)
-            zeros = _digits(row.result.pruned.sparsity_of_targets if row.result is not None and row.result.pruned else None)
-            start = [printable(self.model.name), printable(row.label), row.status, zeros]
-            for name in self.measures or [""]:
-                value = values.get(name)
-                change = None if row is dense else _change(name, value, self._base.get(name))
-                cells = [*_value_cells(value), *_change_cells(change), *self._paper_cells(known, name, change)]
-                rows.append([*start, name, *cells])
-        return rows
-
-    def _dense_row(self) -> list[str]:
-        if self.model.dense is None:
-            return ["dense", self.model.dense_status, *("-" for _ in self.measures)]
-        return ["dense", "-", *(value_cell(name, self._base.get(name)) for name in self.measures)]
-
-    def _row(self, row: StudyRow, values: dict[str, Value]) -> list[str]:
-        if row.result is None:
-            return [printable(row.label), row.status, *("-" for _ in self.measures)]
-        zeros = None if row.result.pruned is None else row.result.pruned.sparsity_of_targets
-        cells = []
-        for name in self.measures:
-            change = _change(name, values.get(name), self._base.get(name))
-            text = "" if change is None else f" ({change_text(name, change)})"
-            cells.append(value_cell(name, values.get(name)) + text)
-        return [printable(row.label), percent_cell(zeros), *cells]
-
-    def _published_rows(self, known: PublishedRow, base: PublishedRow | None, values: dict[str, Value]) -> Rows:
-        """The paper's values; for a pruned model also the difference of the changes."""
-        zeros = "-" if known.sparsity_percent is None else f"{known.sparsity_percent:.2f}"
-        paper, gaps = [], []
-        for name in self.measures:
-            value, change = known.value(name), self._published_change(known, name)
-            mark = " †" if in_percent(name) else ""
-            text = "-" if value is None else f"{formatted(value, 2 if in_percent(name) else 3)}{mark}"
-            percent = "" if in_percent(name) else " %"
-            paper.append(text if change is None or base is None else f"{text} ({signed(change)}{percent})")
-            gaps.append(self._gap(name, _change(name, values.get(name), self._base.get(name)), change))
-        rows = [["paper", zeros if base is not None else "-", *paper]]
-        return rows if base is None else [*rows, ["change beyond the paper's", "", *gaps]]
-
-    def _gap(self, name: str, change: Change | None, published: float | None) -> str:
-        if change is None or published is None:
-            return "-"
-        return change_text(name, Change(change.value - published, change.stderr, change.paired))
-
-    def _published_change(self, known: PublishedRow, name: str) -> float | None:
-        base = None if self._published_base is None else self._published_base.value(name)
-        value = known.value(name)
-        return None if base is None or value is None else change_between(name, base, value)
-
-    def _paper_cells(self, known: PublishedRow | None, name: str, change: Change | None) -> list[str]:
-        if known is None:
-            return ["", "", "", ""]
-        published = self._published_change(known, name)
-        gap = None if change is None or published is None else change.value - published
-        return [_digits(known.sparsity_percent), _digits(known.value(name)), _digits(published), _digits(gap)]
+        table = []
+        for row, known, cells in self._lines:
+            for name, cell in (cells or {"": _Cell()}).items():
+                value, change, gap = cell.value, cell.change, cell.gap
+                line = [self._name, printable(row.label), row.status, _digits(_zeros(row)), name]
+                line += (
+                    ["", "", ""] if value is None else [repr(value.value), _digits(value.stderr), str(value.partial).lower()]
+                )
+                paired = "" if change is None or change.stderr is None else str(change.paired).lower()
+                line += ["", "", ""] if change is None else [_digits(change.value), _digits(change.stderr), paired]
+                line += [_digits(None if known is None else known.sparsity_percent), _digits(cell.paper)]
+                table.append([*line, _digits(cell.paper_change), _digits(None if gap is None else gap.value)])
+        return table
 
 
 def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[str]) -> str:
@@ -310,14 +293,14 @@ def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[st
         parts.append("\n".join(f"- {line}" for line in missing))
     parts += [f"Unreadable: {printable(line, 400)}" for line in results.unreadable]
     for model in map(ModelTable, results.models):
-        parts += [f"## {model.title}", markdown_table(model.rows()), *model.notes()]
+        parts += [f"## {model.title}", markdown_table(model.rows()), *model.notes]
     return "\n\n".join(parts) + "\n"
 
 
 def study_text(results: StudyResults) -> str:
     """All tables of a study for a terminal."""
     tables = [ModelTable(model) for model in results.models]
-    notes = dict.fromkeys(note for each in tables for note in each.notes())
+    notes = dict.fromkeys(note for each in tables for note in each.notes)
     return "\n".join([*(f"{each.title}\n{table(each.rows())}\n" for each in tables), *notes])
 
 
@@ -326,18 +309,9 @@ def study_csv(results: StudyResults) -> str:
     return csv_table([_HEAD, *(row for model in results.models for row in ModelTable(model).csv_rows())]) + "\n"
 
 
-def _change(name: str, value: Value | None, base: Value | None) -> Change | None:
-    return None if value is None or base is None else change_of(name, value, base)
-
-
-def _value_cells(value: Value | None) -> list[str]:
-    return ["", "", ""] if value is None else [repr(value.value), _digits(value.stderr), str(value.partial).lower()]
-
-
-def _change_cells(change: Change | None) -> list[str]:
-    if change is None:
-        return ["", "", ""]
-    return [_digits(change.value), _digits(change.stderr), "" if change.stderr is None else str(change.paired).lower()]
+def _zeros(row: StudyRow) -> float | None:
+    """The sparsity of the targets; None for the dense model, and for a missing result."""
+    return None if row.result is None or row.result.pruned is None else row.result.pruned.sparsity_of_targets
 
 
 def _digits(value: float | None) -> str:

@@ -6,7 +6,6 @@ Hub's client reads them once.
 
 import logging
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,11 +22,10 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS
 
 logger = logging.getLogger(__name__)
-_LOCAL_READERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 class Wanted(msgspec.Struct):
-    """What jobs read, each once.
+    """What jobs read.
 
     Attributes:
         models: (name, revision, trust_remote_code). texts: of calibrations. suites: (suite, tasks).
@@ -46,23 +44,20 @@ def wanted_by(jobs: Sequence[Job], outputs: Sequence[str], parsed: Callable[[str
         outputs: of the plan, which are no models of the Hub.
         parsed: the options of a command, given its name and its words.
     """
-    models: dict[tuple[str, str | None, bool], None] = {}  # as sets, in the order of the plan
-    texts: dict[str, None] = {}
-    suites: dict[tuple[str | None, str | None], None] = {}
+    wanted = Wanted()
     for job in jobs:
         options = parsed(job.kind, job.arguments[1:])
-        if options.model not in outputs:
-            models[options.model, options.revision, options.trust_remote_code] = None
-        baseline = options.baseline if job.kind == "evaluate" else None
-        if baseline is not None and baseline not in outputs and not baseline.endswith(".json"):
-            models[baseline, None, options.trust_remote_code] = None
+        wanted.models.append((options.model, options.revision, options.trust_remote_code))
+        if job.kind == "evaluate" and options.baseline is not None and not options.baseline.endswith(".json"):
+            wanted.models.append((options.baseline, None, options.trust_remote_code))
         if _reads_text(job.kind, options):
-            texts[options.calibration or TEXT] = None
+            wanted.texts.append(options.calibration or TEXT)
         if job.kind in ("evaluate", "sweep"):
-            suites[options.suite, options.tasks] = None
+            wanted.suites.append((options.suite, options.tasks))
         elif job.kind == "prune" and options.evaluate is not None:
-            suites[options.evaluate, None] = None
-    return Wanted([*models], [*texts], [*suites])
+            wanted.suites.append((options.evaluate, None))
+    wanted.models = [model for model in wanted.models if model[0] not in outputs]
+    return wanted
 
 
 def _reads_text(kind: str, options: Any) -> bool:
@@ -87,7 +82,7 @@ def download(wanted: Wanted, study: Path, cache: str | None) -> None:
         cache: HF_HOME; None: as the environment says.
 
     Raises:
-        UserError: something cannot be downloaded.
+        UserError: something cannot be downloaded, or a local model is missing.
     """
     environment = os.environ | ({} if cache is None else {"HF_HOME": cache})
     root = str(Path(__file__).parents[2])
@@ -106,13 +101,12 @@ def _download_here(wanted: Wanted) -> None:
     from emp_llm.evaluation.suites import suite_of
     from emp_llm.hub.local_model import find_model
 
+    for model in dict.fromkeys(wanted.models):
+        logger.info("%s: looking for it.", model[0])
+        find_model(*model)
     texts = [each for name in wanted.texts for each in calibration_corpora(CalibrationOptions(calibration=name), None)]
-    suites = [suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites]
+    suites = dict.fromkeys(suite_of(SuiteOptions(suite=suite, tasks=tasks)) for suite, tasks in wanted.suites)
     texts += [suite.corpus for suite in suites if suite.corpus is not None]
-    for name, revision, trust in wanted.models:
-        if not (Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
-            logger.info("%s: looking in the cache.", name)
-            find_model(name, revision, trust)
     for corpus in dict.fromkeys(texts):
         if corpus.file is not None or corpus.dataset is None or Path(corpus.dataset).is_dir():
             continue
@@ -122,24 +116,14 @@ def _download_here(wanted: Wanted) -> None:
                 "calibrations here (emp-llm run STUDY --only ID), calibrate on a file of it, or set offline = false in the "
                 "site file."
             )
-        logger.info("%s: looking in the cache.", corpus.source)
+        logger.info("%s: looking for it.", corpus.source)
         open_data_set(corpus)
-    for suite in dict.fromkeys(suites):
-        tasks = tuple(task for task in suite.tasks if task.folder is None or _reads_hub(task.folder))
-        if tasks:
+    for suite in suites:
+        if suite.tasks:
             from emp_llm.evaluation.harness import Harness
 
-            logger.info("suite %s: looking for its tasks in the cache.", suite.name)
-            Harness(tasks)
-
-
-def _reads_hub(folder: Path) -> bool:
-    """Whether a task file in a folder names a data set that is not read from local files."""
-    for path in folder.rglob("*.yaml"):
-        names = re.findall(r"^dataset_path:\s*[\"']?([^\"'\s#]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        if any(name not in _LOCAL_READERS and not Path(name).exists() for name in names):
-            return True
-    return False
+            logger.info("suite %s: looking for its tasks.", suite.name)
+            Harness(suite.tasks)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Jobs in processes of their own: the files that tell what became of a job, how it is started, and one attempt to run it."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from emp_llm.checkpoint.locks import FileLock, holder_of
-from emp_llm.cluster.plan_file import Job, shell_words
+from emp_llm.cluster.plan_file import Job
 from emp_llm.common.errors import UserError, count_of, quotable
 from emp_llm.common.machine import available_cores
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
@@ -70,33 +70,22 @@ class _Made(msgspec.Struct):
     complete: bool = True
 
 
-@dataclass(frozen=True)
 class JobFiles:
-    """The files of a job in its study's folder."""
+    """The files of a job in its study's folder.
 
-    study: Path
-    job: Job
+    Attributes:
+        study: the folder.
+        job: of its plan.
+        rerun: the command that runs the job again.
+    """
 
-    @property
-    def state_path(self) -> Path:
-        return self.study / "jobs" / f"{self.job.id}.json"
-
-    @property
-    def lock_path(self) -> Path:
-        return self.study / "jobs" / f"{self.job.id}.lock"
-
-    @property
-    def log_path(self) -> Path:
-        return self.study / "logs" / f"{self.job.id}.log"
-
-    @property
-    def output(self) -> Path:
-        return self.study / self.job.output
-
-    @property
-    def rerun(self) -> str:
-        """The command that runs the job again."""
-        return f"emp-llm run {self.study} --only {self.job.id}"
+    def __init__(self, study: Path, job: Job) -> None:
+        self.study, self.job = study, job
+        self.state_path = study / "jobs" / f"{job.id}.json"
+        self.lock_path = study / "jobs" / f"{job.id}.lock"
+        self.log_path = study / "logs" / f"{job.id}.log"
+        self.output = study / job.output
+        self.rerun = f"emp-llm run {study} --only {job.id}"
 
     def state(self) -> JobState | None:
         """The state of the last attempt; None if there was none, or its file is damaged."""
@@ -129,13 +118,13 @@ class JobFiles:
         except OSError:
             return []
         lines = [quotable(line) for line in text.splitlines() if line.strip()]
-        return lines[max(0, len(lines) - count) :]
+        return lines[-count:] if count else []
 
     def _is_running(self, state: JobState | None) -> bool:
         """Whether a process works on the job: by its lock, or on a file system without locks by its signs of life."""
         if self.runner() is not None:
             return True
-        if state is None or state.status != "running" or state.host == os.uname().nodename:
+        if state is None or state.status != "running" or state.host == socket.gethostname():
             return False
         try:
             return server_time(self.lock_path.parent) - self.lock_path.stat().st_mtime < _SILENT
@@ -152,34 +141,20 @@ class JobFiles:
             return False
         if state is not None and state.status == "done" and state.command == self.job.command:
             return True
-        made = self._made()
-        command = made.command if made is not None else state.command if state is not None else None
-        if command is not None and command != self.job.command and _arguments(command) != self.job.arguments:
+        made = _Made(command=None if state is None else state.command)
+        if self.job.kind != "calibrate":  # its output does not tell the command
+            name = {"prune": REPORT_NAME, "sweep": SWEEP_NAME}.get(self.job.kind, "")
+            try:
+                made = msgspec.json.decode((self.output / name).read_bytes(), type=_Made)
+            except (OSError, msgspec.DecodeError):
+                return False
+        other = made.command if made.command != self.job.command else None
+        if other is not None and other.partition(" ")[2] != shlex.join(self.job.arguments):  # the program may differ
             raise UserError(
-                f"{self.output}: it was made by another command than this plan's ({quotable(command)}). Move it away, or "
+                f"{self.output}: it was made by another command than this plan's ({quotable(other)}). Move it away, or "
                 "write the plan that it belongs to."
             )
-        if self.job.kind == "sweep":  # a sweep is finished only if its command said so
-            return False
-        return made is None or made.complete
-
-    def _made(self) -> _Made | None:
-        """The command that made the output, as the output says; None if it cannot tell."""
-        if self.job.kind == "calibrate":
-            return None
-        name = {"prune": REPORT_NAME, "sweep": SWEEP_NAME}.get(self.job.kind, "")
-        try:
-            return msgspec.json.decode((self.output / name if name else self.output).read_bytes(), type=_Made)
-        except (OSError, msgspec.DecodeError):
-            return _Made(complete=False)
-
-
-def _arguments(command: str) -> list[str]:
-    """The words of a command after the program."""
-    try:
-        return shell_words(command)[1:]
-    except ValueError:
-        return [command]
+        return made.complete and self.job.kind != "sweep"  # a sweep is finished only if its command said so
 
 
 def server_time(folder: Path) -> float:
@@ -215,17 +190,31 @@ def launches(
     Raises:
         UserError: a job of several nodes does not say which node this is; fewer GPUs than processes.
     """
+    needs = job.needs
     node, nodes = node_of(job, environment)
-    here = job.needs.processes * (job.needs.nodes // nodes)  # without a rendezvous, all nodes are this machine
+    here = needs.processes * (needs.nodes // nodes)  # without a rendezvous, all nodes are this machine
     words = [sys.executable, "-m", f"emp_llm.{job.kind}", *job.arguments[1:]]
-    common = dict(environment) | _visible_gpus(job, here, gpus, environment) | _threads(here, threads, environment)
+    common = dict(environment)
+    if needs.gpus == 0:
+        common["CUDA_VISIBLE_DEVICES"] = ""
+    elif needs.gpus < needs.processes:
+        raise UserError(
+            f"{job.id} has {count_of(needs.processes, 'process', 'processes')} and {count_of(needs.gpus, 'GPU')} on a "
+            "node. Each process holds the whole model on a GPU of its own; change processes or gpus in the plan."
+        )
+    elif gpus is not None:  # each rank takes the one with its local number
+        shown = environment.get("CUDA_VISIBLE_DEVICES")
+        names = None if shown is None else [name.strip() for name in shown.split(",")]
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) if names is None else names[number] for number in gpus)
+    if threads is not None or (here > 1 and not environment.get("OMP_NUM_THREADS")):
+        common["OMP_NUM_THREADS"] = str(max(1, (threads or available_cores()) // here))
     if here * nodes == 1:
         return [(words, common)]
     host, port = "127.0.0.1", "0"
     if nodes > 1:
         host, _, port = environment[RENDEZVOUS].rpartition(":")
         host = host.strip("[]")
-        common |= _interface_to(host, int(port))
+        common = _interface_to(host, int(port)) | common
     else:
         with socket.create_server((host, 0)) as free:
             port = str(free.getsockname()[1])
@@ -248,14 +237,10 @@ def node_of(job: Job, environment: Mapping[str, str] = os.environ) -> tuple[int,
         raise UserError(f"{RENDEZVOUS} {quotable(meeting)} must be HOST:PORT: the first node, and a free port on it.")
     name = NODE if environment.get(NODE) else "SLURM_NODEID"
     number = environment.get(name, "")
-    if not number:
-        raise UserError(
-            f"{job.id} runs on {count_of(nodes, 'node')}, and this one does not know which it is. Set {NODE} to its number, "
-            f"from 0, or unset {RENDEZVOUS} to run all processes here."
-        )
     if not number.isdecimal() or int(number) >= nodes:
         raise UserError(
-            f"{name} {quotable(number)} must be a number from 0 to {nodes - 1}: {job.id} runs on {count_of(nodes, 'node')}."
+            f"{job.id} runs on {count_of(nodes, 'node')}, and {name} is {quotable(number)}. Set {NODE} to the number of this "
+            f"node, from 0 to {nodes - 1}, or unset {RENDEZVOUS} to run all processes here."
         )
     return int(number), nodes
 
@@ -272,38 +257,7 @@ def _interface_to(host: str, port: int) -> dict[str, str]:
     except OSError:
         return {}  # the ranks report it
     found = [name for name, addresses in psutil.net_if_addrs().items() if own in [each.address for each in addresses]]
-    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", found[0])} if found else {}
-
-
-def _visible_gpus(job: Job, processes: int, gpus: Sequence[int] | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES, where it must be set. Each rank takes the GPU with its local number."""
-    if job.needs.gpus == 0:
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    if job.needs.gpus < job.needs.processes:
-        raise UserError(
-            f"{job.id} has {count_of(job.needs.processes, 'process', 'processes')} and {count_of(job.needs.gpus, 'GPU')} on a "
-            "node. Each process holds the whole model on a GPU of its own; change processes or gpus in the plan."
-        )
-    if gpus is None:
-        return {}
-    if len(gpus) < processes > 1:
-        raise UserError(f"{job.id} needs a GPU for each of {processes} processes here, and has {len(gpus)}.")
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-    names = [name.strip() for name in shown.split(",") if name.strip()]
-    if any(number >= len(names) for number in gpus):
-        raise UserError(f"CUDA_VISIBLE_DEVICES {quotable(shown)} shows {count_of(len(names), 'GPU')}; {job.id} asks for more.")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in gpus)}
-
-
-def _threads(processes: int, threads: int | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """OMP_NUM_THREADS, where it must be set: the cores divided among the processes."""
-    if threads is None:
-        if processes == 1 or environment.get("OMP_NUM_THREADS"):
-            return {}
-        threads = available_cores()
-    return {"OMP_NUM_THREADS": str(max(1, threads // processes))}
+    return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 
 
 class Processes:
@@ -358,8 +312,8 @@ class Processes:
 
     @property
     def cause(self) -> str:
-        """Which process was ended by a signal, for one of several; else empty, as the process itself has said why."""
-        if self.failure is None or len(self._all) == 1 or self.failure[1] >= 0 or self.failure[1] in _CONSEQUENCES:
+        """Which process was ended by a signal; empty if none was, as a process that fails itself says why."""
+        if self.failure is None or self.failure[1] >= 0 or self.failure[1] in _CONSEQUENCES:
             return ""
         number, code = self.failure
         name = signal.Signals(-code).name
@@ -404,51 +358,47 @@ class Attempt:
 
     def __init__(self, study: Path, job: Job, gpus: Sequence[int] | None = None, threads: int | None = None) -> None:
         self.files = files = JobFiles(study, job)
-        self._ended: JobState | None = None
+        self._processes: Processes | None = None  # while it runs
         self._stopping = False
         self._message: str | None = None
         for path in (files.lock_path, files.log_path, files.output):
-            try:
+            with _writable(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"{path.parent}: the folder cannot be made ({error.strerror}).") from error
         self._lock = FileLock(files.lock_path, job.id)
         self._lock.acquire(_GLANCE)
         try:
             before = files.state()
+            self._state = before or JobState(id=job.id, command=job.command, status="done", attempts=0)
             if files.is_complete(before):  # by another process, which held the lock until now
-                self._ended = before or JobState(id=job.id, command=job.command, status="done")
-                self._ended.status = "done"
+                self._state.status = "done"
                 self._lock.release()
-            else:
-                self._start(before, launches(job, gpus=gpus, threads=threads))
+                return
+            launched = launches(job, gpus=gpus, threads=threads)
+            self._state = JobState(
+                id=job.id,
+                command=job.command,
+                status="running",
+                attempts=self._state.attempts + 1,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                scheduler_job=next((os.environ[name] for name in _SCHEDULERS if name in os.environ), None),
+                seconds=self._state.seconds,
+            )
+            with _writable(files.state_path):
+                self._state.save(files.state_path)
+            self._began = self._beat = time.monotonic()
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self._log(f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}")
+            # They share the lock: if this process is killed, it stays until they have ended.
+            self._processes = Processes(study, launched, files.log_path, [self._lock.descriptor])
         except BaseException:
             self._lock.release()
             raise
 
-    def _start(self, before: JobState | None, launched: list[tuple[list[str], dict[str, str]]]) -> None:
-        files, job = self.files, self.files.job
-        self._state = JobState(
-            id=job.id,
-            command=job.command,
-            status="running",
-            attempts=1 if before is None else before.attempts + 1,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            scheduler_job=next((os.environ[name] for name in _SCHEDULERS if name in os.environ), None),
-            seconds=0.0 if before is None else before.seconds,
-        )
-        self._save()
-        self._began = self._beat = time.monotonic()
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._log(f"--- attempt {self._state.attempts}, {self._state.host}, {now}: {job.command}")
-        # They share the lock: if this process is killed, it stays until they have ended.
-        self._processes = Processes(files.study, launched, files.log_path, [self._lock.descriptor])
-
     def poll(self) -> JobState | None:
         """The state of the finished job; None while it runs. UserError if the state cannot be written."""
-        if self._ended is not None:
-            return self._ended
+        if self._processes is None:
+            return self._state
         now = time.monotonic()
         if now - self._beat > BEAT:
             self._beat = now
@@ -456,48 +406,53 @@ class Attempt:
                 os.utime(self.files.lock_path)
         code = self._processes.poll()
         if self._processes.failure is not None and self._message is None:  # before the others say that they end as well
-            self._message = self._processes.cause or next(iter(self.files.last_lines(1)), "")
-        return None if code is None else self._finish(code)
+            self._message = self._processes.cause or self._last_line()
+        if code is None:
+            return None
+        self._processes, state, output = None, self._state, self.files.output
+        state.exit_code = code
+        state.seconds += now - self._began
+        if code == 0:
+            state.status = "done" if output.exists() else "failed"
+            state.message = "" if output.exists() else f"the command ended well, but did not write {self.files.job.output}"
+        else:
+            state.status = "stopped" if self._stopping or code in (130, 143, LOST_CODE) else "failed"
+            state.message = self._message or self._last_line()
+            if state.message != self._last_line():
+                self._log(state.message)
+        try:
+            with _writable(self.files.state_path):
+                state.save(self.files.state_path)
+        finally:
+            self._lock.release()
+        return state
 
     def stop(self) -> None:
         """Ask the command to end where it can resume."""
-        if self._ended is None:
+        if self._processes is not None:
             self._stopping = True
             self._processes.stop()
 
     def kill(self) -> None:
         """End the command and all its processes at once."""
-        if self._ended is None:
+        if self._processes is not None:
             self._processes.kill()
 
-    def _finish(self, code: int) -> JobState:
-        state, files = self._state, self.files
-        state.exit_code = code
-        state.seconds += time.monotonic() - self._began
-        if code == 0:
-            state.status = "done" if files.output.exists() else "failed"
-            state.message = "" if state.status == "done" else f"the command ended well, but did not write {files.job.output}"
-        else:
-            state.status = "stopped" if self._stopping or code in (130, 143, LOST_CODE) else "failed"
-            state.message = self._message or next(iter(files.last_lines(1)), "")
-            if state.message and [state.message] != files.last_lines(1):
-                self._log(state.message)
-        self._ended = state
-        try:
-            self._save()
-        finally:
-            self._lock.release()
-        return state
+    def _last_line(self) -> str:
+        return "".join(self.files.last_lines(1))
 
     def _log(self, line: str) -> None:
         with self.files.log_path.open("ab") as log:
             log.write(f"{line}\n".encode())
 
-    def _save(self) -> None:
-        try:
-            self._state.save(self.files.state_path)
-        except OSError as error:
-            raise UserError(f"{self.files.state_path}: cannot be written ({error.strerror}).") from error
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Turn an error of the system into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def follow(study: Path, job: Job) -> int:

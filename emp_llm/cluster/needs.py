@@ -133,7 +133,6 @@ class Work:
         suite: that is evaluated.
         limit: of --limit.
         points: of a sweep, without the dense model.
-        keep: a sweep keeps its checkpoints.
     """
 
     gpu_gb: float = 0.0
@@ -148,7 +147,6 @@ class Work:
     suite: Suite | None = None
     limit: int | None = None
     points: int = 0
-    keep: bool = False
 
 
 def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
@@ -193,12 +191,12 @@ def estimated_needs(kind: JobKind, size: ModelSize, work: Work) -> Needs:
         "calibrate": norms,
         "prune": norms + size.file_bytes + (size.in_blocks * size.itemsize() if work.updates else 0),
         "evaluate": 1e7,
-        "sweep": norms + work.points * (1e7 + (size.file_bytes if work.keep else 0)),
+        "sweep": norms + work.points * 1e7,
     }[kind]
 
     times = 1 + work.points  # an evaluation of the dense model, and of each point
     forward = tokens * (1 + work.propagates + PASSES_OF_REFIT * work.updates) + judged * times
-    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else times * (1 + work.keep) if judges else 0))
+    moved = size.file_bytes * (reads_text + (2 if kind == "prune" else times if judges else 0))
     rate = work.processes * (GPU_FLOPS if work.gpu_gb else CPU_FLOPS)
     seconds = START + 2 * size.active * forward / rate + moved / DISK
     return Needs(

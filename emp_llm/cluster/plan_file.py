@@ -16,7 +16,6 @@ from emp_llm.records.base import FileRecord, Part, record_of
 
 PLAN_NAME = "plan.jsonl"
 JobKind = Literal["calibrate", "prune", "evaluate", "sweep"]
-_MARKS = "'\"\\#"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
 
 Gigabytes = Annotated[float, Meta(ge=0)]
@@ -70,13 +69,7 @@ class Job(FileRecord, kw_only=True, omit_defaults=False):
     @property
     def arguments(self) -> list[str]:
         """The words of the command after "emp-llm"."""
-        return shell_words(self.command)[1:]
-
-
-def shell_words(command: str) -> list[str]:
-    """The words of a command for a shell; ValueError if a quotation mark is open."""
-    plain = not any(mark in command for mark in _MARKS)
-    return command.split() if plain else shlex.split(command)  # shlex takes a millisecond
+        return shlex.split(self.command)[1:]
 
 
 def write_plan(folder: Path, jobs: Sequence[Job]) -> None:
@@ -122,7 +115,7 @@ def _job(line: str, where: str) -> Job:
     if _ID.fullmatch(job.id) is None:
         raise UserError(f"{where}: id {quotable(job.id)} must be of letters, digits, dots, hyphens and underscores.")
     try:
-        words = shell_words(job.command)
+        words = shlex.split(job.command)
     except ValueError as error:
         raise UserError(f"{where}: command: {error}; a quotation mark must be closed.") from error
     if words[:2] != ["emp-llm", job.kind]:

@@ -2,17 +2,15 @@
 
 import re
 import shlex
-import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_type_hints
 
-import msgspec
-
+from emp_llm.calibration.texts import read_toml
 from emp_llm.cluster.needs import LEAST_HOURS, ModelSize, Work, estimated_needs
 from emp_llm.cluster.plan_file import Job, JobKind
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, quotable
 from emp_llm.options.base import check_values, parse_words
 from emp_llm.options.jobs import DEFAULT_SUITE, PlanOptions
 from emp_llm.options.prune import check_options
@@ -20,38 +18,39 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.options.sweep import METHODS, SweepOptions, SweepPoint, plan_points
 from emp_llm.records.base import converted
 
-_LISTS = ("models", "methods", "patterns", "targets")
-_NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")
+_NUMBERS = ("betas", "orders", "sparsities", "emp_sparsities")  # a table may give them as numbers
 _OF_COMMAND = ("table", "output", "overwrite")  # options that a table does not hold
 
 
 def with_table(options: PlanOptions) -> PlanOptions:
-    """The options, with those of the table where the command line has none, and absolute paths.
+    """The options, with those of the table where the command line has none, the defaults of a study, and absolute paths.
 
     Raises:
         UserError: the table cannot be read or has an unknown key; an option is wrong, or no models are named.
     """
     values = {each.name: getattr(options, each.name) for each in fields(options)}
-    if options.table is not None:
-        hints = get_type_hints(PlanOptions)
-        kinds = {each.name: hints[each.name] | None for each in fields(options) if each.name not in _OF_COMMAND}
-        kinds |= dict.fromkeys(_LISTS, str | list[str] | None) | dict.fromkeys(_NUMBERS, str | float | list[float] | None)
-        kind = msgspec.defstruct("StudyTable", [(name, hint, None) for name, hint in kinds.items()], forbid_unknown_fields=True)
-        try:
-            table = converted(tomllib.loads(options.table.read_text(encoding="utf-8")), kind, str(options.table))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UserError(f"{options.table}: not a TOML table that can be read ({error}).") from error
-        for name in kinds:
-            value = getattr(table, name)
-            if values[name] in (None, False) and value is not None:
-                text = ",".join(map(str, value)) if isinstance(value, list) and name != "models" else value
-                values[name] = str(text) if name in _NUMBERS else text
+    kinds = get_type_hints(PlanOptions)
+    for name, value in ({} if options.table is None else read_toml(options.table)).items():
+        if name not in values or name in _OF_COMMAND:
+            raise UserError(f"{options.table}: unknown field {quotable(name)}.")
+        if isinstance(value, list) and name != "models":
+            value = ",".join(map(str, value))
+        found = converted(str(value) if name in _NUMBERS else value, kinds[name], f"{options.table}: {name}")
+        if values[name] in (None, False):
+            values[name] = found
     merged = PlanOptions(**values)
     check_values(merged)
     if merged.models is None:
         raise UserError("--models is missing; name model folders or Hub ids, separated by commas.")
-    calibration = None if merged.calibration is None else absolute(merged.calibration)
-    return replace(merged, suite=absolute(merged.suite or DEFAULT_SUITE), calibration=calibration)
+    methods = merged.methods or METHODS
+    adaptive = any(method.strip().startswith("emp-") for method in methods.split(","))
+    return replace(
+        merged,
+        methods=methods,
+        betas=merged.betas or ("1" if adaptive and merged.emp_sparsities is None else None),
+        suite=absolute(merged.suite or DEFAULT_SUITE),
+        calibration=None if merged.calibration is None else absolute(merged.calibration),
+    )
 
 
 def absolute(name: str) -> str:
@@ -108,12 +107,9 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
     Raises:
         UserError: a method or number is wrong, or the options of a command conflict.
     """
-    methods = options.methods or METHODS
-    adaptive = any(method.strip().startswith("emp-") for method in methods.split(","))
-    betas = options.betas or ("1" if adaptive and options.emp_sparsities is None else None)
     asked = SweepOptions(
-        methods=methods,
-        betas=betas,
+        methods=options.methods,
+        betas=options.betas,
         orders=options.orders,
         sparsities=options.sparsities,
         patterns=options.patterns,
@@ -130,8 +126,8 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
         given = point.recipe
         form = given.method, given.beta is None, given.order is None, given.sparsity is None, given.pattern is None
         if form not in known:
-            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
-            command = parsed("prune", ["--model", "model", *words, *([] if sweeps else further)])
+            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype), *([] if sweeps else further)]
+            command = parsed("prune", ["--model", "model", *words])
             check_options(**command.groups)
             recipe = command.groups["recipe"]
             reads = command.activations is None and (recipe.needs_activations or recipe.updates)
@@ -139,7 +135,7 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
             known[form] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")
         recipes[point] = known[form]
     if sweeps:
-        parsed("sweep", ["--model", "model", "--methods", methods, *further])
+        parsed("sweep", ["--model", "model", *further])
     parsed("evaluate", ["--model", "model", *shlex.split(options.evaluate_options or "")])
     return recipes
 
@@ -158,50 +154,44 @@ def model_jobs(
         work: what a job of the study does that leaves nothing out.
     """
     jobs: list[Job] = []
-    nodes = options.nodes or 1
-    trust = ["--trust-remote-code"] if options.trust_remote_code else []
-    further, dtype = shlex.split(options.prune_options or ""), _given(dtype=options.dtype)
-    batch = work.samples // (work.processes * nodes)  # so that every process gets a batch
+    start = ["--model", model] + (["--trust-remote-code"] if options.trust_remote_code else [])
+    of_prune, of_evaluate = (shlex.split(each or "") for each in (options.prune_options, options.evaluate_options))
+    further = {"calibrate": [], "prune": of_prune, "sweep": of_prune, "evaluate": of_evaluate}
+    batch = work.samples // (work.processes * (options.nodes or 1))  # so that every process gets a batch
     text = _given(calibration=options.calibration, samples=options.samples, seqlen=options.seqlen)
     text += _given(batch_size=max(1, batch) if batch < work.batch_size else None)
+    evaluation, targets = _given(suite=options.suite, limit=options.limit), _given(targets=options.targets)
 
-    def add(name: str, kind: JobKind, words: list[str], after: list[str], output: str, work: Work) -> None:
-        needs = estimated_needs(kind, size, work)
-        if kind != "prune" or work.calibrates:  # else it reads files, on one node
-            needs.nodes = nodes
-            needs.hours = max(LEAST_HOURS, needs.hours / nodes)
-        command = shlex.join(["emp-llm", kind, *words])
+    def add(name: str, kind: JobKind, words: list[str], after: list[str], output: str, of_job: Work = work) -> None:
+        needs = estimated_needs(kind, size, of_job)
+        if kind != "prune" or of_job.calibrates:  # else it reads files, on one node
+            needs.nodes = options.nodes or 1
+            needs.hours = max(LEAST_HOURS, needs.hours / needs.nodes)
+        command = shlex.join(["emp-llm", kind, *words, *_given(dtype=options.dtype, output=output), *further[kind]])
         jobs.append(Job(id=f"{slug}.{name}", kind=kind, command=command, after=after, output=output, needs=needs))
 
-    def evaluate(name: str, target: str, after: list[str]) -> None:
-        output = f"results/{slug}.{name}.json"
-        words = ["--model", target, *trust, *_given(suite=options.suite, limit=options.limit), *dtype, "--output", output]
-        words += shlex.split(options.evaluate_options or "")
-        add(f"{name}.evaluate", "evaluate", words, after, output, work)
-
     if options.per == "model":
-        betas = options.betas or ("1" if any(point.recipe.beta is not None for point in recipes) else None)
-        words = ["--model", model, *trust, *_given(methods=options.methods or METHODS, betas=betas, orders=options.orders)]
-        words += _given(sparsities=options.sparsities, emp_sparsities=options.emp_sparsities, patterns=options.patterns)
-        words += _given(suite=options.suite, limit=options.limit, targets=options.targets)
+        words = _given(methods=options.methods, betas=options.betas, orders=options.orders, sparsities=options.sparsities)
+        words += _given(emp_sparsities=options.emp_sparsities, patterns=options.patterns)
         calibrates = any(norms.shared or norms.reads_text for norms in recipes.values())
-        words += [*(text if calibrates else []), *dtype, "--output", f"runs/{slug}", *further]
-        add("sweep", "sweep", words, [], f"runs/{slug}", replace(work, calibrates=calibrates, points=len(recipes)))
+        words += [*evaluation, *targets, *(text if calibrates else [])]
+        whole = replace(work, calibrates=calibrates, points=len(recipes))
+        add("sweep", "sweep", [*start, *words], [], f"runs/{slug}", whole)
         return jobs
-    evaluate("dense", model, [])
+    add("dense.evaluate", "evaluate", [*start, *evaluation], [], f"results/{slug}.dense.json")
     activations = f"activations/{slug}.safetensors"
     if any(norms.shared for norms in recipes.values()):
-        words = ["--model", model, *trust, *text, *dtype, "--output", activations]
-        add("calibrate", "calibrate", words, [], activations, replace(work, calibrates=True))
+        add("calibrate", "calibrate", [*start, *text], [], activations, replace(work, calibrates=True))
     for point, norms in recipes.items():
         output = f"runs/{slug}.{point.name}"
-        words = ["--model", model, *trust, *_recipe_words(point), *_given(targets=options.targets)]
+        words = [*start, *_recipe_words(point), *targets]
         words += ["--activations", activations] if norms.shared else text if norms.reads_text else []
-        words += [*dtype, "--output", output, *further]
         own = replace(work, calibrates=norms.reads_text, updates=norms.updates, propagates=norms.propagates)
         own = own if norms.reads_text else replace(own, processes=1)
         add(f"{point.name}.prune", "prune", words, [f"{slug}.calibrate"] if norms.shared else [], output, own)
-        evaluate(point.name, output, [f"{slug}.{point.name}.prune"])
+        judged = ["--model", output, *start[2:], *evaluation]
+        result = f"results/{slug}.{point.name}.json"
+        add(f"{point.name}.evaluate", "evaluate", judged, [f"{slug}.{point.name}.prune"], result)
     return jobs
 
 

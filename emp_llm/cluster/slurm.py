@@ -1,4 +1,4 @@
-"""Studies on Slurm: jobs grouped into arrays, their scripts, sbatch and squeue, and the notes of what was submitted."""
+"""Studies on Slurm: jobs grouped into arrays, their scripts, sbatch and squeue."""
 
 import math
 import os
@@ -8,21 +8,17 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import ClassVar
-
-import msgspec
 
 from emp_llm.cluster.plan_file import Job, Needs
 from emp_llm.cluster.site import Site
 from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.paths import data_folder
-from emp_llm.records.base import FileRecord, record_of
 
 FOLDER_NAME = "slurm"  # in the study
-NOTES_NAME = "submitted.jsonl"
 # Needs are rounded up to these steps, so that jobs with almost equal needs share an array.
 _MINUTES = (1, 2, 5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720, 960, 1440, 2160, 2880, 4320)
 _MEBIBYTE = 2**20
@@ -47,7 +43,6 @@ class Request:
         nodes: their number.
         cpus, gpus, megabytes: of each node; a megabyte is 2**20 bytes, as Slurm has it.
         minutes: time limit.
-        threads: of each process.
     """
 
     nodes: int
@@ -55,7 +50,6 @@ class Request:
     gpus: int
     megabytes: int
     minutes: int
-    threads: int
 
     def __str__(self) -> str:
         gpus = f"{count_of(self.gpus, 'GPU')}, " if self.gpus else ""
@@ -73,48 +67,38 @@ class JobArray:
         name: unique in the study.
         request: of each task.
         jobs: index of the task -> its job.
-        waits: arrays that must have ended before, by their names, or their numbers in Slurm; a task then refuses to begin if a
-            job that it waits for has failed.
-        follows: each task waits for the task of the same index in this array, and for nothing else.
+        after: arrays that come first, by their names or their numbers in Slurm.
+        task_by_task: each task waits only for the task of the same index in the one array that comes first. Otherwise it waits
+            for all tasks, and refuses to begin if a job that it needs has failed.
     """
 
     name: str
     request: Request
     jobs: dict[int, Job]
-    waits: tuple[str, ...] = ()
-    follows: str | None = None
+    after: tuple[str, ...] = ()
+    task_by_task: bool = False
 
     @property
     def indices(self) -> str:
         """The indices for sbatch: "0-3,7"."""
-        runs: list[list[int]] = []
-        for index in sorted(self.jobs):
-            if runs and runs[-1][1] == index - 1:
-                runs[-1][1] = index
-            else:
-                runs.append([index, index])
-        return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-    def dependency(self, numbers: Mapping[str, str]) -> str:
-        """The option of sbatch, with the numbers of arrays in place of their names; empty if the tasks wait for nothing."""
-        if self.follows is not None:
-            return f"aftercorr:{numbers[self.follows]}"
-        return f"afterany:{':'.join(numbers.get(name, name) for name in self.waits)}" if self.waits else ""
+        runs = []
+        for _, members in groupby(enumerate(sorted(self.jobs)), lambda place: place[1] - place[0]):
+            run = [index for _, index in members]
+            runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+        return ",".join(runs)
 
 
 def request_of(needs: Needs, site: Site) -> Request:
-    """What a job asks of a site; its needs are rounded up."""
-    gigabytes = 1.0
-    while gigabytes < needs.memory_gb:  # 1, 1.5, 2, 3, 4, 6, 8, 12, 16 ...
-        gigabytes = round(gigabytes * (1.5 if math.log2(gigabytes).is_integer() else 4 / 3), 6)
-    megabytes, node = math.ceil(gigabytes * 1e9 / _MEBIBYTE), site.largest_node
-    if node is not None and needs.memory_gb <= node.memory_gb:
-        megabytes = min(megabytes, int(node.memory_gb * 1e9 / _MEBIBYTE))
+    """What a job asks of a site, whose largest node it fits; its needs are rounded up: memory to 1, 1.5, 2, 3, 4, 6 ... GB."""
+    power = 2 ** math.floor(math.log2(max(1.0, needs.memory_gb)))
+    gigabytes = next(size for size in (power, 1.5 * power, 2 * power) if size >= needs.memory_gb)
+    megabytes = math.ceil(gigabytes * 1e9 / _MEBIBYTE)
+    if site.largest_node is not None:
+        megabytes = min(megabytes, int(site.largest_node.memory_gb * 1e9 / _MEBIBYTE))
     least, most = math.ceil(site.min_hours * 60), max(1, int(site.max_hours * 60))
     wanted = math.ceil(needs.hours * 60 + site.signal_seconds / 60)
     minutes = next((step for step in _MINUTES if step >= wanted), wanted)
-    cpus = site.cpus * needs.processes
-    return Request(needs.nodes, cpus, needs.gpus, megabytes, min(max(minutes, least), most), site.cpus)
+    return Request(needs.nodes, site.cpus * needs.processes, needs.gpus, megabytes, min(max(minutes, least), most))
 
 
 def check_fits(jobs: Sequence[Job], site: Site, path: Path) -> None:
@@ -122,27 +106,20 @@ def check_fits(jobs: Sequence[Job], site: Site, path: Path) -> None:
     node = site.largest_node
     if node is None:
         return
-    large: dict[str, list[str]] = {}
+    held = (node.cpus, node.memory_gb, node.gpus, node.gpu_gb)
     for job in jobs:
-        needs, cores = job.needs, site.cpus * job.needs.processes
-        lacking = {
-            count_of(needs.gpus, "GPU"): needs.gpus > node.gpus,
-            f"{needs.gpu_gb:.3g} GB of GPU memory": needs.gpus > 0 and needs.gpu_gb > node.gpu_gb,
-            f"{needs.memory_gb:.3g} GB of memory": needs.memory_gb > node.memory_gb,
-            f"{cores} cores ({site.cpus} for each of {needs.processes} processes)": cores > node.cpus,
-        }
-        if any(lacking.values()):
-            large[job.id] = [words for words, lacks in lacking.items() if lacks]
-    if not large:
-        return
-    first, others = next(iter(large)), len(large) - 1
-    has = f"{node.cpus} cores, {node.memory_gb:g} GB" + (f" and {node.gpus} GPUs of {node.gpu_gb:g} GB" if node.gpus else "")
-    more = f" {others:,} other jobs are too large as well." if others > 1 else ""
-    more = " Another job is too large as well." if others == 1 else more
-    raise UserError(
-        f"{first} needs {', '.join(large[first])} on a node, and the largest node of {path} has {has}.{more} Plan with needs "
-        "that fit (a smaller model, fewer processes, --gpu-gb), or correct largest_node."
-    )
+        needs = job.needs
+        wanted = (site.cpus * needs.processes, needs.memory_gb, needs.gpus, needs.gpu_gb if needs.gpus else 0.0)
+        if any(need > most for need, most in zip(wanted, held, strict=True)):
+            raise UserError(
+                f"{job.id} needs {_size(*wanted)} on a node, and the largest node of {path} has {_size(*held)}. Plan with "
+                "needs that fit (a smaller model, fewer processes, --gpu-gb), or correct largest_node."
+            )
+
+
+def _size(cpus: int, memory_gb: float, gpus: int, gpu_gb: float) -> str:
+    of_gpus = f" and {count_of(gpus, 'GPU')} of {gpu_gb:.3g} GB" if gpus else ""
+    return f"{count_of(cpus, 'core')}, {memory_gb:.3g} GB{of_gpus}"
 
 
 def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], first: int) -> list[JobArray]:
@@ -165,13 +142,13 @@ def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], fir
         for start in range(0, len(members), site.largest_array):
             part = members[start : start + site.largest_array]
             before = [name for job in part for name in job.after if name in places or name in queued]
-            waits = {places[name][0] if name in places else queued[name].partition("_")[0] for name in before}
+            after = {places[name][0] if name in places else queued[name].partition("_")[0] for name in before}
             indexed = {places[name][1]: job for job in part for name in job.after if name in places}
-            array = JobArray(f"{first + len(arrays):03d}-{kind}", request, dict(enumerate(part)), tuple(sorted(waits)))
-            if len(waits) == 1 and len(indexed) == len(part) == len(before):  # each waits for another task of one array
-                array = replace(array, jobs=indexed, waits=(), follows=waits.pop())
-            arrays.append(array)
-            places |= {job.id: (array.name, index) for index, job in array.jobs.items()}
+            task_by_task = len(after) == 1 and len(indexed) == len(part) == len(before)
+            indexed = indexed if task_by_task else dict(enumerate(part))
+            name = f"{first + len(arrays):03d}-{kind}"
+            arrays.append(JobArray(name, request, indexed, tuple(sorted(after)), task_by_task))
+            places |= {job.id: (name, index) for index, job in indexed.items()}
     return arrays
 
 
@@ -179,30 +156,15 @@ def grouped_jobs(jobs: Sequence[Job], site: Site, queued: Mapping[str, str], fir
 
 
 def script_text(array: JobArray, site: Site, study: Path) -> str:
-    """The batch script of an array, from the template scripts/slurm/job.sh, for the absolute path of a study."""
+    """The batch script of an array: its options and environment, then scripts/slurm/job.sh. `study` is an absolute path."""
     request = array.request
-    threads = f"export OMP_NUM_THREADS={request.threads}"
-    cache = f"export HF_HOME={shlex.quote(site.cache)}" if site.cache is not None else None
-    offline = f"export {' '.join(f'{name}=1' for name in _OFFLINE)}" if site.offline else None
-    scratch = [f'export TMPDIR="{site.scratch}"', 'mkdir -p "$TMPDIR"'] if site.scratch is not None else []
-    modules = f"module load {shlex.join(site.modules)}" if site.modules else None
-    environment = [*filter(None, [modules, threads, cache, offline]), *scratch, *site.prolog]
+    environment = [f"module load {shlex.join(site.modules)}"] if site.modules else []
+    environment.append(f"export OMP_NUM_THREADS={site.cpus}")
+    environment += [f"export HF_HOME={shlex.quote(site.cache)}"] if site.cache is not None else []
+    environment += [f"export {' '.join(f'{name}=1' for name in _OFFLINE)}"] if site.offline else []
+    environment += [f'export TMPDIR="{site.scratch}"', 'mkdir -p "$TMPDIR"'] if site.scratch is not None else []
     own = "emp-llm" if site.container else f"{shlex.quote(sys.executable)} -m emp_llm"
-    command = " ".join(filter(None, (site.container, own if site.command is None else site.command)))
-
-    head, _, rest = (data_folder("slurm") / "job.sh").read_text(encoding="utf-8").partition("#\n")
-    rest = rest.partition("#@ options\n")[2]
-    head = head.replace("#!/bin/bash\n", "#!/bin/bash -l\n") if site.modules else head
-    changes = {
-        "#@ environment\n": "".join(f"{line}\n" for line in environment),
-        'list="slurm/NAME.jobs"': f'list="{FOLDER_NAME}/{array.name}.jobs"',
-        "    emp-llm run": f"    {command} run",
-        "-lt 50 ]": f"-lt {site.requeues} ]",
-    }
-    for mark, line in changes.items():
-        assert rest.count(mark) == 1, f"job.sh has no line with {mark!r}"
-        rest = rest.replace(mark, line)
-
+    command = f"{site.container} {own if site.command is None else site.command}".strip()
     places = f"%{site.at_once}" if site.at_once is not None else ""
     chosen = {
         "job-name": array.name,
@@ -227,8 +189,21 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
     options += [site.gpus.replace("{gpus}", str(request.gpus))] if request.gpus else []
     options += [site.memory.replace("{megabytes}", str(request.megabytes))] if site.memory else []
     options += ["--requeue", "--open-mode=append", "--kill-on-invalid-dep=yes", *site.options]
-    lines = "".join(f"#SBATCH {option}\n" for option in options)
-    return f"{head}# Array {array.name}, written by emp-llm submit.\n{lines}{rest}"
+    lines = [
+        "#!/bin/bash -l" if site.modules else "#!/bin/bash",
+        f"# Array {array.name}, written by emp-llm submit.",
+        *(f"#SBATCH {option}" for option in options),
+        "",
+        "set -e",
+        *environment,
+        *site.prolog,
+        "set +e",
+        f'list="{FOLDER_NAME}/{array.name}.jobs"',
+        f"command=({command})",
+        f"requeues={site.requeues}",
+    ]
+    common = (data_folder("slurm") / "job.sh").read_text(encoding="utf-8").partition("#@\n")[2]
+    return "\n".join(lines) + f"\n{common}"
 
 
 def list_text(array: JobArray) -> str:
@@ -236,100 +211,43 @@ def list_text(array: JobArray) -> str:
     return "".join(f"{array.jobs[index].id if index in array.jobs else ''}\n" for index in range(max(array.jobs) + 1))
 
 
-# What was submitted.
-
-
-class SubmittedTask(FileRecord, kw_only=True, omit_defaults=False):
-    """A job that was submitted.
-
-    Attributes:
-        job: its id.
-        array: name of the script and the list.
-        task: of Slurm, such as "123_4".
-    """
-
-    KIND: ClassVar[str] = "submitted task"
-    VERSION: ClassVar[int] = 1
-
-    job: str
-    array: str
-    task: str
-
-
-def submitted_tasks(study: Path) -> list[SubmittedTask]:
-    """The notes in submitted.jsonl, oldest first; an incomplete line, of a crash, is left out."""
-    path = study / FOLDER_NAME / NOTES_NAME
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            values = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
-        if isinstance(values, dict):
-            found.append(record_of(values, SubmittedTask, f"{path}:{number}"))
-    return found
-
-
-def note_array(study: Path, array: JobArray, number: str) -> None:
-    """Note a submitted array, by its number in Slurm; the notes are on disk on return."""
-    new = [SubmittedTask(job=job.id, array=array.name, task=f"{number}_{index}") for index, job in array.jobs.items()]
-    text = b"".join(msgspec.json.encode(each) + b"\n" for each in new)
-    file = os.open(study / FOLDER_NAME / NOTES_NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        end = os.lseek(file, 0, os.SEEK_END)
-        torn = end > 0 and os.pread(file, 1, end - 1) != b"\n"
-        os.write(file, b"\n" * torn + text)
-        os.fsync(file)
-    finally:
-        os.close(file)
+# Slurm's commands.
 
 
 def queued_jobs(study: Path) -> dict[str, str]:
     """id -> task of the jobs of a study (an absolute path) that wait or run in Slurm.
 
-    A submission that was killed before it noted its array is found by the array's name and the list of its jobs.
+    A task is known by its folder, the name of its array, and the list of the array's jobs, which was written before it was
+    submitted.
 
     Raises:
         UserError: something was submitted, and squeue does not answer.
     """
     folder = study / FOLDER_NAME
-    noted = {each.task: each.job for each in submitted_tasks(study)}
     lists = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in folder.glob("*.jobs")}
-    if not lists and not noted:
+    if not lists:
         return {}
-    words = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%j|%Z"]
     try:
-        answer = _called(words, study)
+        answer = _called(["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%j|%Z"], study)
     except UserError as error:
         raise UserError(
-            f"{folder / NOTES_NAME}: jobs were submitted before, and nobody knows whether they are still queued: {error} "
+            f"{folder}: jobs were submitted before, and nobody knows whether they are still queued: {error} "
             "Nothing is submitted, so that no job runs twice. Try again when squeue answers; to forget what was submitted, "
             f"move {folder} away."
         ) from error
     found = {}
     for line in answer.splitlines():
-        task, name, where = (*line.split("|", 2), "", "")[:3]
-        task, number = task.strip(), task.strip().partition("_")[2]
-        if task in noted:
-            found[noted[task]] = task
-        elif where == str(study) and number.isdigit() and int(number) < len(lists.get(name, [])):
+        task, name, where = (*line.strip().split("|", 2), "", "")[:3]
+        number = task.partition("_")[2]
+        if where == str(study) and number.isdigit() and int(number) < len(lists.get(name, [])):
             found[lists[name][int(number)]] = task
     return found
 
 
 def next_number(study: Path) -> int:
     """The number of the next array of a study."""
-    names: Iterable[str] = (path.name.partition("-")[0] for path in (study / FOLDER_NAME).glob("*-*.*"))
+    names = (path.name.partition("-")[0] for path in (study / FOLDER_NAME).glob("*-*.*"))
     return 1 + max((int(name) for name in names if name.isdigit()), default=0)
-
-
-# Slurm's commands.
 
 
 def check_sbatch(study: Path) -> None:
@@ -346,8 +264,10 @@ def sbatch_words(array: JobArray, numbers: Mapping[str, str]) -> list[str]:
 
     --export stands here and not in the script, where a variable of the environment (SBATCH_EXPORT) would replace it.
     """
-    dependency = array.dependency(numbers)
-    options = [f"--export={','.join(EXPORTED)}", *([f"--dependency={dependency}"] if dependency else [])]
+    options = [f"--export={','.join(EXPORTED)}"]
+    if array.after:
+        kind = "aftercorr" if array.task_by_task else "afterany"
+        options.append(f"--dependency={kind}:{':'.join(numbers.get(name, name) for name in array.after)}")
     return ["sbatch", "--parsable", *options, f"{FOLDER_NAME}/{array.name}.sh"]
 
 
