@@ -118,7 +118,7 @@ def _fail(code: int, mark: str, message: str) -> NoReturn:
     """Print why this rank ends, tell the others, and exit."""
     from emp_llm.common.ranks import tell_ranks
 
-    print(f"{mark}{message}", file=sys.stderr)
+    sys.stderr.write(f"{mark}{message}\n")  # in one piece, because the ranks share a log
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
 
