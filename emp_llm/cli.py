@@ -135,7 +135,7 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     except BaseException as error:
         tell_ranks(1, f"{type(error).__name__}: {error}")
         raise
-    print(f"{mark}{message}", file=sys.stderr)
+    sys.stderr.write(f"{mark}{message}\n")  # in one piece, because the ranks share a log
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
 

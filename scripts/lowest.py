@@ -22,7 +22,12 @@ def lowest(extra: str) -> list[str]:
     return [f"{match[1]}=={match[2]}" for match in found if match is not None and match[1] not in TOOLS]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the constraints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", default="dev", help="the extra; default: dev")
     print("\n".join(lowest(parser.parse_args().extra)))
+
+
+if __name__ == "__main__":
+    main()

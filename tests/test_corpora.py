@@ -132,8 +132,8 @@ def test_wrong_changes(changes: str, told: str) -> None:
     [
         (["--calibration", "wikitext2,samples=0"], "samples must be at least 1, got 0"),
         (["--calibration", "mine.toml"], "stream: expected bool, got str"),
-        (["--samples", "0"], "--samples must be at least 1, got 0"),
-        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
+        (["--samples", "0"], "'--samples': Input should be greater than or equal to 1"),
+        (["--seqlen", "0"], "'--seqlen': Input should be greater than or equal to 1"),
     ],
 )
 def test_wrong_fields_on_the_command_line(

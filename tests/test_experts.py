@@ -259,7 +259,7 @@ def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) ->
     line = sorted(counts.values())[9]
     report = prune(models("mixtral"), output=tmp_path / "out", activations=file, min_expert_tokens=line, device_map="cpu")
     assert report["targets"]["scored_by_magnitude"] == {name: count for name, count in counts.items() if count < line}
-    assert report["recipe"]["min_expert_tokens"] == line
+    assert report["recipe"].min_expert_tokens == line
     with pytest.raises(UserError, match=r"group all: .*experts\.\d\.w\d saw \d+ calibration tokens.*--samples.*--ignore"):
         prune(models("mixtral"), output=tmp_path / "all", activations=file, min_expert_tokens=line, group="all")
     with pytest.raises(UserError, match=r"^--min-expert-tokens must be 0 or more, got -1"):

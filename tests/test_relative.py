@@ -219,7 +219,7 @@ def test_sweep_and_measure(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ("--method magnitude --score relative", "--score chooses the norms of the inputs, and method magnitude needs no activ"),
+        ("--method magnitude --score relative", "--score chooses the norms of the inputs, and method magnitude needs none"),
         ("--method emp-magnitude --score wanda", "--score chooses the norms of the inputs"),
         ("--method relative --score wanda", "--method relative has relative norms; leave out --score wanda"),
         ("--method wanda --count-by magnitude", "--count-by does not go with method wanda: its sparsity is fixed"),

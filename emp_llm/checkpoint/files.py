@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import numpy as np
 from blake3 import blake3
 
 from emp_llm.checkpoint.locks import same_file
 from emp_llm.common.errors import ReadError, UserError, quotable, reason
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -77,6 +77,8 @@ class FileReader:
 
         A byte has the same place in a page of the memory as in one of the file, so direct reads and writes need no copy.
         """
+        import numpy as np
+
         before = offset % _PAGE
         whole = -(-(before + size) // _PAGE) * _PAGE
         memory = np.empty(whole + _PAGE, np.uint8)
@@ -213,6 +215,8 @@ class FileWriter:
 
     def write(self, raw: memoryview, offset: int) -> None:
         """Write bytes at a position."""
+        import numpy as np
+
         start = -offset % _PAGE  # of the whole pages in `raw`
         end = start + (len(raw) - start) // _PAGE * _PAGE
         done = start
