@@ -262,7 +262,7 @@ def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) ->
     assert report["recipe"].min_expert_tokens == line
     with pytest.raises(UserError, match=r"group all: .*experts\.\d\.w\d saw \d+ calibration tokens.*--samples.*--ignore"):
         prune(models("mixtral"), output=tmp_path / "all", activations=file, min_expert_tokens=line, group="all")
-    with pytest.raises(UserError, match=r"^--min-expert-tokens must be 0 or more, got -1"):
+    with pytest.raises(UserError, match=r"^--min-expert-tokens must be at least 0, got -1"):
         prune(models("mixtral"), output=tmp_path / "all", min_expert_tokens=-1)
 
 

@@ -31,9 +31,9 @@ def test_tokens_without_output_do_not_count() -> None:
     torch.testing.assert_close(plain, inputs.square().sum(0).sqrt())
     torch.testing.assert_close(relative, torch.tensor([34.0, 52.0]).sqrt() / 5e-15)
     sums.observe("zero", inputs, torch.zeros(3, 2))
-    assert torch.equal(sums.norms()["zero.relative"], torch.zeros(2))
+    assert torch.equal(sums.norm("zero.relative"), torch.zeros(2))
     sums.observe("broken", inputs, torch.tensor([[1.0], [torch.inf], [torch.nan]]))
-    assert torch.equal(sums.norms()["broken.relative"], inputs[0]), "the next layer's input or the weights are to blame"
+    assert torch.equal(sums.norm("broken.relative"), inputs[0]), "the next layer's input or the weights are to blame"
 
 
 def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
