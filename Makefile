@@ -5,7 +5,7 @@ RUN = demo-run
 PRUNE = $(BIN)/emp-llm prune --model $(MODEL) --overwrite
 EVALUATE = $(BIN)/emp-llm evaluate --suite demo --overwrite
 
-.PHONY: demo test docs setup clean
+.PHONY: demo test test-oldest docs wheel setup clean
 
 setup: .venv/ready
 
@@ -33,9 +33,29 @@ test: setup
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# The tests with the lowest versions that pyproject.toml allows, in an environment of their own.
+test-oldest: .venv-oldest/ready
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal
+
+.venv-oldest/ready: pyproject.toml scripts/lowest.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) scripts/lowest.py > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt --editable '.[dev]'
+	touch $@
+
+# A wheel and a source distribution in dist/. The wheel is tried in an environment of its own, outside of the checkout.
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m hatchling build --target sdist
+	d=$$(mktemp -d) && cp -r $(MODEL) $$d/model && $(PYTHON) -m venv $$d/venv && \
+		$$d/venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl && \
+		cd $$d && venv/bin/emp-llm prune --model model --calibration demo --output pruned && \
+		venv/bin/emp-llm verify pruned --source model && rm -rf $$d
+
 # Every command of README.md and docs/, run as written, its output compared.
 docs: setup
 	$(BIN)/python scripts/run_docs.py
 
 clean:
-	rm -rf .venv demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
