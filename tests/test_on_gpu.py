@@ -5,13 +5,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import bench_gpu
-import bench_helpers
 import bench_runtime_gpu
 import pytest
 import torch
@@ -104,33 +101,6 @@ def test_the_table_has_every_row(
         with pytest.raises(SystemExit, match="2"):
             script.main(options)
         assert f"{'--tune' if script is bench_runtime_gpu else '--device cuda'} needs" in capsys.readouterr().err
-
-
-def test_measurements_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(bench_helpers, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-
-    def way(name: str) -> Callable[[], None]:
-        def run() -> None:
-            order.append(name)
-            if name == "broken":
-                raise OSError(28, "No space left on device")
-            if order.count("stopped") == 3:
-                raise KeyboardInterrupt
-
-        return run
-
-    def measure(run: Any) -> float:
-        run()
-        return 1.0
-
-    found, failed = bench_helpers.in_turn({name: way(name) for name in ("one", "broken", "stopped")}, 5, measure=measure)
-    assert order == ["one", "broken", "stopped", "one", "stopped", "one", "stopped"]
-    assert found == {"one": [1.0] * 3, "broken": [], "stopped": [1.0] * 2}
-    assert failed == {"broken": "OSError: no space left on device"}
-    found, _ = bench_helpers.in_turn({"one": lambda: None}, 5, seconds=15, measure=measure, warm_up=True)
-    assert found == {"one": [1.0]}, "a second round would end too late"
 
 
 def test_the_table_of_packed_layers(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Outputs: the same bytes for the same content, nothing left beside them, and an older output replaced as a whole or kept."""
 
 import errno
-import gc
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -38,16 +36,6 @@ def test_activations_file_depends_only_on_its_content(tmp_path: Path) -> None:
         activations.save(tmp_path / "norms.safetensors")
         written.add((tmp_path / "norms.safetensors").read_bytes())
     assert len(written) == 1
-
-
-def test_no_temporary_files_are_left(models: Models, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    options: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "device_map": "disk"}
-    prune(model=str(models("mixtral")), output=tmp_path / "out", **options)
-    gc.collect()
-    assert not list(temporary.glob("*emp-llm*"))
 
 
 def test_interrupt_between_the_renames_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

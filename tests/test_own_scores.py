@@ -192,18 +192,6 @@ def test_sweep_measure_and_report_know_the_criterion(
     assert "my_ria" in (tmp_path / "page" / "report.html").read_text()
 
 
-def test_a_function_in_python() -> None:
-    def halves(weight: torch.Tensor, inputs: InputStatistics) -> torch.Tensor:
-        return weight * inputs.norms
-
-    recipe = Recipe(criterion=halves)
-    assert (recipe.method, recipe.needs_activations) == ("emp-halves", True)
-    with pytest.raises(UserError, match="--method wanda does not use --criterion"):
-        Recipe(method="wanda", criterion=halves).check()
-    with pytest.raises(UserError, match="letters, digits and underscores"):
-        Recipe(criterion=lambda weight: weight).check()
-
-
 def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str], Path]) -> None:
     """A recipe holds its criterion; no table of the process lets the later one take the place of the earlier one."""
 
@@ -213,6 +201,16 @@ def test_two_criteria_of_one_name_decide_their_own_masks(models: Callable[[str],
 
         return mine
 
+    def halves(weight: torch.Tensor, inputs: InputStatistics) -> torch.Tensor:
+        return weight * inputs.norms
+
+    assert (Recipe(criterion=halves).method, Recipe(criterion=halves).needs_activations) == ("emp-halves", True)
+    for wrong, said in (
+        ({"method": "wanda", "criterion": halves}, "--method wanda does not use --criterion"),
+        ({"criterion": lambda weight: weight}, "letters, digits and underscores"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Recipe(**wrong).check()
     recipes = [Recipe(method="mine", criterion=criterion(sign)) for sign in (1, -1)]
     found, other, magnitude = (masks_of(str(models("llama")), each) for each in (*recipes, Recipe(method="magnitude")))
     assert all(torch.equal(found[name], magnitude[name]) for name in magnitude)

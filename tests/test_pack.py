@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -219,11 +220,6 @@ def test_truncated_and_missing_files_are_refused(packed_llama: Path, tmp_path: P
     unpack(packed, tmp_path / "back")
 
 
-def edited(folder: Path, **more: Any) -> None:
-    told = json.loads((folder / "emp_pack.json").read_text()) | more
-    (folder / "emp_pack.json").write_text(json.dumps(told))
-
-
 BOMB = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
 BOMB_SHARD = {"header": BOMB, "bytes": (1 << 42) + 8 + len(BOMB)}
 
@@ -272,19 +268,6 @@ def test_hostile_lists_are_refused(packed_llama: Path, tmp_path: Path, top: dict
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
 
 
-def test_a_newer_format_is_refused_with_the_remedy(packed_llama: Path, tmp_path: Path) -> None:
-    edited(shutil.copytree(packed_llama, tmp_path / "packed"), format="emp-llm pack 4")
-    with pytest.raises(UserError, match=r"a newer emp-llm wrote it.*pip install --upgrade emp-llm"):
-        unpack(tmp_path / "packed", tmp_path / "back")
-
-
-def test_frames_of_other_chunks_are_refused(pruned: Callable[[str], Path], tmp_path: Path) -> None:
-    pack(pruned("llama"), tmp_path / "packed", zstd=True)
-    edited(tmp_path / "packed", block=128)
-    with pytest.raises(UserError, match="dtype and the shape"):
-        unpack(tmp_path / "packed", tmp_path / "back")
-
-
 def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
     source = shutil.copytree(pruned("llama"), tmp_path / "source")
     pack(source, tmp_path / "packed")
@@ -309,11 +292,18 @@ def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tm
     assert contents(tmp_path / "other") == contents(source)
 
 
-def test_without_zstandard_the_extra_is_named(
-    pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_with_the_remedy(pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(pruned("llama"), tmp_path / "packed", zstd=True)
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    told = (tmp_path / "packed" / "emp_pack.json").read_text()
+    for more, said in (
+        ({"format": "emp-llm pack 4"}, r"a newer emp-llm wrote it.*pip install --upgrade emp-llm"),
+        ({"block": 128}, "dtype and the shape"),
+    ):
+        (tmp_path / "packed" / "emp_pack.json").write_text(json.dumps(json.loads(told) | more))
+        with pytest.raises(UserError, match=said):
+            unpack(tmp_path / "packed", tmp_path / "x")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "packed" / "emp_pack.json").write_text(told)
     with pytest.raises(UserError, match=r"--zstd needs zstandard. Install it: pip install 'emp-llm\[zstd\]'"):
         pack(pruned("llama"), tmp_path / "x", zstd=True)
     with pytest.raises(UserError, match=r"emp-llm\[zstd\]"):

@@ -3,20 +3,17 @@
 import json
 import math
 import weakref
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import transformers
 from accelerate.utils import OffloadedWeightsLoader
-from tiny import make_tokenizer
 
 from emp_llm.common.errors import UserError
-from emp_llm.evaluation.perplexity import block_length, perplexity, text_tokens
-from emp_llm.evaluation.suites import find_suite
+from emp_llm.evaluation.perplexity import block_length, perplexity
 from emp_llm.models.loading import load_model
+from emp_llm.records.corpus import Corpus
 from emp_llm.records.evaluation import PerplexityRecord
 
 
@@ -53,6 +50,7 @@ def test_a_limit_takes_the_first_blocks_and_is_recorded(models: Any) -> None:
     assert part.partial
     assert (part.perplexity, part.blocks) == (perplexity(model, tokens[:192], 64).perplexity, 3)
     assert not perplexity(model, tokens, 64, limit=5).partial
+    assert block_length(Corpus(file="prose.txt", seqlen=1000), model.config) == 128  # the model's context
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
@@ -68,16 +66,6 @@ def test_logits_of_one_batch_are_in_memory_at_a_time(models: Any, device_map: st
     model.lm_head.register_forward_hook(after_head)
     perplexity(model, torch.arange(256).repeat(2), 64, batch_size=2)
     assert alive[-3:] == [0, 0, 0], "the logits of earlier batches that are alive when those of a batch are computed"
-
-
-def test_text_of_a_suite(tmp_path: Path, models: Any) -> None:
-    (tmp_path / "prose.txt").write_text("A short walk in the long grass. " * 20)
-    (tmp_path / "mine.toml").write_text('[perplexity]\nfile = "prose.txt"\nseqlen = 1000\n')
-    corpus = find_suite(str(tmp_path / "mine.toml")).corpus
-    assert corpus is not None
-    tokens = text_tokens(corpus, transformers.AutoTokenizer.from_pretrained(models("llama")))
-    assert tokens.tolist() == make_tokenizer()((tmp_path / "prose.txt").read_text())["input_ids"]
-    assert block_length(corpus, load_model(models("llama"), "cpu").config) == 128  # the model's context
 
 
 def test_losses_that_are_too_large_or_not_finite(models: Any) -> None:

@@ -122,7 +122,11 @@ def test_every_kind_of_image(tmp_path: Path, mode: str, suffix: str, channels: i
     assert (len(record.channels), record.bits, record.alpha, (record.width, record.height)) == (channels, bits, alpha, (37, 26))
     assert record.notes == ["its colours (CMYK) are converted to RGB."] * (mode == "CMYK")
     with Image.open(source) as opened:
-        plain = opened.convert(("RGBA" if alpha else "RGB") if channels == 3 else "L") if mode in "1P CMYK RGB" else opened
+        plain = (
+            opened.convert(("RGBA" if alpha else "RGB") if channels == 3 else "L")
+            if mode in ("1", "P", "CMYK", "RGB")
+            else opened
+        )
         before = np.atleast_3d(np.asarray(plain))
     for entry in record.groups:
         after = np.atleast_3d(np.asarray(Image.open(tmp_path / "out" / entry.file)))

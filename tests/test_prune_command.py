@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import Run
+from transformers import AutoModelForCausalLM
 
 import emp_llm
 from emp_llm import prune as prune_module
@@ -78,19 +79,11 @@ def test_options_without_effect_are_named(
     assert "no effect" not in caplog.text if named is None else named in caplog.text
 
 
-def test_a_pruned_model_is_noticed(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prune(model=models("llama"), output=tmp_path / "once", method="emp-magnitude")
+def test_a_pruned_model_is_noticed(pruned: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = pruned("llama")
     assert "already pruned" not in caplog.text
-    prune(model=tmp_path / "once", output=tmp_path / "twice", method="emp-magnitude")
-    assert "once is already pruned. Its zeros count as weights" in caplog.text
-
-
-def test_a_model_in_memory_is_answered_in_a_sentence(models: Models, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(models("llama"))
-    with pytest.raises(UserError, match=r"--model must be a model folder or a Hub id .*LlamaForCausalLM.*save_pretrained"):
-        prune(model=model, output=tmp_path / "out")
+    prune(model=source, output=tmp_path / "twice", method="emp-magnitude", dry_run=True)
+    assert "llama is already pruned. Its zeros count as weights" in caplog.text
 
 
 def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
@@ -102,6 +95,8 @@ def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
     assert isinstance(report, RunReport)
     assert report.source.model == str(models("llama"))
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
+    with pytest.raises(UserError, match=r"--model must be a model folder or a Hub id .*LlamaForCausalLM.*save_pretrained"):
+        prune(model=AutoModelForCausalLM.from_pretrained(models("llama")), output=tmp_path / "x")
     with pytest.raises(TypeError, match="methd"):
         prune(model="x", methd="magnitude")  # type: ignore[call-arg]
     public = [name for name in dir(emp_llm) if not name.startswith("_")]

@@ -190,6 +190,8 @@ def test_a_baseline_replaces_the_dense_evaluation(
         ({"model_change": {"sha256_of_config_and_tokenizer": "0"}}, "another config or tokenizer"),
         ({"baseline": "nope.json"}, "cannot be read"),
         ({"baseline": "run"}, "holds no evaluation of the dense model"),
+        ({"suite": "perplexty"}, "Did you mean perplexity"),
+        ({"suite": "lost.toml"}, "lost.txt: no such file"),
         ({"suite": None}, "--baseline needs an evaluation; add --evaluate"),
     ],
 )
@@ -203,19 +205,13 @@ def test_a_baseline_of_something_else_is_refused(
     report = report_of(whole)
     del report["evaluation"]
     save_run(tmp_path / "run", report)
-    model, suite = evaluable(options.get("model", "llama")), options.get("suite", task_suite.name)
+    (tmp_path / "lost.toml").write_text('[perplexity]\nfile = "lost.txt"\n')
+    suites = {"short.toml": task_suite.with_name("short.toml"), "lost.toml": tmp_path / "lost.toml"}
+    suite = suites.get(options["suite"], options["suite"]) if "suite" in options else task_suite
+    model = evaluable(options.get("model", "llama"))
     given: Values = {"method": "magnitude", "device_map": "cpu", "dtype": options.get("dtype", "auto")}
     given |= {"baseline": tmp_path / options.get("baseline", "dense.json")}
     with pytest.raises(UserError, match=says) as caught:
-        prune(model, output=tmp_path / "out", evaluate=suite and task_suite.with_name(suite), **given)
-    assert "--baseline" in str(caught.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"dense.json", "run"}
-
-
-def test_missing_data_is_an_error_before_pruning(evaluable: Models, tmp_path: Path) -> None:
-    """A suite that cannot be measured leaves nothing behind."""
-    (tmp_path / "lost.toml").write_text('[perplexity]\nfile = "lost.txt"\n')
-    for suite, says in ((tmp_path / "lost.toml", "lost.txt: no such file"), ("perplexty", "Did you mean perplexity")):
-        with pytest.raises(UserError, match=says):
-            prune(evaluable("llama"), output=tmp_path / "out", method="magnitude", evaluate=suite)
-    assert [path.name for path in tmp_path.iterdir()] == ["lost.toml"]
+        prune(model, output=tmp_path / "out", evaluate=suite, **given)
+    assert "--baseline" in str(caught.value) or suite in ("perplexty", tmp_path / "lost.toml")
+    assert {path.name for path in tmp_path.iterdir()} == {"dense.json", "lost.toml", "run"}

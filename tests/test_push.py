@@ -85,26 +85,35 @@ def test_a_dry_run_changes_nothing_and_a_second_push_sends_only_changes(
     assert hub.put == []
 
 
-def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, checkpoint: Path) -> None:
-    shard = shards(checkpoint)[1]
+def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+    """Neither is another folder, nor a token."""
+
+    def error(folder: Path = checkpoint, repository: str = "user/unsound", **more: Any) -> str:
+        return str(client.call("push", folder=folder, repository=repository, **more)["error"])
+
+    shard, extra = shards(checkpoint)[1], checkpoint / "extra.safetensors"
     content = shard.read_bytes()
-    for damaged, said in (
-        (content[:-1] + bytes([content[-1] ^ 1]), f"{shard.name}: its BLAKE3 is"),
-        (content[:-1], f"{shard.name}: it has {len(content) - 1:,} bytes"),
-        (None, f"{shard.name}: it is missing"),
-        (content, "extra.safetensors: weights that the manifest does not name"),
-    ):
-        if damaged is None:
-            shard.unlink()
-        else:
-            shard.write_bytes(damaged)
-        if damaged == content:
-            (checkpoint / "extra.safetensors").write_bytes(b"not of this model")
-        for dry_run in (True, False):
-            error = client.call("push", folder=checkpoint, repository="user/unsound", dry_run=dry_run)["error"]
-            assert said in error
-            assert f"emp-llm verify {checkpoint}" in error
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for dry_run in (True, False):
+        told = error(dry_run=dry_run)
+        assert f"{shard.name}: its BLAKE3 is" in told
+        assert f"emp-llm verify {checkpoint}" in told
+    shard.write_bytes(content[:-1])
+    assert f"{shard.name}: it has {len(content) - 1:,} bytes" in error()
+    shard.unlink()
+    assert f"{shard.name}: it is missing" in error()
+    shard.write_bytes(content)
+    extra.write_bytes(b"not of this model")
+    assert "extra.safetensors: weights that the manifest does not name" in error()
+    extra.unlink()
+    assert "give the --output folder of a finished prune" in error(tmp_path)
+    assert "is not a name on the Hub" in error(repository="user/a b", dry_run=True)
+    (checkpoint / "README.md").write_text(f"log in with {TOKEN}")
+    assert "it holds your access token" in error()
+    (checkpoint / "README.md").unlink()
     assert "user/unsound" not in hub.repositories
+    hub.ignored = ("config.json",)
+    assert "config.json is missing from the commit" in error()
 
 
 def test_an_interrupted_push_resumes_after_the_last_finished_file(
@@ -213,20 +222,6 @@ def test_other_weights_are_replaced_only_on_request(
     assert "no such branch" in client.call("push", **mine, revision="refs/pr/7")["error"]
     public = client.call("push", folder=checkpoint, repository="user/data", private=True)
     assert "the repository exists and is public" in public["error"]
-
-
-def test_nothing_but_the_checkpoint_is_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
-    def error(folder: Path = checkpoint, repository: str = "user/wrong", **more: Any) -> str:
-        return str(client.call("push", folder=folder, repository=repository, **more)["error"])
-
-    assert "give the --output folder of a finished prune" in error(tmp_path)
-    assert "is not a name on the Hub" in error(repository="user/a b", dry_run=True)
-    (checkpoint / "README.md").write_text(f"log in with {TOKEN}")
-    assert "it holds your access token" in error()
-    (checkpoint / "README.md").unlink()
-    assert "user/wrong" not in hub.repositories
-    hub.ignored = ("config.json",)
-    assert "config.json is missing from the commit" in error()
 
 
 def test_prune_pushes_and_everything_loads_by_its_name(hub: Hub, client: Client, hub_suite: Path, tmp_path: Path) -> None:
