@@ -49,9 +49,9 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SlurmctldDebug=info
 SlurmdDebug=info
-SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,sched_min_interval=0
 ReturnToService=2
-KillWait=5
+KillWait=2
 SlurmctldTimeout=12
 MailProg=/bin/true
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=64000

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import make_tokenizer
+from tiny import FAMILIES, make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from emp_llm import reapply_mask
@@ -17,24 +17,7 @@ from emp_llm.prune import prune
 from emp_llm.verify import verify
 
 BLOCKS = "model.language_model.layers"
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "intermediate_size": 80,
-    "head_dim": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
+VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +25,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 whose vision tower has larger blocks than its language model."""
     folder = tmp_path_factory.mktemp("towers") / "gemma3"
     tokens = {"image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252, "mm_tokens_per_image": 4}
-    config = transformers.Gemma3Config(text_config=TEXT, vision_config=VISION, **tokens)
+    vision = VISION | {"image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(text_config=FAMILIES["gemma3"][1], vision_config=vision, **tokens)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -67,7 +51,6 @@ def test_the_manifest_records_the_name_and_verify_uses_it(source: Path, pruned: 
 
     found = verify(pruned, source=source)
     assert (found.differences, found.checked["targets"]) == ([], 6)
-    assert verify(pruned, source=source, blocks=BLOCKS).differences == []
     tower = verify(pruned, source=source, blocks="model.vision_tower.encoder.layers")
     assert tower.differences, "other blocks were not pruned"
     with pytest.raises(UserError, match=r"--blocks 'layers' is not a list"):

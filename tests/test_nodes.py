@@ -41,7 +41,7 @@ def test_one_process() -> None:
 
 def test_several_processes() -> None:
     first, second = launches(job(processes=2, gpus=2), gpus=[0, 3], threads=7, environment={})
-    assert first[0] == second[0] == [sys.executable, "-m", "emp_llm.calibrate", "--model", "m"]
+    assert first[0] == second[0]
     for number, (_, environment) in enumerate((first, second)):
         assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("0,3", "3")
         assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == [str(number), str(number), "2"]
@@ -49,6 +49,8 @@ def test_several_processes() -> None:
     here = launches(job(processes=2, nodes=3), environment={"OMP_NUM_THREADS": "5"})
     assert [environment["RANK"] for _, environment in here] == list("012345")  # all nodes are this machine
     assert here[0][1]["OMP_NUM_THREADS"] == "5"
+    with pytest.raises(UserError, match="norms has 3 processes and 2 GPUs on a node"):
+        launches(job(processes=3, gpus=2), environment={})
 
 
 def test_several_nodes() -> None:
@@ -64,10 +66,7 @@ def test_several_nodes() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (
-            {},
-            "norms runs on 2 nodes, and SLURM_NODEID is ''. Set EMP_LLM_NODE to the number of this node, from 0 to 1",
-        ),
+        ({}, "norms runs on 2 nodes, and SLURM_NODEID is ''. Set EMP_LLM_NODE to the number of this node, from 0 to 1"),
         ({"EMP_LLM_NODE": "2"}, "norms runs on 2 nodes, and EMP_LLM_NODE is 2. Set"),
         ({"SLURM_NODEID": "first"}, "norms runs on 2 nodes, and SLURM_NODEID is first. Set"),
         ({"EMP_LLM_RENDEZVOUS": "first"}, "EMP_LLM_RENDEZVOUS first must be HOST:PORT: the first node, and a free port on it."),
@@ -78,11 +77,6 @@ def test_the_number_of_a_node(environment: dict[str, str], message: str) -> None
     with pytest.raises(UserError) as error:
         launches(job(nodes=2), environment={"EMP_LLM_RENDEZVOUS": "first:29500"} | environment)
     assert str(error.value).startswith(message)
-
-
-def test_too_few_gpus() -> None:
-    with pytest.raises(UserError, match="norms has 3 processes and 2 GPUs on a node"):
-        launches(job(processes=3, gpus=2), environment={})
 
 
 RANK = """
@@ -98,7 +92,7 @@ def work(rank):
         try:
             time.sleep(60)
         finally:
-            time.sleep(0.5)
+            time.sleep(0.3)
             Path(f"cleaned-{rank}").touch()
     if rank == 1 and sys.argv[1] == "input":
         raise UserError("the file is missing.")
@@ -155,11 +149,7 @@ def launched(tmp_path: Path) -> Callable[[str], Launcher]:
     [
         ("end", 0, None),
         ("input", 2, "rank 1: error: the file is missing."),
-        (
-            "kill",
-            137,
-            "was ended by SIGKILL; the machine may have too little memory. The same command resumes where it stopped.",
-        ),
+        ("kill", 137, "ended by SIGKILL; the machine may have too little memory. The same command resumes where it stopped."),
     ],
 )
 def test_how_ranks_end(launched: Callable[[str], Launcher], how: str, code: int, said: str | None) -> None:
@@ -228,7 +218,7 @@ from emp_llm.models.blockwise import Step
 def run(step, *given, run=Step.run, **named):
     if step.index == 2 and os.environ["RANK"] == "1":
         Path("waits").touch()
-        time.sleep(8)
+        time.sleep(4)
     return run(step, *given, **named)
 
 Step.run = run

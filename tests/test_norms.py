@@ -53,6 +53,7 @@ def test_activations_name_no_folders(models: Callable[[str], Path], text: Path, 
     assert about.pruned_by is not None
     assert (about.model, about.text.file, about.pruned_by.match) == ("dense", "text.txt", "matched")
     assert json.loads((tmp_path / "out" / "emp_report.json").read_text())["calibration"] == about.as_dict()
+    assert [Corpus(dataset=name).record().dataset for name in ("/data/prose", "someone/prose")] == ["prose", "someone/prose"]
 
 
 def test_older_files_with_folders(
@@ -68,9 +69,3 @@ def test_older_files_with_folders(
         assert Activations.load(tmp_path / "old").about == about
         prune(models("llama"), output=tmp_path / f"out-{warned}", activations=tmp_path / "old")
         assert any("come from other weights" in message for message in caplog.messages) == warned
-
-
-def test_names_of_a_corpus() -> None:
-    assert Corpus(file="/data/prose.txt").record().file == "prose.txt"
-    assert Corpus(dataset="/data/prose").record().dataset == "prose"
-    assert Corpus(dataset="someone/prose").record().dataset == "someone/prose"

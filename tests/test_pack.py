@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from runs import report_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -46,62 +47,59 @@ def packed_llama(pruned: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file by its path, without hidden ones."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: raw for name, raw in found.items() if not name.startswith(".")}
+    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".")}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def odd_checkpoint(folder: Path) -> Path:
     """One shard with every dtype, special numbers, empty tensors, names that clash, and a header with blanks and metadata."""
-    folder.mkdir()
+    (folder / "sub").mkdir(parents=True)
     torch.manual_seed(0)
-    tensors = {
-        "bf16": torch.randn(70, 33).bfloat16(),
-        "f16": torch.randn(513).half(),
-        "f32": torch.randn(9, 31),
-        "f64": torch.randn(65).double(),
-        "i64": torch.arange(-9, 9),
-        "u8": torch.arange(100, dtype=torch.uint8) % 3,
-        "bool": torch.arange(100) % 3 == 0,
-        "f8": torch.randn(77).to(torch.float8_e4m3fn),
-        "zero": torch.zeros(129).bfloat16(),
-        "scalar": torch.tensor(0.0),
-        "empty": torch.empty(0, 4),
-        "clash": torch.zeros(1000).half(),
-        "clash.mask": torch.ones(3).half(),
-        "clash.values": torch.zeros(64).half(),
-        "special": torch.tensor([0.0, -0.0, float("nan"), -float("nan"), float("inf"), 1e-40] * 50).bfloat16(),
-    }
-    for name in ("bf16", "f16", "f32", "f64"):
-        tensors[name].view(-1)[::2] = 0
+    late, early = torch.ones(2, 1000).bfloat16()
+    late[64:], early[:64] = 0, 0
+    tensors = {"bf16": torch.randn(70, 33).bfloat16(), "f16": torch.randn(513).half(), "f32": torch.randn(9, 31)}
+    tensors["f64"] = torch.randn(65).double()
+    for tensor in tensors.values():
+        tensor.view(-1)[::2] = 0
+    tensors |= {"i64": torch.arange(-9, 9), "u8": torch.arange(100, dtype=torch.uint8) % 3, "bool": torch.arange(100) % 3 == 0}
+    tensors |= {"f8": torch.randn(77).to(torch.float8_e4m3fn), "scalar": torch.tensor(0.0), "empty": torch.empty(0, 4)}
+    tensors |= {"zero": torch.zeros(129).bfloat16(), "late": late, "early": early, "clash": torch.zeros(1000).half()}
+    tensors |= {"clash.mask": torch.ones(3).half(), "clash.values": torch.zeros(64).half()}
+    special = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), 1e-40]
+    tensors["special"] = torch.tensor(special * 50).bfloat16()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": "ünïcode"})
     raw = (folder / "model.safetensors").read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
-    (folder / "model.safetensors").write_bytes(
-        struct.pack("<Q", length + 5) + raw[8 : 8 + length] + b" " * 5 + raw[8 + length :]
-    )
-    (folder / "sub").mkdir()
+    raw = struct.pack("<Q", length + 5) + raw[8 : 8 + length] + b" " * 5 + raw[8 + length :]
+    (folder / "model.safetensors").write_bytes(raw)
     (folder / "sub" / "notes.bin").write_bytes(bytes(range(256)))
     (folder / "config.json").write_text("{}")
     return folder
 
 
 @pytest.mark.parametrize("zstd", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
 def test_every_file_is_restored_bit_for_bit(pruned: Callable[[str], Path], tmp_path: Path, family: str, zstd: bool) -> None:
     source = pruned(family)
-    before = contents(source)
+    before, told = contents(source), report_of(source)["sizes"]
     sizes = pack(source, tmp_path / "packed", zstd=zstd).sizes
     unpack(tmp_path / "packed", tmp_path / "back")
     assert contents(tmp_path / "back") == before == contents(source)
     assert sizes.sparse > 0
     assert sizes.packed_bytes < sizes.dense_bytes
+    assert told["dense"] == sum(t.nbytes for t in tensors_of(source).values())
+    if not zstd and family != "gpt2":  # whose biases are zero before it is pruned
+        assert told["packed"] == sum(t.nbytes for t in tensors_of(tmp_path / "packed").values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed"], "no temporary file is left"
-    again = pack(source, tmp_path / "again", zstd=zstd).sizes
+    assert pack(source, tmp_path / "again", zstd=zstd).sizes == sizes
     assert contents(tmp_path / "again") == contents(tmp_path / "packed")
-    assert again.packed_bytes == sizes.packed_bytes
 
 
-@pytest.mark.parametrize("chunk", [64, 128, 1 << 20])
+@pytest.mark.parametrize("chunk", [64, 1 << 20])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_every_dtype_and_odd_shapes(tmp_path: Path, codec: Any, chunk: int) -> None:
     source = odd_checkpoint(tmp_path / "odd")
@@ -109,13 +107,11 @@ def test_every_dtype_and_odd_shapes(tmp_path: Path, codec: Any, chunk: int) -> N
     assert sizes.sparse >= 6
     unpack(tmp_path / "packed", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
-    with safe_open(tmp_path / "packed" / "model.packed.safetensors", "pt") as file:  # plain safetensors, aligned
-        assert len(list(file.keys())) > 15
+    parts, original = tensors_of(tmp_path / "packed"), tensors_of(source)  # plain safetensors, aligned
+    assert ("early" in parts, "late" in parts) == (codec == "raw", False), "all zeros of a tensor decide its form"
     if codec == "raw":
-        parts = load_file(tmp_path / "packed" / "model.packed.safetensors")
-        original = load_file(source / "model.safetensors")
-        assert torch.equal(parts["bf16.values"], original["bf16"][original["bf16"] != 0])
         assert torch.equal(parts["clash"], original["clash"])
+        assert torch.equal(parts["bf16.values"], original["bf16"][original["bf16"] != 0])
 
 
 @pytest.mark.parametrize("how", [{}, {"codec": "zstd"}, {"kind": "mask"}])
@@ -140,103 +136,47 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, how: dict[str, Any
     assert peak(4000) - peak(1000) < 1_000_000, "of 6 MB more"
 
 
-def test_all_zeros_of_a_tensor_decide_its_form(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    late, early = torch.ones(1000).bfloat16(), torch.ones(1000).bfloat16()
-    late[64:], early[:64] = 0, 0
-    save_file({"late": late, "early": early}, tmp_path / "model" / "model.safetensors")
-    packed_with(tmp_path / "model", tmp_path / "packed", PackLayout("weights", "raw", 64))
-    with safe_open(tmp_path / "packed" / "model.packed.safetensors", "pt") as file:
-        assert sorted(file.keys()) == ["early", "late.mask", "late.values"]
-    unpack(tmp_path / "packed", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "model")
-
-
 @pytest.mark.parametrize("zstd", [False, True])
 def test_a_mask_and_the_base_are_the_pruned_checkpoint(
     pruned: Callable[[str], Path], models: Models, tmp_path: Path, zstd: bool
 ) -> None:
-    source, base = pruned("qwen3_moe"), models("qwen3_moe")
-    sizes = pack(source, tmp_path / "mask", zstd=zstd, mask_only=True).sizes
-    headers = sum(path.stat().st_size for path in (tmp_path / "mask").glob("*.safetensors")) - sizes.packed_bytes
-    assert headers == 0
+    source, base, mask = pruned("qwen3_moe"), str(models("qwen3_moe")), tmp_path / "mask"
+    sizes = pack(source, mask, zstd=zstd, mask_only=True).sizes
+    assert sizes.packed_bytes == sum(path.stat().st_size for path in mask.glob("*.safetensors")), "with the headers"
     assert sizes.packed_bytes < sizes.dense_bytes / 4  # headers are most of it in a model this small
-    unpack(tmp_path / "mask", tmp_path / "back", base=str(base))
+    told = report_of(source)["sizes"]["mask"]
+    assert zstd or told == sum(t.nbytes for name, t in tensors_of(mask).items() if name.endswith(".mask"))
+    unpack(mask, tmp_path / "back", base=base)
     assert contents(tmp_path / "back") == contents(source)
-    with pytest.raises(UserError, match=r"a mask holds no weights\. Name the model that it is for: --base"):
-        unpack(tmp_path / "mask", tmp_path / "none")
-    with pytest.raises(UserError, match="not those that were pruned"):
-        unpack(tmp_path / "mask", tmp_path / "none", base=str(source))
-    with pytest.raises(UserError, match=r"it has no .* is not the model that the mask is for"):
-        unpack(tmp_path / "mask", tmp_path / "none", base=str(models("llama")))
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_mask_of_weights_that_changed_after_pruning_is_refused(
-    pruned: Callable[[str], Path], models: Models, tmp_path: Path
-) -> None:
-    tuned = shutil.copytree(pruned("llama"), tmp_path / "tuned")
+    tuned = shutil.copytree(source, tmp_path / "tuned")
     shard = next(tuned.glob("*.safetensors"))
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
-    pack(tuned, tmp_path / "mask", mask_only=True)
-    with pytest.raises(UserError, match="does not yield the packed file"):
-        unpack(tmp_path / "mask", tmp_path / "none", base=str(models("llama")))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask", "tuned"]
-
-
-def test_sizes_in_the_report_are_those_of_packing(pruned: Callable[[str], Path], tmp_path: Path) -> None:
-    source = pruned("mixtral")
-    told = json.loads((source / "emp_report.json").read_text())["sizes"]
-    pack(source, tmp_path / "packed")
-    pack(source, tmp_path / "mask", mask_only=True)
-
-    def data(folder: Path, suffix: str = "") -> int:
-        files = [load_file(path) for path in folder.glob("*.safetensors")]
-        return sum(t.numel() * t.element_size() for file in files for name, t in file.items() if name.endswith(suffix))
-
-    assert told["dense"] == data(source)
-    assert told["packed"] == data(tmp_path / "packed")
-    assert told["mask"] == data(tmp_path / "mask", ".mask")
-
-
-def test_a_dense_checkpoint_is_noticed(
-    pruned: Callable[[str], Path], models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pack(pruned("llama"), tmp_path / "sparse")
-    assert "too few zeros" not in caplog.text
-    pack(models("llama"), tmp_path / "dense")
-    assert f"{models('llama')} has too few zeros to save space; pack is for pruned checkpoints." in caplog.text
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    pack(tuned, tmp_path / "changed", mask_only=True)
+    for folder, on, said in (
+        (mask, None, r"a mask holds no weights\. Name the model that it is for: --base"),
+        (mask, str(source), "not those that were pruned"),
+        (mask, str(models("llama")), r"it has no .* is not the model that the mask is for"),
+        (tmp_path / "changed", base, "does not yield the packed file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            unpack(folder, tmp_path / "none", base=on)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "changed", "mask", "tuned"]
 
 
 def test_sizes_of_gaussian_weights(tmp_path: Path) -> None:
     """At 40 % sparsity at most 0.67 of the dense bytes raw, at most 0.46 with zstd. Random zeros are the worst case."""
     torch.manual_seed(0)
-    weight = torch.randn(2048, 2048).bfloat16() * 0.02
-    for name, score in (("magnitude", weight.abs().float()), ("random", torch.rand(2048, 2048))):
+    weight = torch.randn(1024, 1024).bfloat16() * 0.02
+    for name, score in (("magnitude", weight.abs().float()), ("random", torch.rand(1024, 1024))):
         (tmp_path / name).mkdir()
         cut = score.flatten().kthvalue(int(0.4 * weight.numel())).values
         save_file({"w": weight.masked_fill(score <= cut, 0)}, tmp_path / name / "model.safetensors")
-        ratio = {}
-        for zstd in (False, True):
+        for zstd, most in ((False, 0.67), (True, 0.46)):
             sizes = pack(tmp_path / name, tmp_path / f"{name}-{zstd}", zstd=zstd).sizes
-            ratio[zstd] = sizes.packed_bytes / sizes.dense_bytes
-        assert ratio[False] <= 0.67
-        assert ratio[True] <= 0.46
+            assert sizes.packed_bytes <= most * sizes.dense_bytes
     mask = pack(tmp_path / "random", tmp_path / "mask", mask_only=True).sizes
     assert mask.packed_bytes <= weight.numel() / 8 + 1000
-
-
-def damage(folder: Path, rng: np.random.Generator) -> tuple[Path, bytes]:
-    """Flip one bit of one file of a packed folder; returns the file and its old content."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    path = files[rng.integers(len(files))]
-    sound = path.read_bytes()
-    raw = bytearray(sound)
-    raw[rng.integers(len(raw))] ^= 1 << rng.integers(8)
-    path.write_bytes(raw)
-    return path, sound
 
 
 @pytest.mark.parametrize("how", [{}, {"zstd": True}, {"mask_only": True}, {"mask_only": True, "zstd": True}])
@@ -248,8 +188,12 @@ def test_damage_is_refused_and_leaves_nothing(
     pack(pruned("llama"), packed, **how)
     base = str(models("llama")) if "mask_only" in how else None
     wanted, rng, refused = contents(pruned("llama")), np.random.default_rng(0), 0
-    for _ in range(30):
-        path, sound = damage(packed, rng)
+    files = sorted(path for path in packed.rglob("*") if path.is_file())
+    for path in rng.choice(files, 16):
+        sound = path.read_bytes()
+        raw = bytearray(sound)
+        raw[rng.integers(len(raw))] ^= 1 << rng.integers(8)
+        path.write_bytes(raw)
         try:
             unpack(packed, tmp_path / "back", base=base)
         except UserError:
@@ -259,93 +203,69 @@ def test_damage_is_refused_and_leaves_nothing(
             shutil.rmtree(tmp_path / "back")
         assert [each.name for each in tmp_path.iterdir()] == ["packed"]
         path.write_bytes(sound)
-    assert refused > 25
+    assert refused > 12
 
 
 def test_truncated_and_missing_files_are_refused(packed_llama: Path, tmp_path: Path) -> None:
-    shutil.copytree(packed_llama, tmp_path / "packed")
-    for path in sorted((tmp_path / "packed").rglob("*")):
-        if not path.is_file():
-            continue
+    packed = shutil.copytree(packed_llama, tmp_path / "packed")
+    for path in [path for path in packed.rglob("*") if path.is_file()]:
         raw = path.read_bytes()
         path.write_bytes(raw[: len(raw) // 2])
         with pytest.raises(UserError):
-            unpack(tmp_path / "packed", tmp_path / "back")
+            unpack(packed, tmp_path / "back")
         path.unlink()
         with pytest.raises(UserError):
-            unpack(tmp_path / "packed", tmp_path / "back")
+            unpack(packed, tmp_path / "back")
         path.write_bytes(raw)
-    unpack(tmp_path / "packed", tmp_path / "back")
+    unpack(packed, tmp_path / "back")
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "emp_pack.json"
-    told = json.loads(path.read_text())
-    change(told)
-    path.write_text(json.dumps(told))
-
-
-def escape(told: dict[str, Any]) -> None:
-    told["files"]["../escaped"] = told["files"].pop("config.json")
-
-
-def escape_by_shard(told: dict[str, Any]) -> None:
-    told["shards"]["/tmp/escaped.safetensors"] = told["shards"].popitem()[1]
-
-
-def bomb_of_frames(told: dict[str, Any]) -> None:
-    bomb(told)
-    told.update(codec="zstd", block=64)
-
-
-def bomb(told: dict[str, Any]) -> None:
-    shard = next(iter(told["shards"].values()))
-    shard["header"] = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
-    shard["bytes"] = (1 << 42) + 8 + len(shard["header"])
+BOMB = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
+BOMB_SHARD = {"header": BOMB, "bytes": (1 << 42) + 8 + len(BOMB)}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("top", "shard"),
     [
-        escape,
-        escape_by_shard,
-        bomb,
-        bomb_of_frames,
-        lambda told: told.update(format="emp-llm pack 2"),
-        lambda told: told.update(format="emp-llm pack x"),
-        lambda told: told.update(kind="mask"),
-        lambda told: told.update(codec="zstd"),
-        lambda told: told.update(codec="brotli"),
-        lambda told: told.update(block=0),
-        lambda told: told.update(block=True),
-        lambda told: told.update(shards={}),
-        lambda told: told.update(shards=[]),
-        lambda told: told.update(files={"config.json": 3}),
-        lambda told: told.pop("base"),
-        lambda told: next(iter(told["shards"].values())).update(bytes=-1),
-        lambda told: next(iter(told["shards"].values())).update(header="{}"),
-        lambda told: next(iter(told["shards"].values())).update(header=7),
-        lambda told: next(iter(told["shards"].values())).update(blake3="0" * 64),
+        ({"files": {"../escaped": "0" * 64}}, {}),
+        ({"files": {"config.json": 3}}, {}),
+        ({"shards": {"/tmp/escaped.safetensors": {}}}, {}),
+        ({"shards": {}}, {}),
+        ({"shards": []}, {}),
+        ({}, BOMB_SHARD),
+        ({"codec": "zstd", "block": 64}, BOMB_SHARD),
+        ({"format": "emp-llm pack 2"}, {}),
+        ({"format": "emp-llm pack x"}, {}),
+        ({"kind": "mask"}, {}),
+        ({"codec": "zstd"}, {}),
+        ({"codec": "brotli"}, {}),
+        ({"block": 0}, {}),
+        ({"block": True}, {}),
+        ({"base": None}, {}),
+        ({}, {"bytes": -1}),
+        ({}, {"header": "{}"}),
+        ({}, {"header": 7}),
+        ({}, {"blake3": "0" * 64}),
     ],
 )
-def test_hostile_lists_are_refused(packed_llama: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    edited(Path(shutil.copytree(packed_llama, tmp_path / "packed")), change)
+def test_hostile_lists_are_refused(packed_llama: Path, tmp_path: Path, top: dict[str, Any], shard: dict[str, Any]) -> None:
+    packed = shutil.copytree(packed_llama, tmp_path / "packed")
+    told = json.loads((packed / "emp_pack.json").read_text())
+    first = next(iter(told["shards"]))
+    told["shards"][first] |= shard
+    for key, value in top.items():
+        if key == "base":
+            del told[key]
+        elif key == "files":
+            told[key] |= value
+        elif value and key == "shards":
+            told[key] = dict.fromkeys(value, told[key][first])
+        else:
+            told[key] = value
+    (packed / "emp_pack.json").write_text(json.dumps(told))
     with pytest.raises(UserError):
-        unpack(tmp_path / "packed", tmp_path / "deep" / "back")
+        unpack(packed, tmp_path / "deep" / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
-
-
-def test_a_newer_format_is_refused_with_the_remedy(packed_llama: Path, tmp_path: Path) -> None:
-    edited(Path(shutil.copytree(packed_llama, tmp_path / "packed")), lambda told: told.update(format="emp-llm pack 4"))
-    with pytest.raises(UserError, match=r"a newer emp-llm wrote it.*pip install --upgrade emp-llm"):
-        unpack(tmp_path / "packed", tmp_path / "back")
-
-
-def test_frames_of_other_chunks_are_refused(pruned: Callable[[str], Path], tmp_path: Path) -> None:
-    pack(pruned("llama"), tmp_path / "packed", zstd=True)
-    edited(tmp_path / "packed", lambda told: told.update(block=128))
-    with pytest.raises(UserError, match="dtype and the shape"):
-        unpack(tmp_path / "packed", tmp_path / "back")
 
 
 def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tmp_path: Path) -> None:
@@ -372,11 +292,18 @@ def test_wrong_use_is_answered(pruned: Callable[[str], Path], models: Models, tm
     assert contents(tmp_path / "other") == contents(source)
 
 
-def test_without_zstandard_the_extra_is_named(
-    pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_with_the_remedy(pruned: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(pruned("llama"), tmp_path / "packed", zstd=True)
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    told = (tmp_path / "packed" / "emp_pack.json").read_text()
+    for more, said in (
+        ({"format": "emp-llm pack 4"}, r"a newer emp-llm wrote it.*pip install --upgrade emp-llm"),
+        ({"block": 128}, "dtype and the shape"),
+    ):
+        (tmp_path / "packed" / "emp_pack.json").write_text(json.dumps(json.loads(told) | more))
+        with pytest.raises(UserError, match=said):
+            unpack(tmp_path / "packed", tmp_path / "x")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "packed" / "emp_pack.json").write_text(told)
     with pytest.raises(UserError, match=r"--zstd needs zstandard. Install it: pip install 'emp-llm\[zstd\]'"):
         pack(pruned("llama"), tmp_path / "x", zstd=True)
     with pytest.raises(UserError, match=r"emp-llm\[zstd\]"):

@@ -33,30 +33,23 @@ def photo(tmp_path: Path) -> Path:
 
 
 def expected(channel: Pixels, beta: float, patch: int | None, channel_mean: bool = False) -> tuple[Pixels, Pixels]:
-    """The mask and the pruned channel by the oracle, patch by patch."""
-    height, width = channel.shape
-    side = patch or max(height, width)
+    """The mask and the pruned channel of integers by the oracle, patch by patch."""
+    side = patch or max(channel.shape)
     mask, pruned = np.zeros(channel.shape, bool), channel.copy()
-    for top in range(0, height, side):
-        for left in range(0, width, side):
+    for top in range(0, channel.shape[0], side):
+        for left in range(0, channel.shape[1], side):
             area = np.s_[top : top + side, left : left + side]
-            values = channel[area].astype(np.float64)
-            mean = channel.mean(dtype=np.float64) if channel_mean else values.mean()
+            whole = channel if channel_mean else channel[area]
+            total = whole.sum(dtype=np.float64)
             # N x - sum x is exact: pixels equally far from the mean have equal scores.
-            scores = np.abs(values - mean) if channel.dtype.kind == "f" else np.abs(values * values.size - values.sum())
-            if channel_mean:
-                scores = np.abs(values * channel.size - channel.sum(dtype=np.float64))
-            kept = oracle.keep(scores.ravel(), oracle.count(scores.ravel(), beta)).reshape(values.shape)
-            mask[area] = kept
-            fill = mean if channel.dtype.kind == "f" else np.rint(mean)
-            pruned[area] = np.where(kept, channel[area], fill.astype(channel.dtype))
+            scores = np.abs(channel[area].astype(np.float64) * whole.size - total).ravel()
+            mask[area] = oracle.keep(scores, oracle.count(scores, beta)).reshape(mask[area].shape)
+            pruned[area] = np.where(mask[area], channel[area], np.rint(total / whole.size).astype(channel.dtype))
     return mask, pruned
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize(
-    ("patch", "channel_mean"), [(None, False), (4, False), (4, True), (5, False), (1, False), (100, False)]
-)
+@pytest.mark.parametrize(("patch", "channel_mean"), [(None, False), (4, False), (4, True), (5, False), (1, False)])
 def test_pixels_are_pruned_as_by_the_oracle(beta: float, patch: int | None, channel_mean: bool) -> None:
     channels = np.ascontiguousarray(np.moveaxis(np.asarray(picture()), 2, 0))
     found = prune_pixels(channels, beta, patch, channel_mean)
@@ -66,152 +59,113 @@ def test_pixels_are_pruned_as_by_the_oracle(beta: float, patch: int | None, chan
         np.testing.assert_array_equal(found.channels[number], pruned)
 
 
-def test_images_figure_and_figures_of_merit(photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(photo), str(tmp_path / "out"), "--beta", "0.8"])
-    shown = capsys.readouterr().out
-    original = np.asarray(picture())
-    record = json.loads((tmp_path / "out" / "image.json").read_text())
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"channel.png", "patch.png", "figure.png", "image.json"}
+def test_images_figure_and_figures_of_merit(
+    photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main([str(photo), "--beta", "0.8"])
+    shown, out, original = capsys.readouterr().out, tmp_path / "photo-emp", np.asarray(picture())
+    record = json.loads((out / "image.json").read_text())
+    assert {path.name for path in out.iterdir()} == {"channel.png", "patch.png", "figure.png", "image.json"}
     assert (record["width"], record["height"], record["beta"], record["patch"]) == (37, 26, 0.8, 4)
     for entry, side in zip(record["groups"], (None, 4), strict=True):
-        pruned = np.asarray(Image.open(tmp_path / "out" / entry["file"]))
+        pruned = np.asarray(Image.open(out / entry["file"]))
         wanted = [expected(original[..., channel], 0.8, side) for channel in range(3)]
         np.testing.assert_array_equal(pruned, np.stack([each for _, each in wanted], axis=2))
         kept = [int(mask.sum()) for mask, _ in wanted]
-        assert entry["kept"] == sum(kept)
-        assert entry["sparsity"] == pytest.approx(1 - sum(kept) / original.size)
+        assert (entry["kept"], entry["sparsity"]) == (sum(kept), pytest.approx(1 - sum(kept) / original.size))
         assert list(entry["sparsity_of_channels"].values()) == pytest.approx([1 - each / (37 * 26) for each in kept])
         error = np.mean((original.astype(float) - pruned) ** 2)
         assert entry["psnr"] == pytest.approx(10 * math.log10(255**2 / error))
         assert entry["ssim"] == pytest.approx(structural_similarity(original, pruned, channel_axis=2))
-        assert f"{entry['kept']:,}" in shown
-        assert f"{entry['psnr']:.1f}" in shown
-        assert f"{entry['ssim']:.3f}" in shown
-    figure = Image.open(tmp_path / "out" / "figure.png")
-    assert figure.width > 3 * 320
-    assert "3 channels of 8 bits" in shown
-
-
-def test_one_group_and_the_default_name(
-    photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    main([str(photo), "--group", "patch", "--patch", "8", "--mean", "channel"])
-    assert {path.name for path in (tmp_path / "photo-emp").iterdir()} == {"patch.png", "figure.png", "image.json"}
-    record = json.loads((tmp_path / "photo-emp" / "image.json").read_text())
-    assert (record["patch"], record["mean"], [entry["group"] for entry in record["groups"]]) == (8, "channel", ["patch"])
-    assert "patches 8 x 8" in capsys.readouterr().out
+        assert all(words in shown for words in (f"{entry['kept']:,}", f"{entry['psnr']:.1f}", f"{entry['ssim']:.3f}"))
+    assert Image.open(out / "figure.png").width > 3 * 320
     with pytest.raises(SystemExit, match="2"):
         main([str(photo)])
     assert "photo-emp: it exists; name another folder, or add --overwrite." in capsys.readouterr().err
-    main([str(photo), "--overwrite"])
-    assert (tmp_path / "photo-emp" / "channel.png").is_file()
+    main([str(photo), "--group", "patch", "--patch", "8", "--mean", "channel", "--overwrite"])
+    assert {path.name for path in out.iterdir()} == {"patch.png", "figure.png", "image.json"}
+    record = json.loads((out / "image.json").read_text())
+    assert (record["patch"], record["mean"], [entry["group"] for entry in record["groups"]]) == (8, "channel", ["patch"])
 
 
 def _kind(mode: str) -> Image.Image:
     """The picture in a mode of Pillow."""
-    if mode in ("I;16", "I", "F"):
+    if mode in ("I;16", "I"):
         grey = np.asarray(picture().convert("L")).astype(np.int64)
-        return Image.fromarray(
-            (grey * {"I;16": 250, "I": -90_000, "F": 0.25}[mode]).astype({"I;16": "u2", "I": "i4"}.get(mode, "f4"))
-        )
-    if mode == "P+":
-        palette = picture().quantize(16)
-        palette.info["transparency"] = 3
-        return palette
+        return Image.fromarray((grey * 250).astype("u2") if mode == "I;16" else (grey * -90_000).astype("i4"))
+    image = picture().quantize(16) if mode == "P" else picture().convert(mode)
+    if mode == "P":
+        image.info["transparency"] = 3
     if mode in ("RGBA", "LA"):
-        clear = picture().convert(mode)
-        clear.putalpha(Image.linear_gradient("L").resize(clear.size))
-        return clear
-    return picture().convert(mode)
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return image
 
 
 @pytest.mark.parametrize(
-    ("mode", "suffix", "channels", "bits", "alpha", "note"),
+    ("mode", "suffix", "channels", "bits", "alpha"),
     [
-        ("1", "png", 1, 8, False, ""),
-        ("L", "png", 1, 8, False, ""),
-        ("LA", "png", 1, 8, True, ""),
-        ("P", "gif", 3, 8, False, ""),
-        ("P+", "png", 3, 8, True, ""),
-        ("RGB", "webp", 3, 8, False, ""),
-        ("RGBA", "png", 3, 8, True, ""),
-        ("CMYK", "jpg", 3, 8, False, "its colours (CMYK) are converted to RGB."),
-        ("I;16", "png", 1, 16, False, ""),
-        ("I", "tiff", 1, 32, False, ""),
-        ("F", "tiff", 1, 32, False, ""),
+        ("1", "png", 1, 8, False),
+        ("LA", "png", 1, 8, True),
+        ("P", "png", 3, 8, True),
+        ("RGB", "webp", 3, 8, False),
+        ("RGBA", "png", 3, 8, True),
+        ("CMYK", "jpg", 3, 8, False),
+        ("I;16", "png", 1, 16, False),
+        ("I", "tiff", 1, 32, False),
     ],
 )
-def test_every_kind_of_image(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, suffix: str, channels: int, bits: int, alpha: bool, note: str
-) -> None:
+def test_every_kind_of_image(tmp_path: Path, mode: str, suffix: str, channels: int, bits: int, alpha: bool) -> None:
     source = tmp_path / f"in.{suffix}"
-    drawn = _kind(mode)
-    drawn.save(source, **({"transparency": 3} if mode == "P+" else {}))
+    _kind(mode).save(source)
     record = prune_image(source, tmp_path / "out")
     assert (len(record.channels), record.bits, record.alpha, (record.width, record.height)) == (channels, bits, alpha, (37, 26))
-    assert note in caplog.text
-    assert record.notes == [note] * bool(note)
+    assert record.notes == ["its colours (CMYK) are converted to RGB."] * (mode == "CMYK")
     with Image.open(source) as opened:
         plain = (
-            opened if channels == 1 and mode != "1" else opened.convert("RGBA" if alpha else "RGB" if channels == 3 else "L")
+            opened.convert(("RGBA" if alpha else "RGB") if channels == 3 else "L")
+            if mode in ("1", "P", "CMYK", "RGB")
+            else opened
         )
         before = np.atleast_3d(np.asarray(plain))
     for entry in record.groups:
         after = np.atleast_3d(np.asarray(Image.open(tmp_path / "out" / entry.file)))
         assert after.shape == before.shape
-        assert 0 < entry.sparsity < 0.9
-        assert 10 < entry.decibels < 90
         for channel in range(channels):
-            mask, pruned = expected(before[..., channel].astype(after.dtype), 1.0, 4 if entry.group == "patch" else None)
-            if mode == "F":  # the oracle's scores are rounded
-                assert abs(int(mask.sum()) - int((after[..., channel] == before[..., channel]).sum())) < 20
-            else:
-                np.testing.assert_array_equal(after[..., channel], pruned)
+            _, pruned = expected(before[..., channel].astype(after.dtype), 1.0, 4 if entry.group == "patch" else None)
+            np.testing.assert_array_equal(after[..., channel], pruned)
         if alpha:
             np.testing.assert_array_equal(after[..., -1], before[..., -1])
 
 
 def test_frames_and_orientation(tmp_path: Path) -> None:
-    frames = [picture(), picture().rotate(180)]
-    frames[0].save(tmp_path / "in.gif", save_all=True, append_images=frames[1:])
+    picture().save(tmp_path / "in.gif", save_all=True, append_images=[picture().rotate(180)])
     assert prune_image(tmp_path / "in.gif", tmp_path / "gif").notes == ["it holds 2 frames; the first is used."]
-
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     picture().save(tmp_path / "in.jpg", exif=exif)
     record = prune_image(tmp_path / "in.jpg", tmp_path / "jpg")
-    assert (record.width, record.height) == (26, 37)
     with Image.open(tmp_path / "jpg" / "patch.png") as turned:
-        assert turned.size == (26, 37)
+        assert (record.width, record.height) == turned.size == (26, 37)
         assert not turned.getexif()
 
 
-@pytest.mark.parametrize("size", [(1, 1), (9, 8)])
-@pytest.mark.parametrize("mode", ["L", "RGBA", "F"])
+@pytest.mark.parametrize(("mode", "size"), [("L", (1, 1)), ("RGBA", (9, 8)), ("F", (9, 8))])
 def test_one_colour_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: tuple[int, int], mode: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, size: tuple[int, int]
 ) -> None:
     Image.new(mode, size, 77 if mode != "RGBA" else (1, 2, 3, 4)).save(tmp_path / "in.tiff")
     main([str(tmp_path / "in.tiff"), str(tmp_path / "out")])
     shown = capsys.readouterr().out
-    assert shown.count("infinite") == 2
-    assert shown.count(" 0.00 ") == 2
+    assert (shown.count("infinite"), shown.count(" 0.00 ")) == (2, 2)
     assert ("SSIM needs an image of at least 7 x 7 pixels" in shown) == (size == (1, 1))
     record = json.loads((tmp_path / "out" / "image.json").read_text())
     assert [(entry["psnr"], entry["ssim"]) for entry in record["groups"]] == [(None, None if size == (1, 1) else 1.0)] * 2
 
 
-def test_wrong_input_is_answered(
-    photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.png").write_text("no image at all")
-    (tmp_path / "cut.png").write_bytes(photo.read_bytes()[:900])
-    Image.fromarray(np.full((8, 8), np.nan, np.float32)).save(tmp_path / "nan.tiff")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "mine.txt").write_text("mine")
-    for line, message in (
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
         ("none.png", "none.png: there is no such file"),
         ("text.png", "text.png: not an image in a format that Pillow reads"),
         ("cut.png", "cut.png: the image is damaged"),
@@ -219,14 +173,22 @@ def test_wrong_input_is_answered(
         ("photo.png --beta 0", "--beta must be a number above 0"),
         ("photo.png --patch 0", "--patch must be at least 1 pixel"),
         ("photo.png --group row", "--group"),
-        ("photo.png --mean row", "--mean"),
         ("photo.png out.jpg", "OUT out.jpg: it is a folder for the pruned images; give a name without .jpg."),
         ("photo.png own", "it exists and holds no image.json, so it is never replaced"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            main(line.split())
-        assert end.value.code == 2, line
-        assert message in capsys.readouterr().err
+    ],
+)
+def test_wrong_input_is_answered(
+    photo: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.png").write_text("no image at all")
+    (tmp_path / "cut.png").write_bytes(photo.read_bytes()[:900])
+    Image.fromarray(np.full((8, 8), np.nan, np.float32)).save(tmp_path / "nan.tiff")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("*-emp")), "nothing was written"
 
 

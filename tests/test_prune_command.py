@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from conftest import Run
+from transformers import AutoModelForCausalLM
 
 import emp_llm
 from emp_llm import prune as prune_module
 from emp_llm.common.errors import UserError
-from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 
@@ -23,7 +23,7 @@ Models = Callable[[str], Path]
 
 
 def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, command: Run) -> None:
-    """The default output of an earlier run is no obstacle; the table says what the run itself needs."""
+    """The default output of an earlier run is no obstacle, and stays; a folder of other files is refused."""
     shutil.copytree(models("llama"), tmp_path / "model")
     line = ("prune", "--model", "model", "--method", "magnitude")
     assert command(*line).returncode == 0
@@ -34,6 +34,9 @@ def test_a_dry_run_beside_an_existing_output(models: Models, tmp_path: Path, com
     assert "it exists" not in command(*line, "--dry-run", "--overwrite").stdout
     assert "it exists" in command(*line).stderr
     assert (tmp_path / "model-magnitude" / "emp_report.json").stat().st_mtime_ns == before
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("all of it")
+    assert "not a model folder" in command(*line, "--dry-run", "--output", "out").stderr
 
 
 def test_a_dry_run_shows_the_sparsity_at_each_beta(
@@ -60,75 +63,46 @@ def test_a_dry_run_shows_the_sparsity_at_each_beta(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_still_refuses_a_folder_of_other_files(models: Models, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("all of it")
-    with pytest.raises(UserError, match="not a model folder"):
-        prune(model=models("llama"), output=tmp_path / "out", method="magnitude", dry_run=True)
+@pytest.mark.parametrize(
+    ("method", "options", "named"),
+    [
+        ("magnitude", {"calibration": "c4", "samples": 9, "resumable_calibration": False},
+         "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude needs no activations."),
+        ("emp-magnitude", {"activations": "norms"}, "--activations has no effect: method emp-magnitude needs no activations."),
+        ("magnitude", {}, None),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_named(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: Any, options: dict[str, Any], named: str | None
+) -> None:
+    prune(model=models("llama"), output=tmp_path / "out", dry_run=True, method=method, **options)
+    assert "no effect" not in caplog.text if named is None else named in caplog.text
 
 
-def test_options_without_effect_are_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"model": models("llama"), "output": tmp_path / "out", "dry_run": True}
-    prune(method="magnitude", calibration="c4", samples=9, resumable_calibration=False, **options)
-    assert (
-        "--calibration, --samples, --no-resumable-calibration have no effect: method magnitude needs no activations."
-        in caplog.text
-    )
-    caplog.clear()
-    prune(method="emp-magnitude", activations="norms", **options)
-    assert "--activations has no effect: method emp-magnitude needs no activations." in caplog.text
-    caplog.clear()
-    prune(method="magnitude", **options)
-    assert "no effect" not in caplog.text
-
-
-def test_a_pruned_model_is_noticed(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prune(model=models("llama"), output=tmp_path / "once", method="emp-magnitude")
+def test_a_pruned_model_is_noticed(pruned: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = pruned("llama")
     assert "already pruned" not in caplog.text
-    prune(model=tmp_path / "once", output=tmp_path / "twice", method="emp-magnitude")
-    assert "once is already pruned. Its zeros count as weights" in caplog.text
-
-
-def test_paths_are_models(models: Models, tmp_path: Path) -> None:
-    report = prune(model=models("llama"), output=tmp_path / "out", method="magnitude")
-    assert isinstance(report, RunReport)
-    assert report.source.model == str(models("llama"))
-    assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
-    assert isinstance(prune(str(models("llama")), output=str(tmp_path / "two"), method="magnitude"), RunReport)
-
-
-def test_a_model_in_memory_is_answered_in_a_sentence(models: Models, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(models("llama"))
-    with pytest.raises(UserError, match=r"--model must be a model folder or a Hub id .*LlamaForCausalLM.*save_pretrained"):
-        prune(model=model, output=tmp_path / "out")
-
-
-def test_options_are_checked_by_name() -> None:
-    with pytest.raises(TypeError, match="methd"):
-        prune(model="x", methd="magnitude")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="model"):
-        prune()  # type: ignore[call-arg]
+    prune(model=source, output=tmp_path / "twice", method="emp-magnitude", dry_run=True)
+    assert "llama is already pruned. Its zeros count as weights" in caplog.text
 
 
 def test_the_package_is_its_front_door(models: Models, tmp_path: Path) -> None:
-    """`from emp_llm import prune` can be called, and is documented, as the function in it."""
-    assert callable(prune_module)
-    assert inspect.signature(prune_module) == inspect.signature(prune)
-    assert isinstance(prune_module(model=models("llama"), output=tmp_path / "out", method="magnitude"), RunReport)
+    """`from emp_llm import prune` can be called, and is documented, as the function in it; paths are models."""
+    parameters = inspect.signature(prune_module).parameters
+    assert parameters == inspect.signature(prune).parameters
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
+    report = prune_module(model=models("llama"), output=str(tmp_path / "out"), method="magnitude")
+    assert isinstance(report, RunReport)
+    assert report.source.model == str(models("llama"))
+    assert json.loads((tmp_path / "out" / "emp_report.json").read_text()) == report.as_dict()
+    with pytest.raises(UserError, match=r"--model must be a model folder or a Hub id .*LlamaForCausalLM.*save_pretrained"):
+        prune(model=AutoModelForCausalLM.from_pretrained(models("llama")), output=tmp_path / "x")
+    with pytest.raises(TypeError, match="methd"):
+        prune(model="x", methd="magnitude")  # type: ignore[call-arg]
     public = [name for name in dir(emp_llm) if not name.startswith("_")]
     assert {"prune", "calibrate", "evaluate", "effective_mask", "effective_number"} <= set(public)
     for name in public:
         assert callable(getattr(emp_llm, name)) or inspect.ismodule(getattr(emp_llm, name)), name
-
-
-def test_every_option_has_a_type_and_a_default() -> None:
-    parameters = inspect.signature(prune).parameters
-    assert parameters["model"].default is inspect.Parameter.empty
-    assert Recipe().method == "emp-wanda"
-    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
-    assert len(parameters) > 30
 
 
 def test_a_data_free_prune_needs_no_torch(models: Models, tmp_path: Path) -> None:

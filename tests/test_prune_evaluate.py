@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import Run
+from runs import report_of, save_run
 from suites import TASKS, Models
 
 from emp_llm.checkpoint.locks import FileLock
@@ -23,11 +23,6 @@ from emp_llm.records.run_report import RunReport
 from emp_llm.verify import verify
 
 Values = dict[str, Any]
-
-
-def report_of(folder: Path) -> Values:
-    values: Values = json.loads((folder / "emp_report.json").read_text())
-    return values
 
 
 def numbers(measures: Values) -> Values:
@@ -77,24 +72,14 @@ def test_an_evaluated_run(whole: Path, evaluable: Models) -> None:
     assert verify(whole, source=evaluable("llama")).differences == []
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [("dense.json", 2), ("dense.json", 4), ("pruned.json", 3)],
-)
+@pytest.mark.parametrize(("name", "parts"), [("dense.json", 2), ("dense.json", 4), ("pruned.json", 3)])
 def test_an_interrupted_evaluation_resumes(
-    line: list[object],
-    whole: Path,
-    evaluable: Models,
-    tmp_path: Path,
-    command: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    parts: int,
+    line: list[object], whole: Path, evaluable: Models, tmp_path: Path, command: Run, name: str, parts: int
 ) -> None:
     """Within the dense suite, between the models, and within the other suite. Neither the checkpoint nor a finished part is
     done again."""
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         terminate_when(lambda results, path: path.name == name and results.measures.parts == parts, patch)
         done = command(*line, "--output", out)
     assert done.returncode == 143, done.stderr
@@ -107,7 +92,6 @@ def test_an_interrupted_evaluation_resumes(
     held["perplexity"]["seconds"] = 12345  # a second measurement would change it
     kept.write_text(json.dumps(held))
     before = weights(out)
-
     done = command(*line, "--output", out)
     assert done.returncode == 0, done.stderr
     assert weights(out) == before == {key: (before[key][0], value[1]) for key, value in weights(whole).items()}
@@ -118,57 +102,41 @@ def test_an_interrupted_evaluation_resumes(
     assert report["matrices"] == expected["matrices"]
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    again = command(*line, "--output", out)
-    assert again.returncode == 2
-    assert "it exists" in again.stderr
 
 
-@pytest.fixture
-def interrupted(line: list[object], tmp_path: Path, command: Run) -> Path:
-    """An output whose dense model is measured, and whose pruned model is not."""
+def test_another_run_does_not_continue_it(line: list[object], task_suite: Path, tmp_path: Path, command: Run) -> None:
+    """A run at the same time or of a different recipe is refused; another suite is measured anew; --overwrite replaces all."""
+    out, short = tmp_path / "out", task_suite.with_name("short.toml")
     with pytest.MonkeyPatch.context() as patch:
         terminate_when(lambda results, _: results.complete, patch)
-        assert command(*line, "--output", tmp_path / "out").returncode == 143
-    return tmp_path / "out"
-
-
-def test_another_run_does_not_continue_it(line: list[object], interrupted: Path, command: Run) -> None:
-    """A different recipe is refused; with --overwrite it replaces checkpoint and evaluation."""
-    before = weights(interrupted)
-    done = command(*line, "--beta", 0.5, "--output", interrupted)
-    assert done.returncode == 2
-    assert "it exists" in done.stderr
-    assert weights(interrupted) == before
-    assert (interrupted / "emp_llm" / "evaluation" / "dense.json").is_file()
-    done = command(*line, "--beta", 0.5, "--output", interrupted, "--overwrite")
-    assert done.returncode == 0, done.stderr
-    assert report_of(interrupted)["recipe"]["beta"] == 0.5
-    assert report_of(interrupted)["evaluation"]["pruned"]
-    assert not (interrupted / "emp_llm" / "evaluation").exists()
-
-
-def test_another_suite_is_measured_anew(line: list[object], task_suite: Path, interrupted: Path, command: Run) -> None:
-    before = weights(interrupted)
-    short = task_suite.with_name("short.toml")
-    done = command(*(short if word == task_suite else word for word in line), "--output", interrupted)
+        assert command(*line, "--output", out).returncode == 143
+    before = weights(out)
+    other = FileLock(out / "emp_llm" / "evaluation" / ".results.lock", "the evaluation")
+    other.acquire()
+    for more, said in (((), "another run is working on it"), (("--beta", 0.5), "it exists")):
+        done = command(*line, *more, "--output", out)
+        assert done.returncode == 2
+        assert said in done.stderr
+    other.release()
+    assert (out / "emp_llm" / "evaluation" / "dense.json").is_file()
+    line = [short if word == task_suite else word for word in line]
+    done = command(*line, "--output", out)
     assert done.returncode == 0, done.stderr
     assert "Measuring again" in done.stderr
-    held = report_of(interrupted)["evaluation"]
+    held = report_of(out)["evaluation"]
     assert held["suite"] == str(short)
     assert all("tasks" not in held[which] for which in ("dense", "pruned"))
-    assert weights(interrupted) == before
-
-
-def test_two_runs_do_not_evaluate_the_same_checkpoint(line: list[object], interrupted: Path, command: Run) -> None:
-    other = FileLock(interrupted / "emp_llm" / "evaluation" / ".results.lock", "the evaluation")
-    other.acquire()
-    try:
-        done = command(*line, "--output", interrupted)
-    finally:
-        other.release()
-    assert done.returncode == 2
-    assert "another run is working on it" in done.stderr
-    assert command(*line, "--output", interrupted).returncode == 0
+    assert weights(out) == before
+    again = command(*line, "--output", out)
+    assert (again.returncode, "it exists" in again.stderr) == (2, True)
+    with pytest.MonkeyPatch.context() as patch:
+        terminate_when(lambda results, _: results.complete, patch)
+        assert command(*line, "--output", out, "--overwrite").returncode == 143
+    done = command(*line, "--beta", 0.5, "--output", out, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert report_of(out)["recipe"]["beta"] == 0.5
+    assert report_of(out)["evaluation"]["pruned"]
+    assert not (out / "emp_llm" / "evaluation").exists()
 
 
 def test_a_calibrated_run_resumes_without_calibrating(
@@ -203,13 +171,11 @@ def test_a_baseline_replaces_the_dense_evaluation(
     baseline = dense_results if kind == "file" else whole
     held = json.loads(baseline.read_text()) if kind == "file" else report_of(whole)["evaluation"]["dense"]
     options: Values = {"method": "magnitude", "evaluate": task_suite, "device_map": "cpu", "baseline": baseline}
-    report = prune(evaluable("llama"), output=tmp_path / "out", **options)
-    assert isinstance(report, RunReport)
-    assert report.evaluation is not None
-    assert report.evaluation.dense is not None
-    assert report.evaluation.dense.as_dict() == {key: held[key] for key in ("perplexity", "tasks")}
-    assert "evaluate dense" not in report.stages
-    assert report.evaluation.pruned is not None
+    prune(evaluable("llama"), output=tmp_path / "out", **options)
+    report = report_of(tmp_path / "out")
+    assert report["evaluation"]["dense"] == {key: held[key] for key in ("perplexity", "tasks")}
+    assert "evaluate dense" not in report["stages"]
+    assert report["evaluation"]["pruned"]
 
 
 @pytest.mark.parametrize(
@@ -223,45 +189,29 @@ def test_a_baseline_replaces_the_dense_evaluation(
         ({"change": {"format": "emp-llm sweep 2"}}, "this is not a results file"),
         ({"model_change": {"sha256_of_config_and_tokenizer": "0"}}, "another config or tokenizer"),
         ({"baseline": "nope.json"}, "cannot be read"),
+        ({"baseline": "run"}, "holds no evaluation of the dense model"),
+        ({"suite": "perplexty"}, "Did you mean perplexity"),
+        ({"suite": "lost.toml"}, "lost.txt: no such file"),
+        ({"suite": None}, "--baseline needs an evaluation; add --evaluate"),
     ],
 )
 def test_a_baseline_of_something_else_is_refused(
-    evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, options: Values, says: str
+    evaluable: Models, task_suite: Path, tmp_path: Path, dense_results: Path, whole: Path, options: Values, says: str
 ) -> None:
     """Before anything is written."""
     held = json.loads(dense_results.read_text()) | options.get("change", {})
     held["made_by"]["model"] |= options.get("model_change", {})
     (tmp_path / "dense.json").write_text(json.dumps(held))
-    model, suite = evaluable(options.get("model", "llama")), task_suite.with_name(options.get("suite", task_suite.name))
+    report = report_of(whole)
+    del report["evaluation"]
+    save_run(tmp_path / "run", report)
+    (tmp_path / "lost.toml").write_text('[perplexity]\nfile = "lost.txt"\n')
+    suites = {"short.toml": task_suite.with_name("short.toml"), "lost.toml": tmp_path / "lost.toml"}
+    suite = suites.get(options["suite"], options["suite"]) if "suite" in options else task_suite
+    model = evaluable(options.get("model", "llama"))
     given: Values = {"method": "magnitude", "device_map": "cpu", "dtype": options.get("dtype", "auto")}
-    given["baseline"] = tmp_path / options.get("baseline", "dense.json")
+    given |= {"baseline": tmp_path / options.get("baseline", "dense.json")}
     with pytest.raises(UserError, match=says) as caught:
         prune(model, output=tmp_path / "out", evaluate=suite, **given)
-    assert "--baseline" in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["dense.json"]
-
-
-def test_a_folder_without_an_evaluation_is_no_baseline(
-    evaluable: Models, task_suite: Path, tmp_path: Path, whole: Path
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    shutil.copy(whole / "emp_report.json", folder)
-    values = report_of(folder)
-    del values["evaluation"]
-    (folder / "emp_report.json").write_text(json.dumps(values))
-    given: Values = {"method": "magnitude", "device_map": "cpu", "evaluate": task_suite}
-    with pytest.raises(UserError, match=r"--baseline .*holds no evaluation of the dense model"):
-        prune(evaluable("llama"), output=tmp_path / "out", baseline=folder, **given)
-    with pytest.raises(UserError, match="--baseline needs an evaluation; add --evaluate"):
-        prune(evaluable("llama"), output=tmp_path / "out", baseline=whole, method="magnitude")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_missing_data_is_an_error_before_pruning(evaluable: Models, tmp_path: Path) -> None:
-    """A suite that cannot be measured leaves nothing behind."""
-    (tmp_path / "lost.toml").write_text('[perplexity]\nfile = "lost.txt"\n')
-    for suite, says in ((tmp_path / "lost.toml", "lost.txt: no such file"), ("perplexty", "Did you mean perplexity")):
-        with pytest.raises(UserError, match=says):
-            prune(evaluable("llama"), output=tmp_path / "out", method="magnitude", evaluate=suite)
-    assert [path.name for path in tmp_path.iterdir()] == ["lost.toml"]
+    assert "--baseline" in str(caught.value) or suite in ("perplexty", tmp_path / "lost.toml")
+    assert {path.name for path in tmp_path.iterdir()} == {"dense.json", "lost.toml", "run"}

@@ -43,14 +43,8 @@ def test_pushed_from_the_shell_and_loaded_by_its_name(hub: Hub, client: Client, 
     assert "/user/lamps holds " in out
     (checkpoint / "notes.txt").unlink()
     check_pushed(hub, "user/lamps", checkpoint)  # with the card, and without anything that the upload left behind
-    files = contents(checkpoint)
-    assert {path.split("/")[0] for path in files} >= {
-        "README.md",
-        "LICENSE",
-        "config.json",
-        "tokenizer.json",
-        "emp_report.json",
-    }
+    files = {path.split("/")[0] for path in contents(checkpoint)}
+    assert files >= {"README.md", "LICENSE", "config.json", "tokenizer.json", "emp_report.json"}
     assert len(hub.repositories["user/lamps"].branches["main"]) == 2  # one commit on top of the Hub's own
     assert sorted(hub.put) == sorted(sha256(path.read_bytes()) for path in shards(checkpoint))
     assert verify(checkpoint).differences == []
@@ -60,50 +54,66 @@ def test_pushed_from_the_shell_and_loaded_by_its_name(hub: Hub, client: Client, 
     assert len(loaded) == 21
 
 
-def test_a_second_push_sends_only_changes(hub: Hub, client: Client, checkpoint: Path) -> None:
-    client.call("push", folder=checkpoint, repository="team/twice")
+def test_a_dry_run_changes_nothing_and_a_second_push_sends_only_changes(
+    hub: Hub, client: Client, checkpoint: Path, hub_dense: Path
+) -> None:
+    before, where = contents(checkpoint), {"folder": checkpoint, "repository": "team/twice"}
+    done = client.call("push", **where, dry_run=True)["result"]
+    assert done["commit"] is None
+    assert contents(checkpoint) == before
+    assert "team/twice" not in hub.repositories
+    client.call("push", **where)
+    assert done["files"] == {path: len(content) for path, content in held(hub, "team/twice").items()}
     hub.put.clear()
-    again = client.call("push", folder=checkpoint, repository="team/twice")["result"]
+    again = client.call("push", **where)["result"]
     commits = hub.repositories["team/twice"].branches["main"]
     assert (len(commits), commits[-1].oid) == (2, again["commit"])
     (checkpoint / "README.md").write_text("---\nlicense: mit\n---\nOther words.\n")
-    client.call("push", folder=checkpoint, repository="team/twice")
-    assert len(commits) == 3
-    before, after = commits[-2].files, commits[-1].files
-    assert [path for path in after if before[path] != after[path]] == ["README.md"]
+    real = Repository.commit
+
+    def meddle(*arguments: Any) -> Commit:
+        Repository.commit = real  # type: ignore[method-assign]
+        commits.append(Commit("f" * 40, "theirs", commits[-1].files | {"theirs.md": b"theirs"}))
+        return real(*arguments)
+
+    Repository.commit = meddle  # type: ignore[method-assign]
+    assert "result" in client.call("push", **where)
+    check_pushed(hub, "team/twice", checkpoint, **{"theirs.md": b"theirs"})  # of someone else, during the push
+    assert len(commits) == 4
+    first, last = commits[1].files, commits[-1].files
+    assert {path for path in last if first.get(path) != last[path]} == {"README.md", "theirs.md"}
     assert hub.put == []
 
 
-def test_a_dry_run_changes_nothing(hub: Hub, client: Client, checkpoint: Path) -> None:
-    before = contents(checkpoint)
-    done = client.call("push", folder=checkpoint, repository="user/dry", dry_run=True)["result"]
-    assert done["commit"] is None
-    assert contents(checkpoint) == before
-    assert "user/dry" not in hub.repositories
-    client.call("push", folder=checkpoint, repository="user/dry")
-    assert done["files"] == {path: len(content) for path, content in held(hub, "user/dry").items()}
+def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
+    """Neither is another folder, nor a token."""
 
+    def error(folder: Path = checkpoint, repository: str = "user/unsound", **more: Any) -> str:
+        return str(client.call("push", folder=folder, repository=repository, **more)["error"])
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_folder_that_verify_rejects_is_not_pushed(hub: Hub, client: Client, checkpoint: Path, dry_run: bool) -> None:
-    def error() -> str:
-        done = client.call("push", folder=checkpoint, repository="user/unsound", dry_run=dry_run)
-        assert verify(checkpoint).differences
-        assert f"emp-llm verify {checkpoint}" in done["error"]
-        return str(done["error"])
-
-    shard = shards(checkpoint)[1]
+    shard, extra = shards(checkpoint)[1], checkpoint / "extra.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert f"{shard.name}: its BLAKE3 is" in error()
+    for dry_run in (True, False):
+        told = error(dry_run=dry_run)
+        assert f"{shard.name}: its BLAKE3 is" in told
+        assert f"emp-llm verify {checkpoint}" in told
     shard.write_bytes(content[:-1])
     assert f"{shard.name}: it has {len(content) - 1:,} bytes" in error()
     shard.unlink()
     assert f"{shard.name}: it is missing" in error()
     shard.write_bytes(content)
-    (checkpoint / "extra.safetensors").write_bytes(b"not of this model")
+    extra.write_bytes(b"not of this model")
     assert "extra.safetensors: weights that the manifest does not name" in error()
+    extra.unlink()
+    assert "give the --output folder of a finished prune" in error(tmp_path)
+    assert "is not a name on the Hub" in error(repository="user/a b", dry_run=True)
+    (checkpoint / "README.md").write_text(f"log in with {TOKEN}")
+    assert "it holds your access token" in error()
+    (checkpoint / "README.md").unlink()
     assert "user/unsound" not in hub.repositories
+    hub.ignored = ("config.json",)
+    assert "config.json is missing from the commit" in error()
 
 
 def test_an_interrupted_push_resumes_after_the_last_finished_file(
@@ -149,25 +159,9 @@ def test_transient_errors_are_retried(
     assert len(hub.repositories[name].branches["main"]) == 2  # also if the commit was made and its answer was lost
 
 
-def test_a_commit_of_someone_else_during_the_push_stays(hub: Hub, client: Client, checkpoint: Path) -> None:
-    client.call("push", folder=checkpoint, repository="user/shared")
-    (checkpoint / "README.md").write_text("---\nlicense: mit\n---\nNew words.\n")
-    repository = hub.repositories["user/shared"]
-    real = Repository.commit
-
-    def meddle(*arguments: Any) -> Commit:
-        Repository.commit = real  # type: ignore[method-assign]
-        repository.branches["main"].append(Commit("f" * 40, "theirs", repository.head().files | {"theirs.md": b"theirs"}))
-        return real(*arguments)
-
-    Repository.commit = meddle  # type: ignore[method-assign]
-    done = client.call("push", folder=checkpoint, repository="user/shared")
-    assert "result" in done, done
-    check_pushed(hub, "user/shared", checkpoint, **{"theirs.md": b"theirs"})
-
-
 NOW = {"Retry-After": "0"}
-FULL = {"oid": "0" * 64, "size": 1, "error": {"code": 507, "message": "Your storage is full."}}
+FULL = {"objects": [{"oid": "0" * 64, "size": 1, "error": {"code": 507, "message": "Your storage is full."}}]}
+LICENCE = {"errors": [{"message": "license must be one of"}]}
 
 
 @pytest.mark.parametrize(
@@ -179,34 +173,19 @@ FULL = {"oid": "0" * 64, "size": 1, "error": {"code": 507, "message": "Your stor
         ("user/data", STRANGER, None, "your token may not write there"),
         ("name", "", None, "give USER/NAME"),
         ("user/no name", "", None, "is not a name on the Hub"),
-        ("user/no", "", ("POST", "repos/create", {"status": 503, "headers": NOW, "times": 9}), "keeps answering 503"),
-        ("user/no", "", ("POST", "repos/create", {"status": 402, "body": b'{"error": "Pay first."}'}), "402 (Pay first)."),
-        (
-            "user/some-conflict",
-            "",
-            ("POST", "/commit/", {"status": 409, "headers": NOW, "times": 9}),
-            "it changed during the push",
-        ),
-        ("user/some-refused", "", ("PUT", "/lfs/", {"status": 403, "times": 9}), "your token may not write there"),
-        (
-            "user/some-full",
-            "",
-            ("POST", "objects/batch", {"status": 200, "body": json.dumps({"objects": [FULL]}).encode(), "times": 9}),
-            "Your storage is full.",
-        ),
-        (
-            "user/some-card",
-            "",
-            ("POST", "validate-yaml", {"status": 400, "body": b'{"errors": [{"message": "license must be one of"}]}'}),
-            "license must be one of",
-        ),
+        ("user/no", "", ("POST", "repos/create", 503, b"", NOW), "keeps answering 503"),
+        ("user/no", "", ("POST", "repos/create", 402, b'{"error": "Pay first."}'), "402 (Pay first)."),
+        ("user/some-conflict", "", ("POST", "/commit/", 409, b"", NOW), "it changed during the push"),
+        ("user/some-refused", "", ("PUT", "/lfs/", 403), "your token may not write there"),
+        ("user/some-full", "", ("POST", "objects/batch", 200, json.dumps(FULL).encode()), "Your storage is full."),
+        ("user/some-card", "", ("POST", "validate-yaml", 400, json.dumps(LICENCE).encode()), "license must be one of"),
     ],
 )
 def test_lasting_errors_of_the_hub_are_sentences(
     hub: Hub, client: Client, checkpoint: Path, repository: str, token: str | None, fault: Any, sentence: str
 ) -> None:
     if fault is not None:
-        hub.fail(fault[0], fault[1], **fault[2])
+        hub.fail(**dict(zip(("method", "pattern", "status", "body", "headers"), fault, strict=False)), times=9)
     done = client.call("push", token, folder=checkpoint, repository=repository)
     assert sentence in done["error"], done
     assert "\n" not in done["error"]
@@ -217,67 +196,32 @@ def test_lasting_errors_of_the_hub_are_sentences(
 def test_other_weights_are_replaced_only_on_request(
     hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, tmp_path: Path
 ) -> None:
+    """Neither in a repository nor in a branch; and what is private stays so."""
     refused = client.call("push", folder=checkpoint, repository="user/dense")
     assert "holds other weights" in refused["error"]
     assert len(hub.repositories["user/dense"].branches["main"]) == 1
-    prune(model=hub_dense, method="magnitude", output=tmp_path / "other", device_map="cpu")
-    client.call("push", folder=tmp_path / "other", repository="user/mine")
+    gentle, mine = tmp_path / "gentle", {"folder": checkpoint, "repository": "user/mine"}
+    prune(model=hub_dense, method="emp-magnitude", beta=1.5, output=gentle, device_map="cpu")
+    client.call("push", folder=gentle, repository="user/mine", private=True)
     repository = hub.repositories["user/mine"]
+    assert repository.private
+    assert "no such repository" in client.call("find_model", STRANGER, name="user/mine")["error"]
     files = repository.head().files | {"model.safetensors": b"older", "pytorch_model.bin": b"older", "picture.svg": b"<svg>"}
     repository.branches["main"].append(Commit("e" * 40, "more", files))
-    assert "add --overwrite" in client.call("push", folder=checkpoint, repository="user/mine")["error"]
-    client.call("push", folder=checkpoint, repository="user/mine", overwrite=True)
+    assert "add --overwrite" in client.call("push", **mine)["error"]
+    client.call("push", **mine, private=True, overwrite=True)
     check_pushed(hub, "user/mine", checkpoint, **{"picture.svg": b"<svg>"})
-
-
-def test_branches_of_one_repository(hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, tmp_path: Path) -> None:
-    prune(model=hub_dense, method="emp-magnitude", beta=1.5, output=tmp_path / "gentle", device_map="cpu")
-    client.call("push", folder=checkpoint, repository="user/sweep")
     for _ in range(2):
-        done = client.call("push", folder=tmp_path / "gentle", repository="user/sweep", revision="beta/1.5")["result"]
-    assert done["url"].endswith("/user/sweep/tree/beta/1.5")
-    check_pushed(hub, "user/sweep", tmp_path / "gentle", "beta/1.5")
-    check_pushed(hub, "user/sweep", checkpoint)
-    loaded = client.call("weights", name="user/sweep", revision="beta/1.5")["result"]
-    assert loaded == client.call("weights", name=str(tmp_path / "gentle"))["result"]
-    assert "add --overwrite" in client.call("push", folder=checkpoint, repository="user/sweep", revision="beta/1.5")["error"]
-    assert "no such branch" in client.call("push", folder=checkpoint, repository="user/sweep", revision="refs/pr/7")["error"]
-
-
-def test_the_card_says_what_the_zeros_buy(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
-    benched = bench(str(checkpoint), output=tmp_path / "bench.json", **how)
-    client.call("push", folder=checkpoint, repository="user/fast", results=[tmp_path / "bench.json"])
-    _, text = card_of(hub, "user/fast")
-    assert "## Speed" in text
-    assert f"({benched.decode_ratio:.2f} x)" in text
-    assert f"{benched.sparsity:.1%}" in text
-    assert f"| {checkpoint.name} |" in text
-    assert str(checkpoint.parent) not in text.partition("## Speed")[2].partition("## ")[0]
-
-
-def test_private_means_private(hub: Hub, client: Client, checkpoint: Path) -> None:
-    client.call("push", folder=checkpoint, repository="user/secret", private=True)
-    assert hub.repositories["user/secret"].private
-    assert "result" in client.call("push", folder=checkpoint, repository="user/secret", private=True)
-    assert "no such repository" in client.call("find_model", STRANGER, name="user/secret")["error"]
-    client.call("push", folder=checkpoint, repository="user/open")
-    public = client.call("push", folder=checkpoint, repository="user/open", private=True)
+        done = client.call("push", folder=gentle, repository="user/mine", revision="beta/1.5", overwrite=True)["result"]
+    assert done["url"].endswith("/user/mine/tree/beta/1.5")
+    check_pushed(hub, "user/mine", gentle, "beta/1.5", **{"picture.svg": b"<svg>"})
+    check_pushed(hub, "user/mine", checkpoint, **{"picture.svg": b"<svg>"})
+    loaded = client.call("weights", name="user/mine", revision="beta/1.5")["result"]
+    assert loaded == client.call("weights", name=str(gentle))["result"]
+    assert "add --overwrite" in client.call("push", **mine, revision="beta/1.5")["error"]
+    assert "no such branch" in client.call("push", **mine, revision="refs/pr/7")["error"]
+    public = client.call("push", folder=checkpoint, repository="user/data", private=True)
     assert "the repository exists and is public" in public["error"]
-
-
-def test_nothing_but_the_checkpoint_is_pushed(hub: Hub, client: Client, checkpoint: Path, tmp_path: Path) -> None:
-    def error(folder: Path = checkpoint, repository: str = "user/wrong", **more: Any) -> str:
-        return str(client.call("push", folder=folder, repository=repository, **more)["error"])
-
-    assert "give the --output folder of a finished prune" in error(tmp_path)
-    assert "is not a name on the Hub" in error(repository="user/a b", dry_run=True)
-    (checkpoint / "README.md").write_text(f"log in with {TOKEN}")
-    assert "it holds your access token" in error()
-    (checkpoint / "README.md").unlink()
-    assert "user/wrong" not in hub.repositories
-    hub.ignored = ("config.json",)
-    assert "config.json is missing from the commit" in error()
 
 
 def test_prune_pushes_and_everything_loads_by_its_name(hub: Hub, client: Client, hub_suite: Path, tmp_path: Path) -> None:
@@ -324,12 +268,17 @@ def test_a_failed_push_does_not_lose_the_prune(hub: Hub, client: Client, tmp_pat
     check_pushed(hub, "user/late", tmp_path / "out", "b")
 
 
-def test_a_model_with_fewer_heads_and_neurons(hub: Hub, client: Client, hub_dense: Path, tmp_path: Path) -> None:
-    """Pushed with a card that says what was removed; the smaller model loads by its name, and verify accepts the download."""
+def test_a_model_with_fewer_heads_and_neurons(
+    hub: Hub, client: Client, checkpoint: Path, hub_dense: Path, tmp_path: Path
+) -> None:
+    """Pushed with a card that says what was removed, and what that buys; the smaller model loads by its name."""
     out = tmp_path / "narrow"
     options: dict[str, Any] = {"structure": "both", "method": "magnitude", "width_multiple": 8, "quiet": True}
     prune(str(hub_dense), output=out, **options)
+    how: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 2, "repeats": 1, "device": "cpu", "quiet": True}
+    benched = bench(str(checkpoint), output=tmp_path / "bench.json", **how)
     client.call("push", folder=out, repository="user/narrow")
+    client.call("push", folder=checkpoint, repository="user/fast", results=[tmp_path / "bench.json"])
     check_pushed(hub, "user/narrow", out)
     card = held(hub, "user/narrow")["README.md"].decode()
     assert "a fixed share of whole attention heads and MLP neurons scored by the norms of their weights" in card
@@ -338,3 +287,7 @@ def test_a_model_with_fewer_heads_and_neurons(hub: Hub, client: Client, hub_dens
     assert "unstructured" not in card
     assert str(tmp_path) not in card
     assert client.call("weights", name="user/narrow")["result"] == client.call("weights", name=str(out))["result"]
+    speed = card_of(hub, "user/fast")[1].partition("## Speed")[2].partition("\n## ")[0]
+    for words in (f"({benched.decode_ratio:.2f} x)", f"{benched.sparsity:.1%}", f"| {checkpoint.name} |"):
+        assert words in speed
+    assert str(checkpoint.parent) not in speed
