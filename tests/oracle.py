@@ -78,10 +78,9 @@ def load_norms(path: Path, relative: bool = False) -> dict[str, Array]:
 
 def tensors_of_file(path: Path) -> dict[str, Array]:
     """The float32 tensors of one safetensors file."""
-    head = header(path)
-    entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
-    raw = path.read_bytes()[len(head) :]
-    return {name: np.frombuffer(raw[slice(*entry["data_offsets"])], dtype="<f4") for name, entry in entries.items()}
+    head, raw = header(path), path.read_bytes()
+    entries = {name: entry["data_offsets"] for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
+    return {name: np.frombuffer(raw[len(head) :][slice(*place)], dtype="<f4") for name, place in entries.items()}
 
 
 def scores(matrix: Array, norm: Array | None = None) -> Array:
