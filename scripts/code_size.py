@@ -36,7 +36,8 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Python programs; {out} is an empty folder, {model} the demo model.
 RUNS = {
-    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', output={out!r} + '/p', quiet=True)",
+    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', samples=8, seqlen=64, "
+    "output={out!r} + '/p', quiet=True)",
     "data-free prune": "from emp_llm.prune import prune; prune(model={model!r}, method='emp-magnitude', output={out!r} + '/p', "
     "quiet=True)",
     "prune_model": "from transformers import AutoModelForCausalLM; from emp_llm import Recipe, prune_model; "

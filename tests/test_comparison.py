@@ -90,17 +90,6 @@ def test_groups_show_their_own_line_or_their_members() -> None:
     assert (value.value, value.stderr, value.partial) == (50, None, True)
 
 
-def test_an_infinite_perplexity_is_a_word() -> None:
-    models = [model("a"), model("b", perplexity=None)]
-    for form in ("terminal", "markdown"):
-        (line,) = (line for line in compare(models, form).splitlines() if "perplexity" in line and "suite" not in line)
-        assert "infinite" in line
-        assert "+inf %" in line
-    task = {"results": {"t": {"word_perplexity,none": None}}, "n-samples": {"t": {"original": 1, "effective": 1}}}
-    (value,) = values_of(measures(t=task)).values()
-    assert math.isinf(value.value)
-
-
 @pytest.mark.parametrize(
     ("name", "base", "value", "text"),
     [

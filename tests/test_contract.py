@@ -314,12 +314,6 @@ def test_two_of_four(pruned: Pruning, family: str, method: str) -> None:
     check_bits(run, {name: oracle.row_masks(all_.reshape(-1, 4), False).reshape(all_.shape) for name, all_ in scores.items()})
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.7])
-def test_sparsity_is_rounded_down_in_each_row(pruned: Pruning, sparsity: float) -> None:
-    run = pruned("llama", "magnitude", sparsity=sparsity)
-    check_bits(run, {layer: oracle.row_masks(run.scores(layer), False, sparsity) for layer in run.matrices()})
-
-
 def test_neff_in_bfloat16_has_few_counts(pruned: Pruning, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows have to be long: below 256 a bfloat16 tells all integers apart, at 1300 only every eighth."""
     name, config = tiny.FAMILIES["llama"]
@@ -379,11 +373,3 @@ def test_activations_file_serves_as_calibrating_inline(pruned: Pruning, text: Pa
     run = pruned("llama", "emp-wanda", activations=file)
     for shard in inline.out.glob("*.safetensors"):
         assert shard.read_bytes() == (run.out / shard.name).read_bytes()
-
-
-def test_norms_from_disk_are_those_from_memory(pruned: Pruning) -> None:
-    runs = [pruned("llama", "emp-wanda", device_map=place) for place in ("cpu", "disk")]
-    here, there = (norms_of(run.out / "emp_llm" / "activations.safetensors") for run in runs)
-    assert here.keys() == there.keys()
-    for layer, norm in here.items():
-        np.testing.assert_allclose(there[layer], norm, rtol=1e-5)

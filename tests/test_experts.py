@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,8 @@ STRUCTURES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "granitemoe": ({}, {"gate_up_proj", "down_proj"}),  # stored as one tensor
     "gpt_oss": ({}, {"gate_up_proj", "down_proj"}),  # also with the inputs first; gate and up alternate
-    "llama4_text": (
-        {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
-        {"gate_up_proj", "down_proj"},
-    ),  # computed for all experts at once
+    # computed for all experts at once
+    "llama4_text": ({"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48}, {"gate_up_proj", "down_proj"}),
     "nemotron_h": ({"hybrid_override_pattern": "E*"}, {"up_proj", "down_proj"}),  # without a gate
 }
 Make = Callable[[str], Path]
@@ -54,23 +53,17 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    made: dict[str, Path] = {}
-
+    @cache
     def call(family: str) -> Path:
-        if family not in made:
-            folder = made[family] = tmp_path_factory.mktemp(family)
-            config = transformers.AutoConfig.for_model(
-                family, **SIZES | COUNTS | EXPERTS | {"pad_token_id": 0} | STRUCTURES[family][0]
-            )
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() > 1:
-                        parameter.normal_(0, 0.1)
-            model.save_pretrained(folder)
-            tiny.make_tokenizer().save_pretrained(folder)
-        return made[family]
+        folder, sizes = tmp_path_factory.mktemp(family), SIZES | COUNTS | EXPERTS | {"pad_token_id": 0} | STRUCTURES[family][0]
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for parameter in (parameter for parameter in model.parameters() if parameter.dim() > 1):
+            parameter.data.normal_(0, 0.1)
+        model.save_pretrained(folder)
+        tiny.make_tokenizer().save_pretrained(folder)
+        return folder
 
     return call
 
@@ -166,24 +159,21 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
         assert sum(tokens_of.values()) == 2 * tokens().numel()  # each token goes to two
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "gpt_oss", "llama4_text", "nemotron_h"])
-@pytest.mark.parametrize("propagate", ["dense", "pruned"])
+@pytest.mark.parametrize(
+    ("family", "propagate"),
+    [("granitemoe", "dense"), ("gpt_oss", "pruned"), ("llama4_text", "dense"), ("nemotron_h", "pruned")],
+)
 def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path, family: str, propagate: Any) -> None:
-    runs = []
-    for where in ("cpu", "disk"):
-        out = tmp_path / where
-        prune(
-            model=make(family), output=out, targets="all-linear", calibration=str(text), samples=4, seqlen=64, device_map=where,
-            propagate=propagate,
-        )  # fmt: skip
-        runs.append(out)
-    for shard in runs[0].glob("*.safetensors"):
-        assert shard.read_bytes() == (runs[1] / shard.name).read_bytes()
+    options: dict[str, Any] = {"targets": "all-linear", "calibration": str(text), "samples": 4, "seqlen": 64}
+    for place in ("cpu", "disk"):
+        prune(make(family), output=tmp_path / place, device_map=place, propagate=propagate, **options)
+    for shard in (tmp_path / "cpu").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "disk" / shard.name).read_bytes()
         assert oracle.header(shard) == oracle.header(make(family) / shard.name)
-    model = mixtures.load(runs[0])
-    for target in Architecture.of_model(Checkpoint(runs[0]), model).select("all-linear"):
+    model = mixtures.load(tmp_path / "cpu")
+    for target in Architecture.of_model(Checkpoint(tmp_path / "cpu"), model).select("all-linear"):
         assert 0.02 < float((weight_of(model, target.layer) == 0).double().mean()) < 0.98, target.name
-    assert verify(runs[0], source=str(make(family))).differences == []
+    assert verify(tmp_path / "cpu", source=str(make(family))).differences == []
 
 
 def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,26 +217,23 @@ def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monke
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
 def test_experts_without_tokens_are_scored_by_magnitude(
-    models: Make, text: Path, tmp_path: Path, propagate: str, caplog: pytest.LogCaptureFixture
+    models: Make, text: Path, tmp_path: Path, propagate: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one_token: dict[str, Any] = {"calibration": str(text), "samples": 1, "seqlen": 1}  # so that two of four experts get none
-    report = prune(
-        models("mixtral"), output=tmp_path / "out", min_expert_tokens=1, propagate=propagate, device_map="cpu", **one_token
-    )
+    """Of four experts of each layer, two get none."""
+    source, out = models("mixtral"), tmp_path / "out"
+    options: dict[str, Any] = {"min_expert_tokens": 1, "calibration": str(text), "samples": 1, "seqlen": 1}
+    report = prune(source, output=out, propagate=propagate, device_map="cpu", **options)
     by_magnitude = report["targets"]["scored_by_magnitude"]
-    assert set(by_magnitude.values()) == {0}
-    assert len(by_magnitude) == 2 * 2 * 3
-    assert any(
-        message.startswith("warning: 12 of 24 matrices belong to experts that saw fewer than 1 ") for message in caplog.messages
-    )
-    norms = oracle.load_norms(tmp_path / "out" / "emp_llm" / "activations.safetensors")
+    assert list(by_magnitude.values()) == 2 * 2 * 3 * [0]
+    assert any("12 of 24 matrices belong to experts that saw fewer than 1 " in message for message in caplog.messages)
+    norms = oracle.load_norms(out / "emp_llm" / "activations.safetensors")
     for layer, entry in report["matrices"].items():
-        matrix = oracle.weight(models("mixtral"), entry["tensor"])
+        matrix = oracle.weight(source, entry["tensor"])
         scores = oracle.scores(matrix) if layer in by_magnitude else oracle.scores(matrix, norms[layer])
-        kept = oracle.weight(tmp_path / "out", entry["tensor"]) != 0
+        kept = oracle.weight(out, entry["tensor"]) != 0
         np.testing.assert_array_equal(kept, oracle.row_masks(scores, True) & (matrix != 0), err_msg=layer)
         assert (not norms[layer].any()) == (layer in by_magnitude)
-    assert verify(tmp_path / "out", source=str(models("mixtral"))).differences == []
+    assert verify(out, source=str(source)).differences == []
 
 
 def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) -> None:
