@@ -143,19 +143,6 @@ def mass_bound(row: Array) -> float:
     return nu / n + (n - nu) / n * math.sqrt((n - nu - 1) / ((nu + 1) * (n - 1)))
 
 
-def to_bfloat16(numbers: Array | float) -> Array:
-    """Numbers rounded to the nearest bfloat16, ties to even, in float64."""
-    pattern = np.asarray(numbers, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
-    return (rounded.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def count_in_bfloat16(row: Array) -> int:
-    """The published emp-magnitude's count: omega, its squares, their sum and the quotient each rounded to bfloat16."""
-    omega = to_bfloat16(row / to_bfloat16(row.sum()))
-    return int(np.clip(np.floor(to_bfloat16(1 / to_bfloat16(to_bfloat16(omega**2).sum()))), 1, row.size))
-
-
 def digest(folder: Path) -> dict[str, tuple[str, int]]:
     """Hash and modification time of every file in a folder, to check that nothing has touched it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())

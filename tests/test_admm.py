@@ -84,7 +84,7 @@ def test_keeps_the_exact_number(outputs: int, groups: int, tokens: int, kind: st
     counts = torch.randint(0, inputs + 1, (outputs,), generator=generator)
     total, four = counts.sum(0, keepdim=True), seed % 3 + 1
     options = {"rows": {"counts": counts}, "matrix": {"counts": total}, "pattern": {"pattern": (four, 4)}}[kind]
-    found = admm(layer(outputs, inputs, seed=seed)[0], x.T @ x, **options)  # type: ignore[arg-type]
+    found = admm(layer(outputs, inputs, seed=seed)[0], x.T @ x, **options)
     assert bool(found.weight.isfinite().all())
     assert not bool(found.weight[~found.mask].any())
     kept = {"rows": found.mask.sum(1), "matrix": found.mask.sum()[None], "pattern": found.mask.reshape(-1, 4).sum(1)}[kind]

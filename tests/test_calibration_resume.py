@@ -219,52 +219,23 @@ def test_one_state_is_kept_and_announced_once(
     assert saves == []
 
 
-@pytest.mark.parametrize(
-    ("block_seconds", "save_seconds", "expected"),
-    [(10, 0, [3]), (31, 1, [1, 2, 3]), (31, 6, [1, 3]), (5, 0, [])],
-)
+@pytest.mark.parametrize(("seconds", "expected"), [((10, 0), [3]), ((31, 1), [1, 2, 3]), ((31, 6), [1, 3]), ((5, 0), [])])
 def test_the_time_between_saves(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int], block_seconds: float,
-    save_seconds: float, expected: list[int],
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int], runs: list[int],
+    seconds: tuple[int, int], expected: list[int],
 ) -> None:  # fmt: skip
-    """At least 30 seconds since the last save, and ten times the duration of that save."""
-    clock = [1000.0]
-    run, write = Step.run, resume.CalibrationProgress._write_hidden
+    """Of a block and of a save. At least 30 since the last save, and ten times the duration of that save."""
+    write = resume.write_bytes
 
-    def slow_run(step: Step, **options: Any) -> None:
-        run(step, **options)
-        clock[0] += block_seconds
+    def slow_write(path: Path, content: bytes) -> None:
+        write(path, content)
+        written.append(path.name.startswith("hidden"))
 
-    def slow_write(self: resume.CalibrationProgress, *given: Any) -> int:
-        size = write(self, *given)
-        clock[0] += save_seconds
-        return size
-
-    monkeypatch.setattr(Step, "run", slow_run)
-    monkeypatch.setattr(resume.CalibrationProgress, "_write_hidden", slow_write)
-    monkeypatch.setattr(resume.time, "monotonic", lambda: clock[0])
+    written: list[bool] = []
+    monkeypatch.setattr(resume, "write_bytes", slow_write)
+    monkeypatch.setattr(resume.time, "monotonic", lambda: 1000.0 + seconds[0] * len(runs) + seconds[1] * sum(written))
     calibrated(deep, text, tmp_path)
     assert saves == expected
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_full_disk_does_not_end_a_calibration(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
-) -> None:
-    expected = calibrated(deep, text, tmp_path / "whole")
-    write = resume.write_bytes
-    saves.clear()
-
-    def full(path: Path, content: bytes) -> None:
-        if len(saves) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, content)
-
-    monkeypatch.setattr(resume, "write_bytes", full)
-    assert calibrated(deep, text, tmp_path / "full") == expected
-    assert saves == [1, 2], "it does not try again"
-    assert sum("the disk is full; the calibration continues" in message for message in caplog.messages) == 1
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["out"]
 
 
 @pytest.mark.usefixtures("eager")

@@ -114,4 +114,4 @@ def test_without_lm_eval(evaluable: Models, task_suite: Path, tmp_path: Path, mo
     output = tmp_path / "results.json"
     refused(r"pip install 'emp-llm\[eval\]'", model=evaluable("llama"), suite=task_suite, output=output)
     short = task_suite.with_name("short.toml")
-    assert evaluate(evaluable("llama"), suite=short, output=output, device_map="cpu").results.complete  # type: ignore[union-attr]
+    assert evaluate(evaluable("llama"), suite=short, output=output, device_map="cpu").results.complete
