@@ -109,6 +109,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         r"norms\.safetensors: no such activations file.*calibrate",
         {"activations": Path("norms.safetensors")},
     ),
+    "sparsity negative": (r"^--sparsity must be at least 0", {"method": "wanda", "sparsity": -0.1}),
+    "no samples": (r"^--samples must be at least 1", {"samples": 0}),
+    "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
+    "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
+    "activations of another kind": (r"tiny\.py: not a readable activations", {"activations": Path(tiny.__file__)}),
+    "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
+    "model missing": (r"/nothing: no such model folder", {"model": "/nothing"}),
     "revision of a folder": (r"--revision main", {"revision": "main"}),
     "no text for a data-free method": (
         r"^--refit fits weights to a calibration text, and method magnitude needs none\. Leave out --refit, or .*--calibration",
@@ -119,6 +126,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "wanda", "refit": True, "calibration": None, "activations": Path("norms.safetensors")},
     ),
     "quantised": (r"^--refit cannot change quantised weights; leave out --load-in-8bit", {"refit": True, "load_in_8bit": True}),
+    "damping of zero": (r"^--refit-damping must be above 0 and at most 1, got 0", {"refit": True, "refit_damping": 0.0}),
     "damping alone": (r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out", {"refit_damping": 0.1}),
     "weighting": (r"^--refit-weighting 'own' is not one of equal, relative", {"refit": True, "refit_weighting": "own"}),
     "no target in a block": (
@@ -128,6 +136,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
     "admm of all matrices": (r"^--group all .*emp-admm, .*each matrix.*Leave it out", {"method": "emp-admm", "group": "all"}),
     "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
+    "beta with sparsegpt": (r"^--beta .*Use --sparsity, or --method emp-admm", {"method": "sparsegpt", "beta": 1.0}),
+    "shares with sparsegpt": (r"^--shares owl .*--method wanda", {"method": "sparsegpt", "shares": "owl"}),
     "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
     "propagation with sparsegpt": (
         r"^--propagate pruned .*sparsegpt needs none",
@@ -198,6 +208,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "adapter": (r"PEFT adapter.*merge_and_unload", _only("adapter_config.json"), "emp-wanda"),
     "shard missing": (rf"{INDEX}: it names {SHARD}, which is missing", _remove(SHARD), "emp-wanda"),
     "index of other shards": (rf"{INDEX}: it places lm_head\.weight in {SHARD}", _in_index(SHARD), "emp-wanda"),
+    "index without a map": (rf"{INDEX}: its weight_map must", _json(INDEX, weight_map=[1]), "emp-wanda"),
     "index broken": (rf"{INDEX}: cannot be read as JSON", lambda f: (f / INDEX).write_text("{"), "emp-wanda"),
     "shard truncated": (rf"{SHARD}: not a complete safetensors file.*again", _raw(lambda raw: raw[:-1]), "emp-wanda"),
     "quantised": (r"already quantised.*original model", _json("config.json", quantization_config={"bits": 4}), "magnitude"),

@@ -54,9 +54,14 @@ class Pruned:
         """Layer name -> name of the stored tensor, in the report's order."""
         return {layer: entry["tensor"] for layer, entry in self.report["matrices"].items()}
 
+    @cache  # noqa: B019
     def scores(self, layer: str) -> Array:
         """The oracle's scores of a layer from the run's own norms, one output to a row."""
-        return scores_of(self, layer)
+        matrix, method = self.magnitudes(layer), self.report["recipe"]["method"]
+        if method.endswith("magnitude"):
+            return matrix
+        norm = norms_of(self.out / "emp_llm" / "activations.safetensors", method.endswith("relative"))[layer]
+        return oracle.ria(matrix, norm) if method.endswith("ria") else oracle.scores(matrix, norm)
 
     def magnitudes(self, layer: str) -> Array:
         """|W| of a layer, one output to a row."""
@@ -74,15 +79,6 @@ class Pruned:
     def kept(self, layer: str) -> Array:
         """Which weights of a layer are not zero in the output, one output to a row."""
         return oracle.weight(self.out, self.matrices()[layer], self.transposed) != 0
-
-
-@cache
-def scores_of(run: Pruned, layer: str) -> Array:
-    matrix, method = run.magnitudes(layer), run.report["recipe"]["method"]
-    if method.endswith("magnitude"):
-        return matrix
-    norm = norms_of(run.out / "emp_llm" / "activations.safetensors", method.endswith("relative"))[layer]
-    return oracle.ria(matrix, norm) if method.endswith("ria") else oracle.scores(matrix, norm)
 
 
 norms_of = cache(oracle.load_norms)
