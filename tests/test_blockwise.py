@@ -108,48 +108,24 @@ def test_other_ways_to_call_a_block(block: type[nn.Module]) -> None:
             assert torch.equal(walk.tail(number).logits, model(batch, False).logits)
 
 
-def between(model: Any, hidden: Tensor) -> Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden, shift=torch.zeros(()), state={}) * 2
-    return hidden
-
-
-def twice(model: Any, hidden: Tensor) -> Tensor:
-    for layer in [*model.layers, *model.layers]:
-        hidden = layer(hidden, shift=torch.zeros(()), state={})
-    return hidden
-
-
-def skipping(model: Any, hidden: Tensor) -> Tensor:
-    for layer in model.layers[:2]:
-        hidden = layer(hidden, shift=torch.zeros(()), state={})
-    return hidden
-
-
-def depending(model: Any, hidden: Tensor) -> Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden, shift=hidden.mean(), state={})
-    return hidden
-
-
-def needing(model: Any, hidden: Tensor) -> Tensor:
-    """The second output of a block is needed by the next one."""
-    for layer in model.layers:
-        hidden, _ = layer(hidden, shift=torch.zeros(()), state={}).unbind()
-    return hidden
-
-
 @pytest.mark.parametrize(
-    ("forward", "said"),
+    ("kind", "said"),
     [
-        (between, "changes the hidden states between blocks 0 and 1"),
-        (twice, "the model calls block 0 in place of block 3"),
-        (skipping, "only 2 of its 3 blocks"),
-        (depending, "the arguments of block 1 depend on the outputs"),
-        (needing, "cannot be run one at a time: not enough values to unpack"),
+        ("between", "changes the hidden states between blocks 0 and 1"),
+        ("twice", "the model calls block 0 in place of block 3"),
+        ("skipping", "only 2 of its 3 blocks"),
+        ("depending", "the arguments of block 1 depend on the outputs"),
+        ("two outputs", "cannot be run one at a time: not enough values to unpack"),
     ],
 )
-def test_models_with_inseparable_blocks_are_refused(forward: Any, said: str) -> None:
+def test_models_with_inseparable_blocks_are_refused(kind: str, said: str) -> None:
+    def forward(model: Any, hidden: Tensor) -> Tensor:
+        for layer in {"twice": [*model.layers, *model.layers], "skipping": model.layers[:2]}.get(kind, model.layers):
+            hidden = layer(hidden, shift=hidden.mean() if kind == "depending" else torch.zeros(()), state={})
+            hidden = hidden * 2 if kind == "between" else hidden
+            hidden, _ = hidden if kind == "two outputs" else (hidden, None)
+        return hidden
+
     model: Any = _Toy(forward, _Tensor)
     with pytest.raises(UserError, match=f"{said}.*--execution model"):
         list(BlockwiseModel(model).forward([torch.arange(6).reshape(1, 6)]))

@@ -108,8 +108,8 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     def write(path: Path, **more: Any) -> None:
         path.write_text(json.dumps({"format": "emp-llm results 3", "model": "m", "complete": True} | more))
 
-    def made_by(identity: str) -> dict[str, Any]:
-        return {"model": {"identity": identity}, "text": {"file": "of another suite"}}
+    def made_by(identity: str | None, **more: Any) -> dict[str, Any]:
+        return {"model": {"identity": identity}} | more
 
     def refused(says: str, *results: Path) -> None:
         with pytest.raises(UserError, match=says):
@@ -119,13 +119,12 @@ def test_evidence_of_something_else_is_refused(checkpoint: Path, hub_dense: Path
     refused(f"--results {file}", file)
     write(file, made_by=made_by("other"), complete=False)
     refused("has not finished", file)
-    write(ours, made_by=made_by(identity_of(Checkpoint(checkpoint))))
+    write(ours, made_by=made_by(identity_of(Checkpoint(checkpoint)), text={"file": "of another suite"}))
     push(checkpoint, "user/right", dry_run=True, results=[ours])
     refused("two files of this name", ours, ours)
-    write(file, made_by={"model": {"identity": identity_of(Checkpoint(hub_dense))}})
-    refused("r.json: it is of other weights than those in", file)
-    write(file, made_by=made_by("other"))
-    refused("r.json: it is of other weights than those in", ours, file)
+    for identity, *others in (("other",), ("other", ours), (identity_of(Checkpoint(hub_dense)),)):
+        write(file, made_by=made_by(identity))
+        refused("r.json: it is of other weights than those in", *others, file)
 
 
 def test_nothing_published_names_a_folder(hub: Hub, client: Client, hub_dense: Path, text: Path, tmp_path: Path) -> None:
