@@ -57,7 +57,7 @@ def exact_mask(scores: Tensor, count: int) -> list[bool]:
 
 
 @given(score_rows(), st.sampled_from([1.0, 0.5, 0.75, 2.0]) | st.floats(0.1, 4.0))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_mask_is_algorithm_1_in_rational_arithmetic(scores: Tensor, beta: float) -> None:
     mask, count = effective_mask(scores, beta=beta), exact_count(scores, Fraction(beta))
     if beta not in (1.0, 0.5, 0.75, 2.0):
@@ -68,7 +68,7 @@ def test_mask_is_algorithm_1_in_rational_arithmetic(scores: Tensor, beta: float)
 
 
 @given(score_rows())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_numbers_decrease_with_the_order_and_stay_between_one_and_n(scores: Tensor) -> None:
     numbers = [float(effective_number(scores, order=q)) for q in (0, 0.5, 1, 1.5, 2, 3, 8, math.inf)]
     assert all(1 <= number <= scores.numel() for number in numbers)
@@ -78,7 +78,7 @@ def test_numbers_decrease_with_the_order_and_stay_between_one_and_n(scores: Tens
 
 
 @given(score_rows(), st.sampled_from([0.5, 1.0, 2.0, 3.0]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_number_of_any_order_is_the_textbook_formula(scores: Tensor, order: float) -> None:
     if not bool(scores.any()):
         return
