@@ -10,15 +10,17 @@ Functions are those with a `def`: bodies of modules and classes, lambdas and gen
 
 import argparse
 import ast
-import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import tempfile
+import threading
 import tokenize
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "emp_llm"
 DEMO = ROOT / "scripts" / "demo" / "model"
 _LAYOUT = (
@@ -34,7 +36,8 @@ _DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Python programs; {out} is an empty folder, {model} the demo model.
 RUNS = {
-    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', output={out!r} + '/p', quiet=True)",
+    "prune": "from emp_llm.prune import prune; prune(model={model!r}, calibration='demo', samples=8, seqlen=64, "
+    "output={out!r} + '/p', quiet=True)",
     "data-free prune": "from emp_llm.prune import prune; prune(model={model!r}, method='emp-magnitude', output={out!r} + '/p', "
     "quiet=True)",
     "prune_model": "from transformers import AutoModelForCausalLM; from emp_llm import Recipe, prune_model; "
@@ -44,19 +47,6 @@ RUNS = {
     "output={out!r} + '/r.json', quiet=True)",
 }
 _SUITE = '[perplexity]\nfile = "{text}"\njoin = "\\n"\nseqlen = 512\n'
-# Counts the functions of our files that are called in any thread. Flag 1 of a code object: a function, not a module or a class.
-_COUNTER = """
-import json, os, sys, threading
-entered, own = set(), os.path.realpath({package!r})
-def note(frame, event, argument):
-    code = frame.f_code
-    if event == "call" and code and code.co_flags & 1 and code.co_name[0] != "<" and code.co_filename.startswith(own):
-        entered.add((code.co_filename, code.co_firstlineno))
-sys.setprofile(note); threading.setprofile(note)
-{program}
-sys.setprofile(None)
-print(json.dumps([len({{file for file, _ in entered}}), len(entered)]))
-"""
 
 
 def lines_of_code(path: Path) -> int:
@@ -91,17 +81,36 @@ def folders() -> int:
 
 
 def entered(name: str) -> tuple[int, int]:
-    """The number of our files and functions that a run enters."""
+    """The number of our files and functions that a run enters, in any thread of a fork of this process."""
+    fork = multiprocessing.get_context("fork")
+    found: multiprocessing.SimpleQueue[tuple[int, int]] = fork.SimpleQueue()
+    child = fork.Process(target=_count, args=(name, found))
+    child.start()
+    child.join()
+    if child.exitcode:
+        sys.exit(f"{name} ended with {child.exitcode}")
+    return found.get()
+
+
+def _count(name: str, found: "multiprocessing.SimpleQueue[tuple[int, int]]") -> None:
+    """Run a program, with our package imported anew. Flag 1 of a code object: a function, not a module or a class."""
+    for module in [module for module in sys.modules if module.partition(".")[0] == PACKAGE.name]:
+        del sys.modules[module]
+    seen: set[tuple[str, int]] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_flags & 1 and code.co_name[0] != "<" and code.co_filename.startswith(str(PACKAGE)):
+            seen.add((code.co_filename, code.co_firstlineno))
+
     with tempfile.TemporaryDirectory() as out:
-        suite = Path(out) / "perplexity-of-demo.toml"
-        suite.write_text(_SUITE.format(text=ROOT / "calibration" / "demo.txt"))
-        program = RUNS[name].format(model=str(DEMO), out=out)
-        code = _COUNTER.format(package=str(PACKAGE), program=program)
-        done = subprocess.run([sys.executable, "-c", code], cwd=out, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{name}: {done.stderr}")
-    files, functions = json.loads(done.stdout.splitlines()[-1])
-    return files, functions
+        os.chdir(out)
+        Path("perplexity-of-demo.toml").write_text(_SUITE.format(text=ROOT / "calibration" / "demo.txt"))
+        sys.setprofile(note)
+        threading.setprofile(note)
+        exec(RUNS[name].format(model=str(DEMO), out=out))
+        sys.setprofile(None)
+    found.put((len({file for file, _ in seen}), len(seen)))
 
 
 def main(line: list[str] | None = None) -> None:

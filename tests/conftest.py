@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,14 +75,7 @@ def _freeze_imported_objects() -> None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny model by family name; created on first use. Read-only: copy it before changing it."""
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = make_model(tmp_path_factory.mktemp("models") / family, family)
-        return made[family]
-
-    return folder
+    return cache(lambda family: make_model(tmp_path_factory.mktemp("models") / family, family))
 
 
 @pytest.fixture(scope="session")
@@ -99,10 +93,10 @@ def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.Te
     """Activations file of a tiny model by family name; created on first use."""
     folder = tmp_path_factory.mktemp("norms")
 
+    @cache
     def file(family: str) -> Path:
         path = folder / f"{family}.safetensors"
-        if not path.exists():
-            calibrate(model=models(family), output=path, calibration=str(text), samples=4, seqlen=64, device_map="cpu")
+        calibrate(model=models(family), output=path, calibration=str(text), samples=4, seqlen=64, device_map="cpu")
         return path
 
     return file
@@ -111,13 +105,12 @@ def norms(models: Callable[[str], Path], text: Path, tmp_path_factory: pytest.Te
 @pytest.fixture(scope="session")
 def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a family's tiny model, pruned by magnitude; created on first use. Read-only."""
-    made: dict[str, Path] = {}
 
+    @cache
     def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp("pruned") / family
-            prune(model=models(family), output=made[family], method="emp-magnitude")
-        return made[family]
+        output = tmp_path_factory.mktemp("pruned") / family
+        prune(model=models(family), output=output, method="emp-magnitude")
+        return output
 
     return folder
 
@@ -125,14 +118,7 @@ def pruned(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def evaluable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """As `models`, with a tokenizer for lm-eval."""
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = make_evaluable_model(tmp_path_factory.mktemp("evaluable") / family, family)
-        return made[family]
-
-    return folder
+    return cache(lambda family: make_evaluable_model(tmp_path_factory.mktemp("evaluable") / family, family))
 
 
 @pytest.fixture(scope="session")

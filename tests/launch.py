@@ -67,14 +67,36 @@ def launch(
     """
     for name in IMPORTS:
         importlib.import_module(name)
-    context = multiprocessing.get_context("fork")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    words = [str(word) for word in line]
-    ranks = [
-        context.Process(target=_run, args=(index, count, port, str(folder), str(logs), words, prepare, work))
-        for index in range(count)
-    ]
+
+    def run(index: int) -> None:
+        """One rank: torchrun's environment, its own log, then the command."""
+        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200", TOKENIZERS_PARALLELISM="false")
+        for number, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{logs}/{index}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        os.chdir(folder)
+        _forget()
+        from emp_llm.cli import _with_exit_codes, main
+
+        finish = None if prepare is None else prepare()
+        try:
+            main([str(word) for word in line]) if work is None else _with_exit_codes(work)
+        except SystemExit:
+            raise
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            if finish is not None:
+                finish()
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run, args=(index,)) for index in range(count)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -84,41 +106,6 @@ def launch(
             rank.join()
     texts = [[(logs / f"{index}.{kind}").read_text() for index in range(count)] for kind in ("out", "err")]
     return Launched([rank.exitcode for rank in ranks], *texts)
-
-
-def _run(
-    index: int,
-    count: int,
-    port: int,
-    folder: str,
-    logs: str,
-    line: list[str],
-    prepare: Prepare | None,
-    work: Callable[[int], None] | None,
-) -> None:
-    """One rank: torchrun's environment, its own log, then the command."""
-    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), COLUMNS="200", TOKENIZERS_PARALLELISM="false")
-    for number, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{logs}/{index}.{kind}", os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    os.chdir(folder)
-    _forget()
-    from emp_llm.cli import _with_exit_codes, main
-
-    finish = None if prepare is None else prepare()
-    try:
-        main(line) if work is None else _with_exit_codes(work)
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        if finish is not None:
-            finish()
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 def _forget() -> None:

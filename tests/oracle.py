@@ -78,10 +78,9 @@ def load_norms(path: Path, relative: bool = False) -> dict[str, Array]:
 
 def tensors_of_file(path: Path) -> dict[str, Array]:
     """The float32 tensors of one safetensors file."""
-    head = header(path)
-    entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
-    raw = path.read_bytes()[len(head) :]
-    return {name: np.frombuffer(raw[slice(*entry["data_offsets"])], dtype="<f4") for name, entry in entries.items()}
+    head, raw = header(path), path.read_bytes()
+    entries = {name: entry["data_offsets"] for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
+    return {name: np.frombuffer(raw[len(head) :][slice(*place)], dtype="<f4") for name, place in entries.items()}
 
 
 def scores(matrix: Array, norm: Array | None = None) -> Array:
@@ -142,19 +141,6 @@ def mass_bound(row: Array) -> float:
     if nu in (1, n):
         return 0.5 if nu == 1 else 1.0
     return nu / n + (n - nu) / n * math.sqrt((n - nu - 1) / ((nu + 1) * (n - 1)))
-
-
-def to_bfloat16(numbers: Array | float) -> Array:
-    """Numbers rounded to the nearest bfloat16, ties to even, in float64."""
-    pattern = np.asarray(numbers, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
-    return (rounded.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def count_in_bfloat16(row: Array) -> int:
-    """The published emp-magnitude's count: omega, its squares, their sum and the quotient each rounded to bfloat16."""
-    omega = to_bfloat16(row / to_bfloat16(row.sum()))
-    return int(np.clip(np.floor(to_bfloat16(1 / to_bfloat16(to_bfloat16(omega**2).sum()))), 1, row.size))
 
 
 def digest(folder: Path) -> dict[str, tuple[str, int]]:

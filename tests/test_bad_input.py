@@ -4,11 +4,9 @@ The patterns match the wrong option or file, and the remedy.
 """
 
 import json
-import os
 import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,17 +76,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "beta NaN": (r"^--beta must be a number", {"beta": float("nan")}),
     "order negative": (r"^--order must be .* >= 0", {"order": -0.5}),
     "sparsity one": (r"^--sparsity must be .* below 1", {"method": "wanda", "sparsity": 1.0}),
-    "sparsity negative": (r"^--sparsity must be at least 0", {"method": "wanda", "sparsity": -0.1}),
     "pattern 3:2": (r"^--pattern must be N:M.* N < M; got '3:2'", {"method": "wanda", "pattern": "3:2"}),
-    "pattern 0:4": (r"^--pattern must be N:M.* N < M; got '0:4'", {"method": "wanda", "pattern": "0:4"}),
-    "pattern 2-4": (r"^--pattern must be N:M, such as 2:4", {"method": "wanda", "pattern": "2-4"}),
     "pattern over larger groups": (r"pattern.* row.*matrix", {"method": "wanda", "pattern": "2:4", "group": "matrix"}),
     "pattern that does not divide": (
         r"32.*multiple of 5",
         {"method": "magnitude", "pattern": "3:5", "targets": "q_proj"},
     ),
     "beta with wanda": (r"--beta .*wanda.*Use --sparsity, or --method emp-wanda", {"method": "wanda", "beta": 1.0}),
-    "order with magnitude": (r"--order .*--method emp-magnitude", {"method": "magnitude", "order": 1.0}),
     "sparsity and beta": (r"--sparsity finds the beta of emp-wanda; leave out --beta", {"sparsity": 0.5, "beta": 1.0}),
     "match with emp-wanda": (r"--match .*--method wanda", {"match": Path("run")}),
     "sparsity and pattern": (r"--sparsity and --pattern", {"method": "wanda", "sparsity": 0.5, "pattern": "2:4"}),
@@ -103,33 +97,26 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "group": (r"group.*columns.*row", {"group": "columns", "method": "magnitude"}),
     "dtype": (r"^--dtype 'int8'.*bfloat16", {"dtype": "int8"}),
     "targets without a match": (r"^--targets 'w1,w2' match nothing.*mlp.down_proj", {"targets": "w1,w2"}),
-    "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
     "targets with an invalid regex": (r"'\(\*' is not a valid regular expression", {"targets": "(*"}),
-    "ignore with an invalid regex": (r"'a\[' is not a valid regular expression", {"ignore": "a["}),
     "embedding for wanda": (r"embed_tokens: an embedding .*magnitude", {"targets": "embed_tokens"}),
     "calibration": (r"'wikitext3' is not a recipe.*wikitext2.*\.txt", {"calibration": "wikitext3"}),
-    "calibration field": (r"'sample=3' .*samples", {"calibration": "demo,sample=3"}),
-    "calibration file": (r"nothing\.txt: no such file", {"calibration": "nothing.txt"}),
-    "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
-    "suite": (r"'perplexities' is neither a suite.*perplexity", {"evaluate": "perplexities"}),
     "device-map": (r"device-map 'gpu' is not one of auto.*cpu", {"device_map": "gpu"}),
     "device-map of a missing device": (r"device-map cuda:99: this machine has \d accelerators", {"device_map": "cuda:99"}),
-    "device-map meta": (r"device-map meta: this machine has", {"device_map": "meta"}),
-    "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
     "device-map of a missing file": (r"device-map map\.json: .*no such file", {"device_map": "map.json"}),
     "text too short": (r"text\.txt: [\d,]+ tokens, too short for 4000 samples x 64", {"samples": 4000}),
-    "no samples": (r"^--samples must be at least 1", {"samples": 0}),
     "seqlen beyond the context": (r"^--seqlen 129 .*context of 128", {"seqlen": 129}),
     "activations missing": (
         r"norms\.safetensors: no such activations file.*calibrate",
         {"activations": Path("norms.safetensors")},
     ),
+    "sparsity negative": (r"^--sparsity must be at least 0", {"method": "wanda", "sparsity": -0.1}),
+    "no samples": (r"^--samples must be at least 1", {"samples": 0}),
+    "everything ignored": (r"without '.*' match nothing", {"ignore": ".*"}),
+    "calibration recipe": (r"nothing\.toml: cannot be read", {"calibration": "nothing.toml"}),
     "activations of another kind": (r"tiny\.py: not a readable activations", {"activations": Path(tiny.__file__)}),
+    "device-map with invalid JSON": (r"device-map .*JSON", {"device_map": '{"": 1'}),
     "model missing": (r"/nothing: no such model folder", {"model": "/nothing"}),
     "revision of a folder": (r"--revision main", {"revision": "main"}),
-}
-
-REFITS: dict[str, tuple[str, dict[str, Any]]] = {
     "no text for a data-free method": (
         r"^--refit fits weights to a calibration text, and method magnitude needs none\. Leave out --refit, or .*--calibration",
         {"method": "magnitude", "refit": True, "calibration": None, "samples": None, "seqlen": None},
@@ -138,68 +125,40 @@ REFITS: dict[str, tuple[str, dict[str, Any]]] = {
         r"^--refit .*--activations holds only its norms\. Leave out --activations, or --refit; or .*--calibration",
         {"method": "wanda", "refit": True, "calibration": None, "activations": Path("norms.safetensors")},
     ),
-    "sparsegpt with activations and no text": (
-        r"^--method sparsegpt fits .*--activations holds only its norms\. Leave out --activations; or .*--calibration",
-        {"method": "sparsegpt", "calibration": None, "activations": Path("norms.safetensors")},
-    ),
     "quantised": (r"^--refit cannot change quantised weights; leave out --load-in-8bit", {"refit": True, "load_in_8bit": True}),
-    "sparsegpt quantised": (
-        r"^--method sparsegpt cannot change quantised weights; leave out --load-in-8bit",
-        {"method": "sparsegpt", "load_in_4bit": True},
-    ),
     "damping of zero": (r"^--refit-damping must be above 0 and at most 1, got 0", {"refit": True, "refit_damping": 0.0}),
     "damping alone": (r"^--refit-damping has no effect without --refit\. Add --refit, or leave it out", {"refit_damping": 0.1}),
-    "weighting alone": (r"^--refit-weighting has no effect without --refit", {"refit_weighting": "relative"}),
     "weighting": (r"^--refit-weighting 'own' is not one of equal, relative", {"refit": True, "refit_weighting": "own"}),
     "no target in a block": (
         r"^--refit moves weights of the language model's decoder blocks, and no target is in one\. Leave out --refit",
         {"method": "magnitude", "refit": True, "targets": "lm_head"},
     ),
-    "sparsegpt outside of the blocks": (
-        r"^--method sparsegpt moves weights .* no target is in one\. Use --method wanda",
-        {"method": "sparsegpt", "targets": "lm_head"},
-    ),
     "emp-sparsegpt": (r"^--method emp-sparsegpt: SparseGPT .*Use --method sparsegpt", {"method": "emp-sparsegpt"}),
     "admm of all matrices": (r"^--group all .*emp-admm, .*each matrix.*Leave it out", {"method": "emp-admm", "group": "all"}),
     "sparsegpt of a matrix": (r"^--group matrix .*sparsegpt.*Leave it out", {"method": "sparsegpt", "group": "matrix"}),
-    "beta with sparsegpt": (
-        r"^--beta does not go with method sparsegpt.*Use --sparsity, or --method emp-admm",
-        {"method": "sparsegpt", "beta": 1.0},
-    ),
-    "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
+    "beta with sparsegpt": (r"^--beta .*Use --sparsity, or --method emp-admm", {"method": "sparsegpt", "beta": 1.0}),
     "shares with sparsegpt": (r"^--shares owl .*--method wanda", {"method": "sparsegpt", "shares": "owl"}),
+    "score with sparsegpt": (r"^--score .*sparsegpt.*Leave it out", {"method": "sparsegpt", "score": "relative"}),
     "propagation with sparsegpt": (
         r"^--propagate pruned .*sparsegpt needs none",
         {"method": "sparsegpt", "propagate": "pruned"},
     ),
-    "text too short": (r"text\.txt: [\d,]+ tokens, too short for 4000 samples", {"refit": True, "samples": 4000}),
 }
 
 
-@pytest.mark.parametrize(("match", "options"), parameters(REFITS))
-def test_wrong_options_of_a_refit(refused: Refused, match: str, options: dict[str, Any]) -> None:
-    refused(match, **options)
-
-
-@pytest.mark.parametrize("options", [{"method": "wanda", "refit": True}, {"method": "sparsegpt"}], ids=["refit", "sparsegpt"])
-def test_models_that_cannot_be_refitted(
-    refused: Refused, models: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]
-) -> None:
-    flag = "--refit" if "refit" in options else "--method sparsegpt"
-    remedy = "Leave out --refit" if "refit" in options else "Use --method wanda"
-    t5 = tmp_path / "t5"
+def test_models_that_cannot_be_refitted(refused: Refused, models: Callable[[str], Path], tmp_path: Path) -> None:
+    t5, rows = tmp_path / "t5", make_pictures(tmp_path)
     config = transformers.T5Config(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     transformers.T5ForConditionalGeneration(config).save_pretrained(t5)
     tiny.make_tokenizer().save_pretrained(t5)
-    refused(rf"^{flag} runs block by block, which an encoder-decoder model cannot\. {remedy}", model=str(t5), **options)
-    llava, rows = make_llava(tmp_path / "llava"), make_pictures(tmp_path)
-    source = f"{rows}/rows.jsonl,image=picture"
-    refused(
-        rf"^{flag} runs block by block, on text alone\. {remedy}, or leave out image= in --calibration",
-        model=str(llava), calibration=source, seqlen=24, **options,
-    )  # fmt: skip
+    says = r"^--refit runs block by block, which an encoder-decoder model cannot\. Leave out --refit"
+    refused(says, model=str(t5), method="wanda", refit=True)
+    says = r"^--method sparsegpt runs block by block, on text alone\. Use --method wanda, or leave out image= in --calibration"
+    llava, source = make_llava(tmp_path / "llava"), f"{rows}/rows.jsonl,image=picture"
+    refused(says, model=str(llava), calibration=source, seqlen=24, method="sparsegpt")
     fp8 = make_fp8(models("llama"), tmp_path / "fp8")
-    refused(rf"_proj is stored in FP8, whose scales {flag} would change\. Use the unquantised model", model=str(fp8), **options)
+    says = r"_proj is stored in FP8, whose scales --refit would change\. Use the unquantised model"
+    refused(says, model=str(fp8), method="wanda", refit=True)
 
 
 @pytest.mark.parametrize(("match", "options"), parameters(OPTIONS))
@@ -248,16 +207,10 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "pickle": (r"pytorch_model\.bin.*Convert.*save_pretrained", _only("pytorch_model.bin"), "emp-wanda"),
     "adapter": (r"PEFT adapter.*merge_and_unload", _only("adapter_config.json"), "emp-wanda"),
     "shard missing": (rf"{INDEX}: it names {SHARD}, which is missing", _remove(SHARD), "emp-wanda"),
-    "shard elsewhere": (rf"{INDEX}: '\.\./x\.safetensors' is not the plain name", _in_index("../x.safetensors"), "emp-wanda"),
-    "shard of an absolute path": (rf"{INDEX}: '/x\.safetensors' is not", _in_index("/x.safetensors"), "emp-wanda"),
     "index of other shards": (rf"{INDEX}: it places lm_head\.weight in {SHARD}", _in_index(SHARD), "emp-wanda"),
     "index without a map": (rf"{INDEX}: its weight_map must", _json(INDEX, weight_map=[1]), "emp-wanda"),
     "index broken": (rf"{INDEX}: cannot be read as JSON", lambda f: (f / INDEX).write_text("{"), "emp-wanda"),
     "shard truncated": (rf"{SHARD}: not a complete safetensors file.*again", _raw(lambda raw: raw[:-1]), "emp-wanda"),
-    "shard of no bytes": (rf"{SHARD}: not a complete safetensors file", _raw(lambda raw: b""), "magnitude"),
-    "shard longer": (rf"{SHARD}: not a complete safetensors file", _raw(lambda raw: raw + b"\0"), "magnitude"),
-    "header corrupt": (rf"{SHARD}: not a complete safetensors", _raw(lambda raw: raw[:8] + b"?" + raw[9:]), "magnitude"),
-    "header too long": (rf"{SHARD}: not a complete safetensors", _raw(lambda raw: b"\xff" * 8 + raw[8:]), "magnitude"),
     "quantised": (r"already quantised.*original model", _json("config.json", quantization_config={"bits": 4}), "magnitude"),
     "no config": (r"no config\.json", _remove("config.json"), "emp-wanda"),
     "config broken": (r"config\.json: cannot be read as JSON", lambda f: (f / "config.json").write_text("{"), "emp-wanda"),
@@ -267,8 +220,6 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "wanda",
     ),
     "config of other shapes": (r"model: ", _json("config.json", intermediate_size=96), "wanda"),
-    "no tokenizer": (r"model: no tokenizer", _remove("tokenizer*"), "emp-wanda"),
-    "tokenizer broken": (r"model: no tokenizer", lambda f: (f / "tokenizer.json").write_text("{"), "emp-wanda"),
 }
 
 
@@ -290,9 +241,8 @@ def test_gguf_is_named_with_its_remedy(tmp_path: Path, command: Run, place: str)
         check_sentences(done.stderr.removeprefix("error: ").strip())
 
 
-@pytest.mark.parametrize("bad", [0x7FC0, 0xFF80], ids=["NaN", "infinity"])
+@pytest.mark.parametrize(("bad", "method"), [(0x7FC0, "magnitude"), (0xFF80, "emp-magnitude")], ids=["NaN", "infinity"])
 @pytest.mark.parametrize("group", ["row", "matrix", "all"])
-@pytest.mark.parametrize("method", ["magnitude", "emp-magnitude"])
 def test_weights_that_are_not_finite(refused: Refused, model: Path, tmp_path: Path, bad: int, group: str, method: str) -> None:
     damaged = oracle.edited_copy(model, tmp_path / "damaged", f"{DOWN}.weight", lambda matrix: np.put(matrix, 7, bad))
     match = rf"model-0000\d-of-00002\.safetensors: {DOWN}\.weight holds NaN or inf"
@@ -310,48 +260,18 @@ def test_weights_that_are_not_finite_in_a_calibration(
     refused(match, model=str(damaged), method="emp-wanda")
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "match"),
-    [
-        ("gpt2", {}, r"norms\.safetensors: .*mlp\.\w+_proj has no norms.*calibrate"),
-        ("llama", {"intermediate_size": 96}, r"norms\.safetensors: .*down_proj has 96 norms for 80 inputs"),
-    ],
-)
-def test_activations_of_another_model(
-    refused: Refused,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    config: dict[str, int],
-    match: str,
-) -> None:
-    name, values = tiny.FAMILIES[family]
-    monkeypatch.setitem(tiny.FAMILIES, "other", (name, values | config))
-    other = tiny.make_model(tmp_path / "other", "other")
-    file = tmp_path / "norms.safetensors"
-    calibrate(model=other, output=file, calibration=str(text), samples=1, seqlen=16)
-    refused(match, activations=file)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda norms: norms.mul_(float("nan")), r"norms\.safetensors.*NaN"),
-        (lambda norms: norms.neg_(), r"norms\.safetensors.*negative"),
-    ],
-    ids=["NaN", "negative"],
-)
-def test_invalid_norms(
-    refused: Refused, norms: Callable[[str], Path], tmp_path: Path, change: Callable[[Any], Any], match: str
-) -> None:
-    file, valid = tmp_path / "norms.safetensors", Activations.load(norms("llama"))
-    Activations({name: change(norm) for name, norm in valid.norms.items()}, valid.input_of, valid.about).save(file)
-    refused(match, activations=file)
-
-
-def test_file_that_is_not_an_activations_file(refused: Refused, model: Path) -> None:
+def test_activations_of_another_model(refused: Refused, norms: Callable[[str], Path], model: Path) -> None:
+    refused(r"gpt2\.safetensors: .*mlp\.\w+_proj has no norms.*calibrate", activations=norms("gpt2"))
     refused(rf"{SHARD}: this is not an activations file of emp-llm", activations=model / SHARD)
+
+
+@pytest.mark.parametrize(("factor", "says"), [(float("nan"), "NaN"), (-1.0, "negative")])
+def test_invalid_norms(refused: Refused, norms: Callable[[str], Path], tmp_path: Path, factor: float, says: str) -> None:
+    file, valid = tmp_path / "norms.safetensors", Activations.load(norms("llama"))
+    Activations({name: norm * factor for name, norm in valid.norms.items()}, valid.input_of, valid.about).save(file)
+    refused(rf"norms\.safetensors.*{says}", activations=file)
+    Activations({name: norm[:48] for name, norm in valid.norms.items()}, valid.input_of, valid.about).save(file)
+    refused(r"norms\.safetensors: .*_proj has \d+ norms for \d+ inputs", activations=file)
 
 
 @pytest.mark.parametrize(
@@ -379,92 +299,25 @@ def test_output_that_is_the_input(refused: Refused, tmp_path: Path, place: str) 
     refused(r"output .*the input folder, lies inside it or contains it; name", output=tmp_path / place, overwrite=True)
 
 
-def test_output_that_exists(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+def test_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
+    """Calibrate says it before the forward passes, so that no work is lost."""
+    out = tmp_path / "out"
+    out.mkdir()
     refused(r"out: it exists.*--overwrite", method="magnitude")
-    (tmp_path / "out" / "thesis.tex").write_text("all of it")
+    (out / "thesis.tex").write_text("all of it")
     refused(r"out: it is not a model folder.*remove it yourself", method="magnitude", overwrite=True)
-    refused(r"thesis\.tex: it is not a model folder", output=tmp_path / "out" / "thesis.tex", overwrite=True)
-    refused(r"thesis\.tex/out: cannot be written there", output=tmp_path / "out" / "thesis.tex" / "out", method="magnitude")
+    refused(r"thesis\.tex: it is not a model folder", output=out / "thesis.tex", overwrite=True)
+    refused(r"thesis\.tex/out: cannot be written there", output=out / "thesis.tex" / "out", method="magnitude")
+    refused("too short", output=tmp_path / "new" / "deep" / "out", samples=4000)  # and no parent of it is left
+    for overwrite in (False, True):
+        refused(r"out: ", calibrate, output=out, overwrite=overwrite)
+        refused(r"thesis\.tex/norms", calibrate, output=out / "thesis.tex" / "norms.safetensors", overwrite=overwrite)
 
 
-def test_created_parents_of_the_output_are_removed(refused: Refused, tmp_path: Path) -> None:
-    refused("too short", output=tmp_path / "new" / "deep" / "out", samples=4000)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_calibrate_checks_its_output_first(refused: Refused, tmp_path: Path, overwrite: bool) -> None:
-    """Before the forward passes, so that no work is lost."""
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    refused(r"folder: ", calibrate, output=tmp_path / "folder", overwrite=overwrite)
-    refused(r"file/norms", calibrate, output=tmp_path / "file" / "norms.safetensors", overwrite=overwrite)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mount a file system with a number of pages of 4096 bytes."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def mount(pages: int) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={4096 * pages}", "tmpfs", str(disk)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            pytest.skip("mounting a small file system needs root")
-        return disk
-
-    yield mount
-    if os.path.ismount(disk):
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_disk_that_is_too_small(refused: Refused, small_disk: Callable[[int], Path]) -> None:
-    disk = small_disk(8)
+def test_disk_that_is_too_small(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=8 * 4096))
     for dry_run in (True, False):
-        refused(r"disk/out: it needs .*free.*--output", output=disk / "out", method="magnitude", dry_run=dry_run)
-
-
-@pytest.mark.parametrize(
-    ("unwritten", "method"), [("activations", "emp-wanda"), ("shards", "magnitude"), ("report", "magnitude")]
-)
-def test_disk_that_becomes_full(
-    model: Path, text: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, unwritten: str, method: str
-) -> None:
-    """The disk may fill up after the check, or a quota may be smaller than the free space shown. The run resumes later."""
-    files = [path.stat().st_size for path in model.iterdir()]
-    pages = {"activations": 1, "shards": 8, "report": sum(-(-file // 4096) for file in files)}
-    disk = small_disk(pages[unwritten])
-    options: dict[str, Any] = {"model": str(model), "output": disk / "out", "method": method, "calibration": str(text)}
-    options |= {"samples": 4, "seqlen": 64, "device_map": "cpu"}
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-        with pytest.raises(UserError, match=r"disk/out: the disk is full.*--output") as caught:
-            prune(**options)
-    check_sentences(str(caught.value))
-    assert not (disk / "out").exists()
-    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-    prune(**options)
-    assert [path.name for path in disk.iterdir()] == ["out"]
-
-
-def check_command(call: Callable[..., Any], folder: Path, options: dict[str, object], match: str) -> None:
-    """Check that a command line ends with code 2 and a matching error, without a traceback, and changes no files."""
-    before = content_of(folder)
-    done = call("prune", *(word for pair in options.items() for word in pair))
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert re.search(match, done.stderr), done.stderr
-    assert content_of(folder) == before
-
-
-COMMAND_LINES: dict[str, tuple[str, dict[str, object]]] = {
-    "model not in the cache": (r"^error: nobody/nothing: .*cache.*cannot be reached", {"--model": "nobody/nothing"}),
-    "pattern": (r"^error: .*multiple of 5", {"--method": "wanda", "--pattern": "3:5", "--targets": "q_proj"}),
-    "data set not in the cache": (
-        r"^error: nobody/nothing/train: the data set cannot be loaded",
-        {"--calibration": "nobody/nothing"},
-    ),
-}
+        refused(r"out: it needs .*free.*--output", method="magnitude", dry_run=dry_run)
 
 
 @pytest.fixture
@@ -476,12 +329,17 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize(("match", "options"), parameters(COMMAND_LINES))
-def test_command_line(command: Run, model: Path, text: Path, tmp_path: Path, match: str, options: dict[str, object]) -> None:
-    common = {"--model": model, "--output": tmp_path / "out", "--calibration": text, "--samples": 4, "--seqlen": 64}
-    check_command(command, tmp_path, common | options, match)
-
-
-def test_process(run: Run, model: Path, tmp_path: Path) -> None:
-    options = {"--model": model, "--output": tmp_path / "out", "--pattern": "2:4"}
-    check_command(run, tmp_path, options, r"^error: --pattern does not go with method emp-wanda")
+def test_command_lines(command: Run, run: Run, model: Path, text: Path, tmp_path: Path) -> None:
+    """They end with code 2 and an error, without a traceback, and change no files."""
+    before = content_of(tmp_path)
+    for call, match, options in (
+        (command, r"^error: nobody/nothing: .*cache.*cannot be reached", {"--model": "nobody/nothing"}),
+        (command, r"^error: nobody/nothing/train: the data set cannot be loaded", {"--calibration": "nobody/nothing"}),
+        (run, r"^error: --pattern does not go with method emp-wanda", {"--pattern": "2:4"}),
+    ):
+        given = {"--model": model, "--output": tmp_path / "out", "--calibration": text, "--seqlen": 64} | options
+        done = call("prune", *(word for pair in given.items() for word in pair))
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert re.search(match, done.stderr), done.stderr
+        assert content_of(tmp_path) == before

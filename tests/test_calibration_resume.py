@@ -97,33 +97,30 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("command", "place", "device_map"), [("calibrate", "cpu", "disk"), ("prune", "disk", "cpu")])
-@pytest.mark.parametrize("during", ["block", "hidden states", "state"])
+@pytest.mark.parametrize(
+    ("command", "during", "place", "device_map"),
+    [("calibrate", "block", "cpu", "disk"), ("calibrate", "state", "cpu", "cpu"), ("prune", "hidden states", "disk", "cpu")],
+)
 def test_an_interrupted_calibration_resumes_after_its_last_saved_block(
-    deep: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    runs: list[int],
-    command: str,
-    place: str,
-    device_map: str,
-    during: str,
-) -> None:
-    more = {"hidden_states": place, "device_map": device_map}
-    expected = calibrated(deep, text, tmp_path / "whole", command, **more)
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int], command: str, during: str,
+    place: str, device_map: str,
+) -> None:  # fmt: skip
+    def run(folder: str) -> bytes:
+        return calibrated(deep, text, tmp_path / folder, command, hidden_states=place, device_map=device_map)
+
+    expected = run("whole")
     times = 1 if command == "calibrate" else 2
     assert runs == [block for block in range(4) for _ in range(times)]
     assert [path.name for path in (tmp_path / "whole").iterdir()] == ["out"], "no state is left"
     with monkeypatch.context() as patch:
         end_while(patch, during)
         with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path / "killed", command, **more)
+            run("killed")
     assert not (tmp_path / "killed" / "out").exists()
     (hidden,) = (tmp_path / "killed").rglob("hidden-1-0.safetensors")
     assert hidden.stat().st_size > STATE
     runs.clear()
-    assert calibrated(deep, text, tmp_path / "killed", command, **more) == expected
+    assert run("killed") == expected
     assert runs == [block for block in (1, 2, 3) for _ in range(times)]
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["out"], "no state is left"
 
@@ -144,36 +141,32 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("again", ["the same", "another"])
+@pytest.mark.parametrize("again", ["the same", "another", "sweep"])
 def test_no_state_is_left_by_a_run_killed_after_its_calibration(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+    evaluable: Callable[[str], Path], text: Path, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
     """The norms are in the unfinished output, and the state between blocks is not deleted yet."""
+    model = evaluable("llama")
+
+    def run() -> None:
+        if again != "sweep":
+            calibrated(model, text, tmp_path, "prune")
+            return
+        options: dict[str, Any] = {"calibration": str(text), "samples": SAMPLES, "seqlen": LENGTH, "execution": "blocks"}
+        options |= {"suite": str(task_suite.parent / "short.toml"), "methods": "emp-wanda", "device_map": "cpu"}
+        sweep(model, output=tmp_path / "out", **options)
+
     with monkeypatch.context() as patch:
         patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
         with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path, "prune")
-    assert list(tmp_path.rglob("hidden-3-*"))
-    if again == "the same":
-        calibrated(deep, text, tmp_path, "prune")
+            run()
+    assert list(tmp_path.rglob("hidden-1-*"))
+    if again == "another":
+        prune(model=model, output=tmp_path / "out", method="emp-magnitude", overwrite=True)
     else:
-        prune(model=deep, output=tmp_path / "out", method="emp-magnitude", overwrite=True)
+        run()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.usefixtures("eager")
-def test_no_state_is_left_by_a_sweep_killed_after_its_calibration(
-    evaluable: Callable[[str], Path], text: Path, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"model": evaluable("llama"), "output": tmp_path / "out", "calibration": str(text)}
-    options |= {"samples": SAMPLES, "seqlen": LENGTH, "methods": "emp-wanda", "execution": "blocks", "device_map": "cpu"}
-    options |= {"suite": str(task_suite.parent / "short.toml")}
-    with monkeypatch.context() as patch:
-        patch.setattr("emp_llm.calibration.passes.delete_progress", _kill)
-        with pytest.raises(_Killed):
-            sweep(**options)
-    assert (tmp_path / "out" / ".calibration").is_dir()
-    sweep(**options)
+    assert not list(tmp_path.rglob("hidden-*"))
     assert not (tmp_path / "out" / ".calibration").exists()
 
 
@@ -221,76 +214,32 @@ def test_one_state_is_kept_and_announced_once(
     (told,) = (message for message in caplog.messages if "--no-resumable-calibration" in message)
     assert format_bytes(STATE).split()[1] in told
     assert ".out.progress" in told
+    saves.clear()
+    calibrated(deep, text, tmp_path, resumable_calibration=False, overwrite=True)
+    assert saves == []
 
 
-@pytest.mark.parametrize(
-    ("block_seconds", "save_seconds", "expected"),
-    [(10, 0, [3]), (31, 1, [1, 2, 3]), (31, 6, [1, 3]), (31, 60, [1]), (5, 0, [])],
-)
+@pytest.mark.parametrize(("seconds", "expected"), [((10, 0), [3]), ((31, 1), [1, 2, 3]), ((31, 6), [1, 3]), ((5, 0), [])])
 def test_the_time_between_saves(
-    deep: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    saves: list[int],
-    block_seconds: float,
-    save_seconds: float,
-    expected: list[int],
-) -> None:
-    """At least 30 seconds since the last save, and ten times the duration of that save."""
-    clock = [1000.0]
-    run, write = Step.run, resume.CalibrationProgress._write_hidden
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int], runs: list[int],
+    seconds: tuple[int, int], expected: list[int],
+) -> None:  # fmt: skip
+    """Of a block and of a save. At least 30 since the last save, and ten times the duration of that save."""
+    write = resume.write_bytes
 
-    def slow_run(step: Step, **options: Any) -> None:
-        run(step, **options)
-        clock[0] += block_seconds
+    def slow_write(path: Path, content: bytes) -> None:
+        write(path, content)
+        written.append(path.name.startswith("hidden"))
 
-    def slow_write(self: resume.CalibrationProgress, *given: Any) -> int:
-        size = write(self, *given)
-        clock[0] += save_seconds
-        return size
-
-    monkeypatch.setattr(Step, "run", slow_run)
-    monkeypatch.setattr(resume.CalibrationProgress, "_write_hidden", slow_write)
-    monkeypatch.setattr(resume.time, "monotonic", lambda: clock[0])
+    written: list[bool] = []
+    monkeypatch.setattr(resume, "write_bytes", slow_write)
+    monkeypatch.setattr(resume.time, "monotonic", lambda: 1000.0 + seconds[0] * len(runs) + seconds[1] * sum(written))
     calibrated(deep, text, tmp_path)
     assert saves == expected
 
 
 @pytest.mark.usefixtures("eager")
-def test_without_resumable_calibration_nothing_is_saved(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: list[int]
-) -> None:
-    with monkeypatch.context() as patch:
-        kill_in(patch, 2)
-        with pytest.raises(_Killed):
-            calibrated(deep, text, tmp_path, resumable_calibration=False)
-    assert saves == []
-    assert not list(tmp_path.rglob("hidden-*"))
-
-
-@pytest.mark.usefixtures("eager")
-def test_a_full_disk_does_not_end_a_calibration(
-    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saves: list[int]
-) -> None:
-    expected = calibrated(deep, text, tmp_path / "whole")
-    write = resume.write_bytes
-    saves.clear()
-
-    def full(path: Path, content: bytes) -> None:
-        if len(saves) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, content)
-
-    monkeypatch.setattr(resume, "write_bytes", full)
-    assert calibrated(deep, text, tmp_path / "full") == expected
-    assert saves == [1, 2], "it does not try again"
-    assert sum("the disk is full; the calibration continues" in message for message in caplog.messages) == 1
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["out"]
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("then", ["all files are there", "a file is missing", "a disk is full"])
+@pytest.mark.parametrize("then", ["a file is missing", "a disk is full"])
 def test_ranks_resume_together(
     deep: Path, text: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
@@ -335,10 +284,7 @@ def test_ranks_resume_together(
     assert (tmp_path / "out").read_bytes() == expected
 
 
-Run = Callable[..., Any]
-
-
-def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Run) -> None:
+def test_the_dry_run_counts_the_state(deep: Path, text: Path, command: Callable[..., Any]) -> None:
     line = ["prune", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--dry-run"]
     assert format_bytes(2 * STATE) in command(*line).stdout
     assert "--no-resumable-calibration" not in command(*line, "--no-resumable-calibration").stdout

@@ -1,9 +1,7 @@
 """One contract for every model family and method, checked against an oracle that shares no code with the package."""
 
 import json
-import logging
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +38,7 @@ PAIRS += [(family, method) for family in ("llama", "phi3", "gpt2", "mixtral") fo
 every_pair = pytest.mark.parametrize(("family", "method"), PAIRS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pruned:
     """One run: where from, where to, and what it said."""
 
@@ -56,13 +54,13 @@ class Pruned:
         """Layer name -> name of the stored tensor, in the report's order."""
         return {layer: entry["tensor"] for layer, entry in self.report["matrices"].items()}
 
-    def scores(self, layer: str, norms: Path | None = None) -> Array:
-        """The oracle's scores of a layer, one output to a row; from the run's own norms unless others are given."""
+    @cache  # noqa: B019
+    def scores(self, layer: str) -> Array:
+        """The oracle's scores of a layer from the run's own norms, one output to a row."""
         matrix, method = self.magnitudes(layer), self.report["recipe"]["method"]
         if method.endswith("magnitude"):
             return matrix
-        file = norms or self.out / "emp_llm" / "activations.safetensors"
-        norm = norms_of(file, method.endswith("relative"))[layer]
+        norm = norms_of(self.out / "emp_llm" / "activations.safetensors", method.endswith("relative"))[layer]
         return oracle.ria(matrix, norm) if method.endswith("ria") else oracle.scores(matrix, norm)
 
     def magnitudes(self, layer: str) -> Array:
@@ -111,21 +109,8 @@ def calibration_tokens(source: Path, text: Path) -> torch.Tensor:
     return torch.tensor(ids[: 4 * 64]).reshape(4, 64)
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, set[str]]:
-    """A model loaded as a user does it, and all that was said meanwhile, the folder's name taken out."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            model = AutoModelForCausalLM.from_pretrained(folder)
-    finally:
-        logger.removeHandler(handler)
-    said += [str(warning.message) for warning in warned]
-    return model.eval(), {sentence.replace(str(folder), "") for sentence in said}
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def check_bits(run: Pruned, masks: dict[str, Array]) -> None:
@@ -138,16 +123,15 @@ def check_bits(run: Pruned, masks: dict[str, Array]) -> None:
 
 
 @every_pair
-def test_only_targets_change(pruned: Pruning, family: str, method: str) -> None:
+def test_only_targets_change_by_the_masks_of_the_oracle(pruned: Pruning, family: str, method: str) -> None:
     run = pruned(family, method)
     pattern, number = MLP[family]
     stored = oracle.tensors(run.source)
     targets = {name for name in stored if re.fullmatch(pattern, name)}
     assert len(targets) == number
     assert set(run.matrices().values()) == targets
-    ours = {"emp_report.json", "emp_manifest.json"} | (
-        {"emp_llm/activations.safetensors"} if not method.endswith("magnitude") else set()
-    )
+    ours = {"emp_report.json", "emp_manifest.json"}
+    ours |= set() if method.endswith("magnitude") else {"emp_llm/activations.safetensors"}
     assert oracle.digest(run.out).keys() == oracle.digest(run.source).keys() | ours
     for path in sorted(run.source.iterdir()):
         before, after = bytearray(path.read_bytes()), bytearray((run.out / path.name).read_bytes())
@@ -155,13 +139,6 @@ def test_only_targets_change(pruned: Pruning, family: str, method: str) -> None:
         for tensor in (stored[name] for name in targets if stored[name].shard == path):
             before[tensor.start : tensor.end] = after[tensor.start : tensor.end] = bytes(tensor.end - tensor.start)
         assert before == after, path.name
-    for shard in run.source.glob("*.safetensors"):
-        assert oracle.header(shard) == oracle.header(run.out / shard.name)
-
-
-@every_pair
-def test_masks_are_the_oracles(pruned: Pruning, family: str, method: str) -> None:
-    run = pruned(family, method)
     check_bits(run, {layer: run.mask(layer) for layer in run.matrices()})
 
 
@@ -183,11 +160,10 @@ def test_norms_are_those_of_plain_hooks(pruned: Pruning, text: Path, family: str
         assert wanted.keys() == run.matrices().keys()
 
 
-@every_pair
-def test_loads_and_runs_as_masked_in_memory(pruned: Pruning, text: Path, family: str, method: str) -> None:
-    run = pruned(family, method)
-    (dense, said), (model, said_of_pruned) = load(run.source), load(run.out)
-    assert said_of_pruned <= said
+@pytest.mark.parametrize("family", MLP)
+def test_loads_and_runs_as_masked_in_memory(pruned: Pruning, text: Path, family: str) -> None:
+    run = pruned(family, "emp-wanda")
+    dense, model = load(run.source), load(run.out)
     for layer in run.matrices():
         mask = torch.from_numpy(run.mask(layer))
         mixtures.weight(dense, layer, run.transposed).masked_fill_(~mask, 0)
@@ -224,35 +200,19 @@ def test_report_agrees_with_the_files(pruned: Pruning, family: str, method: str)
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
 def test_tied_embeddings_stay_tied_and_dense(pruned: Pruning, family: str) -> None:
     run = pruned(family, "magnitude", targets="all-linear")
-    dense, model = load(run.source)[0], load(run.out)[0]
+    dense, model = load(run.source), load(run.out)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert torch.equal(model.get_input_embeddings().weight, dense.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("method", ["wanda", "magnitude"])
-def test_rows_of_gpt2_are_dim_1(pruned: Pruning, method: str) -> None:
-    run = pruned("gpt2", method)
-    for name in run.matrices().values():
-        stored = oracle.weight(run.out, name) != 0
-        assert set(stored.sum(0)) == {stored.shape[0] // 2}
-        assert len(set(stored.sum(1))) > 1, "the other dimension is free"
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["emp-magnitude", "magnitude", "wanda"])
 def test_rows_of_zeros_and_of_ties(models: Callable[[str], Path], pruned: Pruning, tmp_path: Path, method: str) -> None:
     """A row of zeros keeps all its weights, negative zeros too; uniform magnitudes give N_eff = N; ties go to the left."""
     source = oracle.edited_copy(models("llama"), tmp_path / "planted", "model.layers.0.mlp.up_proj.weight", _plant)
     run = pruned(source, method)
-    layer = "model.layers.0.mlp.up_proj"
     check_bits(run, {name: run.mask(name) for name in run.matrices()})
-    counts = oracle.bits(oracle.tensors(run.out)[f"{layer}.weight"])
     if method == "emp-magnitude":
-        assert run.report["matrices"][layer]["kept_fraction"]["max"] == 1.0
-        assert list(counts[0]) == [0x8000, 0] * 16, "a row of zeros is kept as it is"
-        assert counts[1].all(), "a uniform row is kept whole"
-    if method == "magnitude":
-        assert counts[1][:16].all()
-        assert not counts[1][16:].any()
+        assert run.report["matrices"]["model.layers.0.mlp.up_proj"]["kept_fraction"]["max"] == 1.0
 
 
 def _plant(matrix: Array) -> None:
@@ -262,13 +222,13 @@ def _plant(matrix: Array) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["emp-wanda", "magnitude"])
 def test_other_dtypes(pruned: Pruning, tmp_path: Path, dtype: torch.dtype, method: str) -> None:
     run = pruned(tiny.make_model(tmp_path / "model", "llama", dtype), method)
     if dtype == torch.float64 and method.endswith("wanda"):  # scores of float64 weights are not rounded to float32
         norms = norms_of(run.out / "emp_llm" / "activations.safetensors")
         scores = {name: np.abs(oracle.weight(run.source, f"{name}.weight")) * norms[name] for name in run.matrices()}
-        masks = {name: oracle.row_masks(matrix, method.startswith("emp-")) for name, matrix in scores.items()}
+        masks = {name: oracle.row_masks(matrix, True) for name, matrix in scores.items()}
     else:
         masks = {name: run.mask(name) for name in run.matrices()}
     check_bits(run, masks)
@@ -281,26 +241,23 @@ def test_match_removes_the_same_total(pruned: Pruning, group: str) -> None:
     assert run.report["targets"]["kept"] == adaptive.report["targets"]["kept"]
     assert sum(run.kept(layer).sum() for layer in run.matrices()) == adaptive.report["targets"]["kept"]
     share = run.report["targets"]["kept"] / run.report["targets"]["weights"]
-    for layer in run.matrices() if group == "row" else ():
-        kept, columns = run.kept(layer).sum(1), run.kept(layer).shape[1]
-        assert (np.abs(kept - share * columns) < 1).all(), "every row loses the same share, rounded down or up"
+    for kept in (run.kept(layer) for layer in run.matrices() if group == "row"):
+        assert (np.abs(kept.sum(1) - share * kept.shape[1]) < 1).all(), "every row loses the same share, rounded down or up"
 
 
 def reverse_shards(folder: Path) -> None:
     """Give the first shard the last one's name and so on."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    renamed = dict(zip(names, reversed(names), strict=True))
-    for name in names:
-        (folder / name).rename(folder / f"{name}.moved")
-    for name in names:
-        (folder / f"{name}.moved").rename(folder / renamed[name])
+    shards = sorted(folder.glob("*.safetensors"))
+    content = {shard.name: other.read_bytes() for shard, other in zip(shards, reversed(shards), strict=True)}
+    renamed = {shard.name: other.name for shard, other in zip(shards, reversed(shards), strict=True)}
+    for name, raw in content.items():
+        (folder / name).write_bytes(raw)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] = {tensor: renamed[name] for tensor, name in index["weight_map"].items()}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "method"), [("llama", "emp-wanda"), ("gpt2", "emp-magnitude"), ("llama", "magnitude")])
 @pytest.mark.parametrize("group", ["matrix", "all"])
 def test_larger_groups(pruned: Pruning, tmp_path: Path, family: str, method: str, group: str) -> None:
     """Ties are spent in the order of the report, also where the shards hold the targets in another."""
@@ -323,52 +280,20 @@ def test_larger_groups(pruned: Pruning, tmp_path: Path, family: str, method: str
     check_bits(run, masks)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("method", ["wanda", "magnitude"])
+@pytest.mark.parametrize(("family", "method"), [("llama", "wanda"), ("gpt2", "magnitude")])
 def test_two_of_four(pruned: Pruning, family: str, method: str) -> None:
     run = pruned(family, method, pattern="2:4")
-    masks = {}
+    scores = {layer: run.scores(layer) for layer in run.matrices()}
+    check_bits(run, {name: oracle.row_masks(all_.reshape(-1, 4), False).reshape(all_.shape) for name, all_ in scores.items()})
+
+
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.01}, {"beta": 0.7}, {"beta": 1.3}, {"beta": 100.0}, {"order": 0.5}, {"order": 1.0}], ids=str
+)
+def test_counts_follow_beta_and_the_order(pruned: Pruning, options: dict[str, float]) -> None:
+    run = pruned("llama", "emp-magnitude", **options)
     for layer in run.matrices():
-        fours = run.scores(layer).reshape(-1, 4)
-        masks[layer] = np.stack([oracle.keep(four, 2) for four in fours]).reshape(run.scores(layer).shape)
-    check_bits(run, masks)
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.7])
-def test_sparsity_is_rounded_down_in_each_row(pruned: Pruning, sparsity: float) -> None:
-    run = pruned("llama", "magnitude", sparsity=sparsity)
-    check_bits(run, {layer: oracle.row_masks(run.scores(layer), False, sparsity) for layer in run.matrices()})
-
-
-def test_neff_in_bfloat16_has_few_counts(pruned: Pruning, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows have to be long: below 256 a bfloat16 tells all integers apart, at 1300 only every eighth."""
-    name, config = tiny.FAMILIES["llama"]
-    monkeypatch.setitem(tiny.FAMILIES, "llama-wide", (name, config | {"intermediate_size": 2048}))
-    source = tiny.make_model(tmp_path / "model", "llama-wide", max_shard_size="1MB")
-    layer = "model.layers.0.mlp.down_proj"
-    exact, rounded = (pruned(source, "emp-magnitude", targets=layer, neff_dtype=d) for d in ("float64", "bfloat16"))
-    assert list(exact.kept(layer).sum(1)) == [oracle.count(row) for row in exact.scores(layer)]
-    assert list(rounded.kept(layer).sum(1)) == [oracle.count_in_bfloat16(row) for row in rounded.scores(layer)]
-    assert len(set(rounded.kept(layer).sum(1))) <= 8 < len(set(exact.kept(layer).sum(1)))
-
-
-@pytest.mark.parametrize("method", ["emp-wanda", "emp-magnitude"])
-def test_higher_orders_keep_fewer(pruned: Pruning, method: str) -> None:
-    runs = [pruned("llama", method, order=order) for order in (0.5, 1.0, 2.0)]
-    for layer in runs[0].matrices():
-        for run, order in zip(runs, (0.5, 1.0, 2.0), strict=True):
-            assert list(run.kept(layer).sum(1)) == [oracle.count(row, order=order) for row in run.scores(layer)]
-        half, one, two = (run.kept(layer).sum(1) for run in runs)
-        assert (half >= one).all()
-        assert (one >= two).all()
-        assert half.sum() > one.sum() > two.sum()
-
-
-@pytest.mark.parametrize("beta", [0.01, 0.7, 1.3, 100.0])
-def test_beta_scales_the_count(pruned: Pruning, beta: float) -> None:
-    run = pruned("llama", "emp-magnitude", beta=beta)
-    for layer in run.matrices():
-        assert list(run.kept(layer).sum(1)) == [oracle.count(row, beta) for row in run.scores(layer)]
+        assert list(run.kept(layer).sum(1)) == [oracle.count(row, **options) for row in run.scores(layer)]
 
 
 @pytest.mark.parametrize(
@@ -403,20 +328,9 @@ def test_both_names_of_a_tied_weight(pruned: Pruning) -> None:
 
 
 def test_activations_file_serves_as_calibrating_inline(pruned: Pruning, text: Path, tmp_path: Path) -> None:
-    inline = pruned("llama", "emp-wanda")
-    file = tmp_path / "norms.safetensors"
-    calibrate(
-        model=str(inline.source), output=file, calibration=str(text), samples=4, seqlen=64, batch_size=3, device_map="cpu"
-    )
+    inline, file = pruned("llama", "emp-wanda"), tmp_path / "norms.safetensors"
+    options: dict[str, Any] = {"calibration": str(text), "samples": 4, "seqlen": 64, "batch_size": 3, "device_map": "cpu"}
+    calibrate(model=str(inline.source), output=file, **options)
     run = pruned("llama", "emp-wanda", activations=file)
     for shard in inline.out.glob("*.safetensors"):
         assert shard.read_bytes() == (run.out / shard.name).read_bytes()
-
-
-def test_norms_from_disk_are_those_from_memory(pruned: Pruning) -> None:
-    norms = [
-        norms_of(pruned("llama", "emp-wanda", device_map=m).out / "emp_llm/activations.safetensors") for m in ("cpu", "disk")
-    ]
-    assert norms[0].keys() == norms[1].keys()
-    for layer, norm in norms[0].items():
-        np.testing.assert_allclose(norms[1][layer], norm, rtol=1e-5)

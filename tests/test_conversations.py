@@ -31,16 +31,17 @@ def with_template() -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize(("column", "rows"), [("messages", CHATS), ("conversations", SHAREGPT), ("turns", CHATS)])
-@pytest.mark.parametrize("join", [None, "\n\n"])
+@pytest.mark.parametrize(
+    ("column", "rows", "join"), [("messages", CHATS, "\n\n"), ("conversations", SHAREGPT, None), ("turns", CHATS, None)]
+)
 def test_conversations_are_rendered_by_the_template(tmp_path: Path, column: str, rows: list[Any], join: str | None) -> None:
     name = write(tmp_path / "chat.jsonl", column, rows) + (",column=turns" if column == "turns" else "")
     tokenizer = with_template()
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
     texts = texts if join is None else [join.join(texts)]
     wanted = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    assert token_ids(replace(find_corpus(name), join=join), tokenizer).tolist() == wanted
-    assert token_ids(replace(find_corpus(name), join=join), tokenizer).tolist() == wanted, "again, from the cache"
+    for _ in range(2):  # again, from the cache
+        assert token_ids(replace(find_corpus(name), join=join), tokenizer).tolist() == wanted
 
 
 def test_text_comes_before_conversations(tmp_path: Path) -> None:

@@ -26,13 +26,6 @@ def by_hand(texts: list[str]) -> list[int]:
     return [token for text in texts for token in tokenizer(text)["input_ids"]]
 
 
-def test_bundled_recipes_are_the_published_ones() -> None:
-    wikitext = find_corpus("wikitext2")
-    assert (wikitext.samples, wikitext.seqlen, wikitext.join, wikitext.split) == (128, 512, "\n\n", "train")
-    c4 = find_corpus("c4")
-    assert (c4.samples, c4.seqlen, c4.join, c4.stream, c4.shuffle) == (128, 2048, None, True, True)
-
-
 def test_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(ROWS), encoding="utf-8")
     ids = token_ids(replace(find_corpus(str(tmp_path / "a.txt")), samples=4, seqlen=50), make_tokenizer())
@@ -58,20 +51,15 @@ def hub_like_folder(root: Path) -> str:
     return "someone/prose"
 
 
-def test_data_set_id_with_config_join_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    corpus = find_corpus(hub_like_folder(tmp_path))
-    assert token_ids(corpus, make_tokenizer()).tolist() == by_hand(ROWS)
-    joined = token_ids(replace(corpus, join="\n\n"), make_tokenizer())
-    assert joined.tolist() == by_hand(["\n\n".join(ROWS)])
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_shuffled_rows_follow_the_seed_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     monkeypatch.chdir(tmp_path)
     corpus = Corpus(dataset=hub_like_folder(tmp_path), shuffle=True, stream=stream, samples=3, seqlen=40)
     first, again, other = (token_ids(corpus, make_tokenizer(), seed).tolist() for seed in (1, 1, 2))
     assert first == again != other
+    assert token_ids(find_corpus("someone/prose"), make_tokenizer()).tolist() == by_hand(ROWS)
+    joined = token_ids(find_corpus("someone/prose,join=--"), make_tokenizer())
+    assert joined.tolist() == by_hand(["--".join(ROWS)])
     with pytest.raises(UserError, match=r"too short for 1000 samples x 40 tokens. Lower --samples or --seqlen"):
         token_ids(replace(corpus, samples=1000), make_tokenizer())
 
@@ -90,12 +78,8 @@ def test_a_recipe_of_the_users_own(tmp_path: Path) -> None:
     [
         ("smaples = 2", "unknown field.*smaples"),
         ('samples = "2"', "samples: expected int, got str"),
-        ("samples = 2.5", "samples: expected int, got float"),
         ("samples = true", "samples: expected int, got bool"),
-        ("samples = 0", "samples must be at least 1, got 0"),
         ("seqlen = -5", "seqlen must be at least 1, got -5"),
-        ('stream = "yes"', "stream: expected bool, got str"),
-        ("column = 3", "column: expected str, got int"),
         ('join = ["a"]', "join: expected str, got array"),
         ("samples =", "cannot be read as TOML"),
     ],
@@ -107,16 +91,12 @@ def test_wrong_fields_of_a_recipe(tmp_path: Path, line: str, told: str) -> None:
         find_corpus(str(recipe))
 
 
-Run = Callable[..., Any]
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ("samples=²", "samples=²: samples: expected int, got str"),
         (f"samples={'9' * 5000}", "samples: integer value out of range"),
         ("samples=-1", "samples must be at least 1, got -1"),
-        ("seqlen=0", "seqlen must be at least 1, got 0"),
         ("stream=yes", "stream: expected bool, got str"),
         ("smaples=1", "field of dataset, "),
         ("samples", "expected field=value"),
@@ -127,24 +107,16 @@ def test_wrong_changes(changes: str, told: str) -> None:
         find_corpus(f"wikitext2,{changes}")
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--calibration", "wikitext2,samples=0"], "samples must be at least 1, got 0"),
-        (["--calibration", "mine.toml"], "stream: expected bool, got str"),
-        (["--samples", "0"], "'--samples': Input should be greater than or equal to 1"),
-        (["--seqlen", "0"], "'--seqlen': Input should be greater than or equal to 1"),
-    ],
-)
-def test_wrong_fields_on_the_command_line(
-    models: Callable[[str], Path], tmp_path: Path, command: Run, options: list[str], told: str
-) -> None:
-    (tmp_path / "mine.toml").write_text('file = "prose.txt"\nstream = "yes"\n')
-    done = command("calibrate", "--model", models("llama"), "--output", "norms", *options)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "norms").exists()
+def test_wrong_fields_on_the_command_line(models: Callable[[str], Path], tmp_path: Path, command: Callable[..., Any]) -> None:
+    for options, told in (
+        (("--calibration", "wikitext2,samples=0"), "samples must be at least 1, got 0"),
+        (("--samples", "0"), "'--samples': Input should be greater than or equal to 1"),
+    ):
+        done = command("calibrate", "--model", models("llama"), "--output", "norms", *options)
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "norms").exists()
 
 
 def test_a_recipe_is_shortened_to_the_context_and_a_request_is_refused() -> None:

@@ -1,8 +1,9 @@
 """Effective masks, numbers and bounds against rational arithmetic, textbook formulas and properties of any scores."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from emp_llm import (
     shift,
 )
 from emp_llm.selection.reference import MomentsOfGroup
-from emp_llm.selection.rule import NonFiniteError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -56,25 +56,19 @@ def exact_mask(scores: Tensor, count: int) -> list[bool]:
     return [i in kept for i in range(len(values))]
 
 
-@given(score_rows(), st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(2)]))
-@settings(max_examples=400, deadline=None)
-def test_mask_is_algorithm_1_in_rational_arithmetic(scores: Tensor, beta: Fraction) -> None:
-    mask = effective_mask(scores, beta=float(beta))
-    assert mask.tolist() == exact_mask(scores, exact_count(scores, beta))
-
-
-@given(score_rows(), st.floats(0.1, 4.0))
-@settings(max_examples=200, deadline=None)
-def test_any_beta_keeps_between_one_and_all(scores: Tensor, beta: float) -> None:
-    kept = int(effective_mask(scores, beta=beta).sum())
-    fraction = Fraction(beta)
-    # Where beta * N_eff is within rounding error of an integer, rationals and float64 may differ by one.
-    assert abs(kept - exact_count(scores, fraction)) <= 1
-    assert 1 <= kept <= scores.numel()
+@given(score_rows(), st.sampled_from([1.0, 0.5, 0.75, 2.0]) | st.floats(0.1, 4.0))
+@settings(max_examples=300, deadline=None)
+def test_mask_is_algorithm_1_in_rational_arithmetic(scores: Tensor, beta: float) -> None:
+    mask, count = effective_mask(scores, beta=beta), exact_count(scores, Fraction(beta))
+    if beta not in (1.0, 0.5, 0.75, 2.0):
+        # Where beta * N_eff is within rounding error of an integer, rationals and float64 may differ by one.
+        assert abs(int(mask.sum()) - count) <= 1
+        count = int(mask.sum())
+    assert mask.tolist() == exact_mask(scores, count)
 
 
 @given(score_rows())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_numbers_decrease_with_the_order_and_stay_between_one_and_n(scores: Tensor) -> None:
     numbers = [float(effective_number(scores, order=q)) for q in (0, 0.5, 1, 1.5, 2, 3, 8, math.inf)]
     assert all(1 <= number <= scores.numel() for number in numbers)
@@ -84,24 +78,20 @@ def test_numbers_decrease_with_the_order_and_stay_between_one_and_n(scores: Tens
 
 
 @given(score_rows(), st.sampled_from([0.5, 1.0, 2.0, 3.0]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_number_of_any_order_is_the_textbook_formula(scores: Tensor, order: float) -> None:
     if not bool(scores.any()):
         return
-    values = scores.double().abs()
-    omega = values / values.max()
+    omega = scores.double().abs() / scores.double().abs().max()
     omega = omega[omega > 0] / omega.sum()
-    expected = (
-        float(torch.exp(-(omega * omega.log()).sum())) if order == 1 else float((omega**order).sum() ** (1 / (1 - order)))
-    )
-    assert float(effective_number(scores, order=order)) == pytest.approx(expected, rel=1e-9)
+    expected = torch.exp(-(omega * omega.log()).sum()) if order == 1 else (omega**order).sum() ** (1 / (1 - order))
+    assert float(effective_number(scores, order=order)) == pytest.approx(float(expected), rel=1e-9)
 
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 1 + 1e-9, 1.5, 2, 3, 64, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 7.0, 6e-5])
-def test_uniform_scores_give_exactly_n(order: float, dtype: torch.dtype, value: float) -> None:
-    for size in (1, 2, 3, 63, 64, 65, 11008):
+def test_uniform_scores_give_exactly_n(order: float, dtype: torch.dtype) -> None:
+    for size, value in product((1, 2, 3, 63, 64, 65, 11008), (0.1, 1 / 3, 7.0, 6e-5)):
         scores = torch.full((2, size), value, dtype=dtype)
         assert effective_number(scores, order=order).tolist() == [size, size]
         assert bool(effective_mask(scores, order=order).all())
@@ -118,15 +108,11 @@ def test_rows_of_zeros_are_kept_whole_and_rows_are_independent() -> None:
     assert effective_mask(scores, beta=0.5).tolist() == [[True] * 3, [True, False, False], [True, False, False]]
 
 
-@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-160, 1e160, 1e300])
-def test_subnormal_and_huge_float64_scores_do_not_underflow_or_overflow(scale: float) -> None:
-    counts = torch.tensor([1.0, 2.0, 4.0, 3.0, 2.0], dtype=torch.float64)
-    expected = float(effective_number(counts))
-    assert float(effective_number(counts * scale)) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_subnormal_scores_beside_the_largest_of_a_dtype(dtype: torch.dtype) -> None:
+def test_subnormal_and_huge_scores_do_not_underflow_or_overflow(dtype: torch.dtype) -> None:
+    counts = torch.tensor([1.0, 2.0, 4.0, 3.0, 2.0], dtype=torch.float64)
+    for scale in (5e-324, 1e-310, 1e-160, 1e160, 1e300):
+        assert float(effective_number(counts * scale)) == pytest.approx(float(effective_number(counts)), rel=1e-12)
     info = torch.finfo(dtype)
     scores = torch.tensor([info.smallest_normal, info.smallest_normal / 2, info.max, info.max, 0.0], dtype=dtype)
     assert float(effective_number(scores)) == pytest.approx(2.0, rel=1e-8)
@@ -154,22 +140,21 @@ def test_integer_scores_and_scalars() -> None:
         assert bool(effective_mask(torch.tensor(2.0), dim=dim))
 
 
-def test_wrong_input_is_named() -> None:
-    for dim in (2, -3, (0, 2)):
-        with pytest.raises(IndexError, match="out of range: the scores have 2 dimensions"):
-            effective_mask(torch.ones(3, 3), dim)
-    with pytest.raises(ValueError, match="names a dimension twice"):
-        effective_number(torch.ones(3, 3), (0, -2))
-    with pytest.raises(NonFiniteError, match="NaN or infinity"):
-        effective_mask(torch.tensor([1.0, math.nan]))
-    with pytest.raises(NonFiniteError, match="NaN or infinity"):
-        effective_number(torch.tensor([1.0, math.inf]), order=0.5)
-    with pytest.raises(ValueError, match="beta must be a number above 0"):
-        effective_mask(torch.ones(3), beta=0)
-    with pytest.raises(ValueError, match="order must be a number >= 0"):
-        effective_number(torch.ones(3), order=-1)
-    with pytest.raises(ValueError, match="empty"):
-        effective_mask(torch.ones(0))
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        *((lambda dim=dim: effective_mask(torch.ones(3, 3), dim), "the scores have 2 dimensions") for dim in (2, -3, (0, 2))),
+        (lambda: effective_number(torch.ones(3, 3), (0, -2)), "names a dimension twice"),
+        (lambda: effective_mask(torch.tensor([1.0, math.nan])), "NaN or infinity"),
+        (lambda: effective_number(torch.tensor([1.0, math.inf]), order=0.5), "NaN or infinity"),
+        (lambda: effective_mask(torch.ones(3), beta=0), "beta must be a number above 0"),
+        (lambda: effective_number(torch.ones(3), order=-1), "order must be a number >= 0"),
+        (lambda: effective_mask(torch.ones(0)), "empty"),
+    ],
+)
+def test_wrong_input_is_named(call: Callable[[], Tensor], says: str) -> None:
+    with pytest.raises((IndexError, ValueError), match=says):
+        call()
 
 
 @given(st.integers(2, 60), st.data())
@@ -219,9 +204,8 @@ def test_maps_of_signed_scores() -> None:
 
 
 def test_gaussian_rows_lose_36_34_percent() -> None:
-    weights = torch.randn(300, 11008, generator=torch.Generator().manual_seed(0))
-    sparsity = 1 - float(effective_mask(weights).double().mean())
-    assert sparsity == pytest.approx(1 - 2 / math.pi, abs=0.0005)
+    weights = torch.randn(90, 11008, generator=torch.Generator().manual_seed(0))
+    assert 1 - float(effective_mask(weights).double().mean()) == pytest.approx(1 - 2 / math.pi, abs=0.0005)
 
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 1.7, 2, 5, math.inf])

@@ -20,45 +20,48 @@ def refused(says: str, /, **options: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_options(evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        (r"'demmo' is neither a suite .*Did you mean demo", {"suite": "demmo"}),
+        (r"--limit must be at least 1", {"limit": 0}),
+        (r"--tasks and --suite both", {"tasks": "arc_easy"}),
+        (r"--num-fewshot needs --tasks", {"num_fewshot": 5}),
+        (r"--apply-chat-template is for tasks", {"suite": "perplexity", "apply_chat_template": True}),
+        (r"has no chat template\. Leave out --apply-chat-template", {"apply_chat_template": True}),
+        (r"a,b,a: task 'a' is named twice", {"suite": None, "tasks": ["a", "b", "a"]}),
+        (r"--tasks names no task", {"suite": None, "tasks": " , "}),
+        (r"--num-fewshot must be at least 0, got -1", {"suite": None, "tasks": "a", "num_fewshot": -1}),
+        (r"--batch-size 'many': expected a number", {"batch_size": "many"}),
+        (r"--format 'latex' is not one of terminal", {"form": "latex"}),
+        (r"--dtype 'int8' is not one of auto", {"dtype": "int8"}),
+        (r"--output .*: a file cannot be written there", {"output": Path()}),
+        (r"nothing: no such model folder", {"baseline": "/nothing"}),
+        (r"--baseline nothing.json: cannot be read", {"baseline": "nothing.json"}),
+        (r"--model is missing", {"model": None}),
+        (r"--baseline list.json: expected a JSON object", {"baseline": "list.json"}),
+        (r"--output list.json: expected a JSON object", {"output": Path("list.json")}),
+        (r"--beside sweep.json: this is not a results file", {"beside": [Path("sweep.json")]}),
+        (
+            r"wrong\.json: tasks\[\.\.\.\]\.answers\[\.\.\.\]: correct: acc,none must be one bit for each of the 12 examples",
+            {"beside": [Path("wrong.json")]},
+        ),
+        (r"bare: no tokenizer that transformers can load", {"model": "bare"}),
+    ],
+)
+def test_wrong_options(
+    evaluable: Models, task_suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, options: dict[str, Any]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("emp_llm.models.loading.load_model", None)
-    common: dict[str, Any] = {"model": evaluable("llama"), "suite": task_suite}
-    refused(r"'demmo' is neither a suite .*Did you mean demo", **common | {"suite": "demmo"})
-    refused(r"--limit must be at least 1", **common, limit=0)
-    refused(r"--tasks and --suite both", **common, tasks="arc_easy")
-    refused(r"--num-fewshot needs --tasks", **common, num_fewshot=5)
-    tasks: dict[str, Any] = {"model": evaluable("llama")}
-    refused(r"--apply-chat-template is for tasks", **tasks, suite="perplexity", apply_chat_template=True)
-    refused(r"has no chat template\. Leave out --apply-chat-template", **common, apply_chat_template=True)
-    refused(r"a,b,a: task 'a' is named twice", **tasks, tasks=["a", "b", "a"])
-    refused(r"--tasks names no task", **tasks, tasks=" , ")
-    refused(r"--num-fewshot must be at least 0, got -1", **tasks, tasks="a", num_fewshot=-1)
-    refused(r"--batch-size 'many': expected a number", **common, batch_size="many")
-    refused(r"--format 'latex' is not one of terminal", **common, form="latex")
-    refused(r"--dtype 'int8' is not one of auto", **common, dtype="int8")
-    refused(r"--output .*: a file cannot be written there", **common, output=tmp_path)
-    refused(r"nothing: no such model folder", **common, baseline="/nothing")
-    refused(r"--baseline nothing.json: cannot be read", **common, baseline="nothing.json")
-    refused(r"--model is missing", suite=task_suite)
-    Path("list.json").write_text("[]")
-    refused(r"--baseline list.json: expected a JSON object", **common, baseline="list.json")
-    refused(r"--output list.json: expected a JSON object", **common, output=Path("list.json"))
+    answers = {"sums": {"examples": 12, "sha256": "", "correct": {"acc,none": "AAAA"}}}
+    held = {"model": "m", "made_by": {"model": {}}, "tasks": {"sums": {"results": {}, "answers": answers}}}
+    Path("wrong.json").write_text(json.dumps(held | {"format": "emp-llm results 3"}))
     Path("sweep.json").write_text('{"format": "emp-llm sweep 2"}')
-    refused(r"--beside sweep.json: this is not a results file", **common, beside=[Path("sweep.json")])
-    answers = {"examples": 12, "sha256": "", "correct": {"acc,none": "AAAA"}}
-    held = {"model": "m", "made_by": {"model": {}}, "tasks": {"sums": {"results": {}, "answers": {"sums": answers}}}}
-    Path("sweep.json").write_text(json.dumps(held | {"format": "emp-llm results 3"}))
-    refused(
-        r"sweep\.json: tasks\[\.\.\.\]\.answers\[\.\.\.\]: correct: acc,none must be one bit for each of the 12 examples",
-        **common,
-        beside=[Path("sweep.json")],
-    )
-    bare = Path(shutil.copytree(evaluable("llama"), "bare"))
-    for file in bare.glob("*token*"):
-        file.unlink()
-    refused(r"bare: no tokenizer that transformers can load", model="bare", suite=task_suite)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "list.json", "sweep.json"]
+    Path("list.json").write_text("[]")
+    shutil.copytree(evaluable("llama"), "bare", ignore=shutil.ignore_patterns("*token*"))
+    refused(says, **{"model": evaluable("llama"), "suite": task_suite} | options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "list.json", "sweep.json", "wrong.json"]
 
 
 def test_wrong_tasks(
@@ -111,4 +114,4 @@ def test_without_lm_eval(evaluable: Models, task_suite: Path, tmp_path: Path, mo
     output = tmp_path / "results.json"
     refused(r"pip install 'emp-llm\[eval\]'", model=evaluable("llama"), suite=task_suite, output=output)
     short = task_suite.with_name("short.toml")
-    assert evaluate(evaluable("llama"), suite=short, output=output, device_map="cpu").results.complete  # type: ignore[union-attr]
+    assert evaluate(evaluable("llama"), suite=short, output=output, device_map="cpu").results.complete

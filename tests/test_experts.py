@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,8 @@ STRUCTURES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "granitemoe": ({}, {"gate_up_proj", "down_proj"}),  # stored as one tensor
     "gpt_oss": ({}, {"gate_up_proj", "down_proj"}),  # also with the inputs first; gate and up alternate
-    "llama4_text": (
-        {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
-        {"gate_up_proj", "down_proj"},
-    ),  # computed for all experts at once
+    # computed for all experts at once
+    "llama4_text": ({"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48}, {"gate_up_proj", "down_proj"}),
     "nemotron_h": ({"hybrid_override_pattern": "E*"}, {"up_proj", "down_proj"}),  # without a gate
 }
 Make = Callable[[str], Path]
@@ -54,23 +53,17 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    made: dict[str, Path] = {}
-
+    @cache
     def call(family: str) -> Path:
-        if family not in made:
-            folder = made[family] = tmp_path_factory.mktemp(family)
-            config = transformers.AutoConfig.for_model(
-                family, **SIZES | COUNTS | EXPERTS | {"pad_token_id": 0} | STRUCTURES[family][0]
-            )
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() > 1:
-                        parameter.normal_(0, 0.1)
-            model.save_pretrained(folder)
-            tiny.make_tokenizer().save_pretrained(folder)
-        return made[family]
+        folder, sizes = tmp_path_factory.mktemp(family), SIZES | COUNTS | EXPERTS | {"pad_token_id": 0} | STRUCTURES[family][0]
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for parameter in (parameter for parameter in model.parameters() if parameter.dim() > 1):
+            parameter.data.normal_(0, 0.1)
+        model.save_pretrained(folder)
+        tiny.make_tokenizer().save_pretrained(folder)
+        return folder
 
     return call
 
@@ -108,41 +101,33 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
     folder = make(family)
     model = mixtures.load(folder)
     layers = [target.layer for target in Architecture.of_model(Checkpoint(folder), model).select("all-linear")]
+    experts = [(layer, layer.expert) for layer in layers if layer.expert is not None]
     sums: dict[str, Tensor] = {}
     relative: dict[str, Tensor] = {}
-    own = {(x.expert.parameter.rpartition(".")[0], x.expert.expert): [] for x in layers if x.expert is not None}
-    for layer in layers:
-        if layer.expert is not None:
-            own[layer.expert.parameter.rpartition(".")[0], layer.expert.expert].append((layer, layer.expert))
 
     def watch(module: Any, given: tuple[Tensor, ...]) -> None:
         hidden, chosen = given[0], given[1] if len(given) > 1 else None
-        count = module.down_proj.shape[0]
+        turned, count = chosen is None or module.is_transposed, module.down_proj.shape[0]
         for expert in range(count):
             if chosen is None:  # Llama 4 gives each expert all tokens, with zeros for those of other experts
                 mine = hidden.view(count, -1, hidden.shape[-1])[expert]
             else:
                 mine = hidden[(chosen == expert).any(-1)]
             first = module.up_proj[expert] if hasattr(module, "up_proj") else module.gate_up_proj[expert]
-            turned = chosen is None or module.is_transposed
-            middle = mine @ (first if turned else first.T)
-            if getattr(module, "has_bias", False):
-                middle = middle + module.gate_up_proj_bias[expert]
-            first_outputs = middle
+            last, bias = module.down_proj[expert], getattr(module, "has_bias", False)
+            between = mine @ (first if turned else first.T) + (module.gate_up_proj_bias[expert] if bias else 0)
             if chosen is None:
-                gate, up = middle.chunk(2, -1)
+                gate, up = between.chunk(2, -1)
                 middle = up * module.act_fn(gate)
             else:
-                middle = module._apply_gate(middle) if module.has_gate else module.act_fn(middle)
-            last_outputs = middle @ (module.down_proj[expert] if turned else module.down_proj[expert].T)
-            if getattr(module, "has_bias", False):
-                last_outputs = last_outputs + module.down_proj_bias[expert]
-            for layer, place in own[names[module], expert]:
-                last = layer.leaf in ("down_proj", "w2")
-                inputs, outputs = (middle, last_outputs) if last else (mine, first_outputs)
-                outputs = outputs[..., place.first : place.last]
-                routed = inputs.any(-1)  # not the zeros of Llama 4
-                mixtures.add_squares((sums, relative), layer.name, inputs[routed], outputs[routed])
+                middle = module._apply_gate(between) if module.has_gate else module.act_fn(between)
+            end = middle @ (last if turned else last.T) + (module.down_proj_bias[expert] if bias else 0)
+            for layer, place in experts:
+                if (place.parameter.rpartition(".")[0], place.expert) == (names[module], expert):
+                    inputs, outputs = (middle, end) if layer.leaf in ("down_proj", "w2") else (mine, between)
+                    routed = inputs.any(-1)  # not the zeros of Llama 4
+                    outputs = outputs[routed, place.first : place.last]
+                    mixtures.add_squares((sums, relative), layer.name, inputs[routed], outputs)
 
     names = {module: name for name, module in model.named_modules() if name.endswith(".experts")}
     handles = [module.register_forward_pre_hook(watch) for module in names]
@@ -152,46 +137,36 @@ def test_inputs_of_experts(make: Make, family: str) -> None:
     for handle in handles:
         handle.remove()
     norms = calibrate_model(model, layers, tokens(), 2)
-    experts = [layer for layer in layers if layer.expert is not None]
-    assert {norms.input_of[layer.name] for layer in experts} <= norms.tokens.keys()
-    for layer in experts:
-        assert layer.expert is not None
+    for layer, _ in experts:
+        assert norms.input_of[layer.name] in norms.tokens
         for norm, wanted in ((norms.norm(layer.name), sums), (norms.norm(layer.name, relative=True), relative)):
-            assert norm is not None
             np.testing.assert_allclose(norm.numpy(), wanted[layer.name].sqrt().numpy(), rtol=1e-5, err_msg=layer.name)
     for module in names.values():
-        tokens_of = {
-            x.expert.expert: norms.tokens_of(x.name) or 0 for x in experts if x.expert and x.name.startswith(f"{module}.")
-        }
-        assert sum(tokens_of.values()) == 2 * tokens().numel()  # each token goes to two
+        routed = {place.expert: norms.tokens_of(x.name) or 0 for x, place in experts if x.name.startswith(f"{module}.")}
+        assert sum(routed.values()) == 2 * tokens().numel()  # each token goes to two
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "gpt_oss", "llama4_text", "nemotron_h"])
-@pytest.mark.parametrize("propagate", ["dense", "pruned"])
+@pytest.mark.parametrize(
+    ("family", "propagate"),
+    [("granitemoe", "dense"), ("gpt_oss", "pruned"), ("llama4_text", "dense"), ("nemotron_h", "pruned")],
+)
 def test_pruned_from_disk_as_from_memory(make: Make, text: Path, tmp_path: Path, family: str, propagate: Any) -> None:
-    runs = []
-    for where in ("cpu", "disk"):
-        out = tmp_path / where
-        prune(
-            model=make(family), output=out, targets="all-linear", calibration=str(text), samples=4, seqlen=64, device_map=where,
-            propagate=propagate,
-        )  # fmt: skip
-        runs.append(out)
-    for shard in runs[0].glob("*.safetensors"):
-        assert shard.read_bytes() == (runs[1] / shard.name).read_bytes()
+    options: dict[str, Any] = {"targets": "all-linear", "calibration": str(text), "samples": 4, "seqlen": 64}
+    for place in ("cpu", "disk"):
+        prune(make(family), output=tmp_path / place, device_map=place, propagate=propagate, **options)
+    for shard in (tmp_path / "cpu").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "disk" / shard.name).read_bytes()
         assert oracle.header(shard) == oracle.header(make(family) / shard.name)
-    model = mixtures.load(runs[0])
-    for target in Architecture.of_model(Checkpoint(runs[0]), model).select("all-linear"):
+    model = mixtures.load(tmp_path / "cpu")
+    for target in Architecture.of_model(Checkpoint(tmp_path / "cpu"), model).select("all-linear"):
         assert 0.02 < float((weight_of(model, target.layer) == 0).double().mean()) < 0.98, target.name
-    assert verify(runs[0], source=str(make(family))).differences == []
+    assert verify(tmp_path / "cpu", source=str(make(family))).differences == []
 
 
 def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shard is written again, with all experts of the tensor; finished shards are not."""
     source = tmp_path / "source"
-    transformers.AutoModelForCausalLM.from_pretrained(make("gpt_oss"), dtype="auto").save_pretrained(
-        source, max_shard_size="20KB"
-    )
+    load_model(make("gpt_oss"), "cpu").save_pretrained(source, max_shard_size="20KB")
     tiny.make_tokenizer().save_pretrained(source)
     row_chunks = Matrix.row_chunks
     monkeypatch.setattr(Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 500)))
@@ -227,26 +202,23 @@ def test_stopped_between_experts_of_one_tensor(make: Make, tmp_path: Path, monke
 
 @pytest.mark.parametrize("propagate", ["dense", "pruned"])
 def test_experts_without_tokens_are_scored_by_magnitude(
-    models: Make, text: Path, tmp_path: Path, propagate: str, caplog: pytest.LogCaptureFixture
+    models: Make, text: Path, tmp_path: Path, propagate: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one_token: dict[str, Any] = {"calibration": str(text), "samples": 1, "seqlen": 1}  # so that two of four experts get none
-    report = prune(
-        models("mixtral"), output=tmp_path / "out", min_expert_tokens=1, propagate=propagate, device_map="cpu", **one_token
-    )
+    """Of four experts of each layer, two get none."""
+    source, out = models("mixtral"), tmp_path / "out"
+    options: dict[str, Any] = {"min_expert_tokens": 1, "calibration": str(text), "samples": 1, "seqlen": 1}
+    report = prune(source, output=out, propagate=propagate, device_map="cpu", **options)
     by_magnitude = report["targets"]["scored_by_magnitude"]
-    assert set(by_magnitude.values()) == {0}
-    assert len(by_magnitude) == 2 * 2 * 3
-    assert any(
-        message.startswith("warning: 12 of 24 matrices belong to experts that saw fewer than 1 ") for message in caplog.messages
-    )
-    norms = oracle.load_norms(tmp_path / "out" / "emp_llm" / "activations.safetensors")
+    assert list(by_magnitude.values()) == 2 * 2 * 3 * [0]
+    assert any("12 of 24 matrices belong to experts that saw fewer than 1 " in message for message in caplog.messages)
+    norms = oracle.load_norms(out / "emp_llm" / "activations.safetensors")
     for layer, entry in report["matrices"].items():
-        matrix = oracle.weight(models("mixtral"), entry["tensor"])
+        matrix = oracle.weight(source, entry["tensor"])
         scores = oracle.scores(matrix) if layer in by_magnitude else oracle.scores(matrix, norms[layer])
-        kept = oracle.weight(tmp_path / "out", entry["tensor"]) != 0
+        kept = oracle.weight(out, entry["tensor"]) != 0
         np.testing.assert_array_equal(kept, oracle.row_masks(scores, True) & (matrix != 0), err_msg=layer)
         assert (not norms[layer].any()) == (layer in by_magnitude)
-    assert verify(tmp_path / "out", source=str(models("mixtral"))).differences == []
+    assert verify(out, source=str(source)).differences == []
 
 
 def test_the_least_number_of_tokens(models: Make, text: Path, tmp_path: Path) -> None:
