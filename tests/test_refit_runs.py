@@ -90,7 +90,7 @@ def test_a_killed_fit_resumes(
     assert kept.name == "block-00000.safetensors"
     updated = count_updates(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_save_statistics", lambda *_: kill())
+        patch.setattr(writing._ShardFile, "put_rows", lambda *_: kill())
         patch.setattr(passes, "calibrated", lambda *_, **__: pytest.fail("calibrated again"))
         with pytest.raises(_Killed):
             prune(**options)
