@@ -45,15 +45,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("mixture") / "model", "mixtral", max_shard_size="80KB")
 
 
-@pytest.fixture(scope="module")
-def projecting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a linear layer before the first block, and one after the last."""
-    name, values = tiny.FAMILIES["opt"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.FAMILIES, "opt-350m", (name, values | {"word_embed_proj_dim": 16}))
-        return tiny.make_model(tmp_path_factory.mktemp("projecting") / "model", "opt-350m")
-
-
 def count_sequences() -> Callable[[], None]:
     """Print at the end how many sequences this rank passed through the model."""
     sequences, whole = [0], transformers.LlamaForCausalLM.forward
@@ -76,34 +67,31 @@ def test_evaluation_with_ranks(tmp_path: Path, launched: Launch) -> None:
         '[perplexity]\nfile = "heldout.txt"\nseqlen = 128\n\n'
         f'[[tasks]]\nnames = ["demo_facts", "demo_stories"]\nfolder = "{ROOT / "eval" / "demo"}"\n'
     )
-    options = ["evaluate", "--model", DEMO, "--suite", "suite.toml", "--limit", 11]  # divides by neither 2 nor 3
+    options = ["evaluate", "--model", DEMO, "--suite", "suite.toml", "--limit", 11]  # does not divide by 3
     whole = launched(1, *options, "--output", "1.json", prepare=count_sequences)
     one = json.loads((tmp_path / "1.json").read_text())
     (total,) = counts(whole)
-    for count in (2, 3):
-        shared = launched(count, *options, "--output", f"{count}.json", prepare=count_sequences)
-        assert shared.codes == [0] * count, shared.error
-        several = json.loads((tmp_path / f"{count}.json").read_text())
-        assert several["perplexity"]["perplexity"] == one["perplexity"]["perplexity"]
-        for name, task in one["tasks"].items():
-            found = several["tasks"][name]["results"][name]
-            assert found.keys() == task["results"][name].keys()
-            for key, value in task["results"][name].items():  # the answers arrive in another order, in which floats are summed
-                assert found[key] == (pytest.approx(value, rel=1e-12) if "stderr" in key else value)
-            assert several["tasks"][name]["n-samples"] == task["n-samples"]
-            assert several["tasks"][name]["answers"] == task["answers"]
-        assert several["made_by"]["ranks"] == count
-        shares = counts(shared)
-        assert len(shares) == count
-        assert shares[-1] < 1.5 * total / count
-        assert shared.output == whole.output, "one rank prints"
+    shared = launched(3, *options, "--output", "3.json", prepare=count_sequences)
+    assert shared.codes == [0] * 3, shared.error
+    several = json.loads((tmp_path / "3.json").read_text())
+    assert several["perplexity"]["perplexity"] == one["perplexity"]["perplexity"]
+    for name, task in one["tasks"].items():
+        found = several["tasks"][name]["results"][name]
+        assert found.keys() == task["results"][name].keys()
+        for key, value in task["results"][name].items():  # the answers arrive in another order, in which floats are summed
+            assert found[key] == (pytest.approx(value, rel=1e-12) if "stderr" in key else value)
+        assert several["tasks"][name]["n-samples"] == task["n-samples"]
+        assert several["tasks"][name]["answers"] == task["answers"]
+    assert several["made_by"]["ranks"] == 3
+    shares = counts(shared)
+    assert len(shares) == 3
+    assert shares[-1] < total / 2
+    assert shared.output == whole.output, "one rank prints"
     assert one["made_by"]["ranks"] == 1
     assert "demo_stories" in whole.output
 
 
-@pytest.mark.parametrize(
-    ("count", "execution", "source"), [(3, "model", None), (2, "blocks", "mixture"), (2, "blocks", "projecting")]
-)
+@pytest.mark.parametrize(("count", "execution", "source"), [(3, "model", None), (2, "blocks", "mixture")])
 def test_calibrating_with_ranks(
     text: Path, tmp_path: Path, launched: Launch, request: pytest.FixtureRequest, count: int, execution: Any, source: str | None
 ) -> None:
@@ -155,8 +143,8 @@ def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, launched:
     (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "judge.txt"\nseqlen = 256\n')
     options = ["prune", "--model", model, "--calibration", text, "--samples", 5, "--seqlen", 128, "--batch-size", 2]
     judged = ["--evaluate", "suite.toml"] if propagate == "dense" else []
-    done = launched(3, *options, "--propagate", propagate, *judged, "--output", "all")
-    assert done.codes == [0] * 3, done.error
+    done = launched(2, *options, "--propagate", propagate, *judged, "--output", "all")
+    assert done.codes == [0, 0], done.error
     shards = sorted(path.name for path in (tmp_path / "one").glob("*.safetensors"))
     assert len(shards) >= 2
     for shard in shards:
@@ -166,40 +154,32 @@ def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, launched:
     assert ("evaluation" in json.loads((tmp_path / "all" / "emp_report.json").read_text())) == bool(judged)
 
 
-def test_every_rank_holds_the_whole_model(tmp_path: Path, launched: Launch) -> None:
+def test_wrong_input(text: Path, tmp_path: Path, launched: Launch) -> None:
     done = launched(2, "evaluate", "--model", DEMO, "--suite", "demo", "--device-map", "balanced")
     assert done.codes == [2, 2]
     said = "--device-map balanced: each of the 2 ranks holds the whole model on a device of its own"
     assert f"error: {said}" in done.errors[0]
     assert f"rank 1: error: {said}" in done.errors[1]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_more_ranks_than_batches(text: Path, tmp_path: Path, launched: Launch) -> None:
     done = launched(2, "calibrate", "--model", DEMO, "--calibration", text, "--samples", 4, "--seqlen", 64)
     assert done.codes == [2, 2]
     assert "--batch-size 4: 4 samples make 1 batch, fewer than the 2 ranks. Lower it, or use fewer ranks." in done.error
     assert list(tmp_path.iterdir()) == []
 
 
-def process(folder: Path, *line: object) -> str:
-    """The standard error of a process that succeeds."""
-    words = [sys.executable, "-m", *map(str, line)]
-    done = subprocess.run(words, cwd=folder, env=os.environ, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr + done.stdout
+# As on GPUs; without any, the ranks meet on CPUs. (With --cpu, accelerate starts several processes by MPI only.)
+ACCELERATE = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
 
 
-def test_torchrun(mixture: Path, text: Path, tmp_path: Path) -> None:
-    options = ["--model", mixture, "--calibration", text, "--samples", 4, "--seqlen", 64, "--batch-size", 1]
-    process(tmp_path, "torch.distributed.run", "--nproc-per-node", 2, "-m", "emp_llm.calibrate", *options)
-    assert Activations.load(tmp_path / "activations.safetensors").about.ranks == 2
-
-
-def test_accelerate_launch(tmp_path: Path) -> None:
-    """As on GPUs; without any, the ranks meet on CPUs. (With --cpu, accelerate starts several processes by MPI only.)"""
+@pytest.mark.parametrize(
+    "launcher",
+    ["torch.distributed.run --nproc-per-node 2", f"accelerate.commands.launch {ACCELERATE}"],
+    ids=["torchrun", "accelerate"],
+)
+def test_launchers(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "meet.py").write_text(
         "from emp_llm.common.ranks import ranks\nr = ranks()\nfound = r.gather((r.index, r.count))\nprint(found)\n"
     )
-    options = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"]
-    assert "[(0, 2), (1, 2)]" in process(tmp_path, "accelerate.commands.launch", *options, "meet.py")
+    line = [sys.executable, "-m", *launcher.split(), "meet.py"]
+    done = subprocess.run(line, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "[(0, 2), (1, 2)]" in done.stdout

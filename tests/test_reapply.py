@@ -21,7 +21,7 @@ from emp_llm.pack import pack
 from emp_llm.prune import prune
 
 Models = Callable[[str], Path]
-FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox")
+FAMILIES = ("llama", "gpt2", "mixtral", "gpt_neox")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -39,11 +39,7 @@ def shifted(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        *((family, "checkpoint") for family in FAMILIES),
-        *((family, kind) for family in ("gpt2", "mixtral") for kind in ("packed", "zstd", "mask", "mask, zstd")),
-    ],
+    ("family", "kind"), [*((family, "checkpoint") for family in FAMILIES), ("gpt2", "mask"), ("mixtral", "packed, zstd")]
 )
 def test_exactly_the_removed_weights_are_zero_again(
     pruned: Callable[[str], Path], tmp_path: Path, family: str, kind: str
@@ -110,47 +106,22 @@ class Adapted(nn.Module):
         return self.base_layer
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_training_keeps_zeros_and_changes_everything_else(pruned: Callable[[str], Path], tmp_path: Path, family: str) -> None:
-    tokens = torch.arange(64).repeat(8, 1) % 50
+def test_training_keeps_zeros_and_changes_everything_else(pruned: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a mixture, and in the checkpoints of the training too."""
+    folder, tokens = pruned("qwen3_moe"), torch.arange(64).repeat(8, 1) % 50
+    start, model = load(folder), load(folder)
+    how: dict[str, Any] = {"max_steps": 4, "learning_rate": 3e-3, "save_strategy": "steps", "save_steps": 2, "use_cpu": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path / "run"), report_to=[], disable_tqdm=True, **how)
     examples = [{"input_ids": row, "labels": row} for row in tokens]
-
-    def train(callbacks: list[Any]) -> tuple[PreTrainedModel, float]:
-        model = load(pruned(family))
-        with torch.no_grad():
-            model(input_ids=tokens, labels=tokens)
-        how = TrainingArguments(
-            output_dir=str(tmp_path / "run"),
-            max_steps=6,
-            learning_rate=3e-3,
-            per_device_train_batch_size=8,
-            save_strategy="steps",
-            save_steps=3,
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        Trainer(model, how, train_dataset=examples, callbacks=callbacks).train()
-        model.eval()
-        with torch.no_grad():
-            return model, float(model(input_ids=tokens, labels=tokens).loss)
-
-    start = load(pruned(family))
-    masks = masks_in(pruned(family), start)
-    kept, after = train([SparsityCallback(pruned(family))])
-    with torch.no_grad():
-        assert after < float(start(input_ids=tokens, labels=tokens).loss) - 0.1
-    assert masks.broken(kept) == 0
-    moved = [(a != b).float().mean() for a, b in zip(kept.parameters(), start.parameters(), strict=True)]
+    Trainer(model, arguments, train_dataset=examples, callbacks=[SparsityCallback(folder)]).train()
+    masks = masks_in(folder, start)
+    assert masks.broken(model) == masks.broken(load(tmp_path / "run" / "checkpoint-2")) == 0
+    moved = [(a != b).float().mean() for a, b in zip(model.parameters(), start.parameters(), strict=True)]
     assert sum(share > 0.5 for share in moved) > len(moved) / 2
-    saved = load(tmp_path / "run" / "checkpoint-3")  # checkpoints of the training are sparse as well
-    assert masks.broken(saved) == 0
-    loose, _ = train([])
-    assert masks.broken(loose) > 0
 
 
 def test_the_example_script_works_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "part.txt").write_text((finetune_sparse.ROOT / "calibration" / "demo.txt").read_text()[:60_000])
+    (tmp_path / "part.txt").write_text((finetune_sparse.ROOT / "calibration" / "demo.txt").read_text()[:30_000])
     finetune_sparse.main(["--steps", "6", "--text", str(tmp_path / "part.txt"), "--output", str(tmp_path / "tuned")])
     rows = {line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert rows["pruned"][1] == rows["tuned, with the callback"][1] == "0"

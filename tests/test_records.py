@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from runs import report_of
 from safetensors import safe_open
 from write_schemas import FOLDER, FORMATS, schema_text
 
@@ -24,7 +23,6 @@ from emp_llm.measure import measure
 from emp_llm.plan import plan
 from emp_llm.prune import prune
 from emp_llm.records.base import FileRecord, read_record
-from emp_llm.records.run_report import RunReport
 from emp_llm.report import report
 from emp_llm.sweep import sweep
 
@@ -89,10 +87,7 @@ def written(
 def test_the_committed_schemas_are_those_of_the_code(name: str) -> None:
     """To update them: python scripts/write_schemas.py."""
     assert (FOLDER / f"{name}.schema.json").read_text() == schema_text(name)
-
-
-def test_there_are_no_other_schemas() -> None:
-    assert {path.name for path in FOLDER.iterdir()} == {f"{name}.schema.json" for name in FORMATS}
+    assert len(list(FOLDER.iterdir())) == len(FORMATS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -126,20 +121,3 @@ def test_a_newer_version_is_refused(written: dict[str, list[dict[str, Any]]], tm
         path.write_text(json.dumps(values | {"format": other}))
         with pytest.raises(UserError, match=r"this is not an? .* file of emp-llm"):
             read_record(path, kind)
-
-
-def test_a_newer_run_is_refused_by_report(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "emp_report.json").write_text(json.dumps(report_of(runs / "emp") | {"format": "emp-llm run 9"}))
-    with pytest.raises(UserError, match=r"emp_report\.json: it has format version 9 .*pip install --upgrade emp-llm"):
-        report([tmp_path], output=tmp_path / "out")
-
-
-def test_a_wrong_field_is_named(runs: Path, tmp_path: Path) -> None:
-    values = report_of(runs / "emp")
-    counts = {"task": {"original": 10, "effective": "all"}}
-    values["evaluation"]["pruned"]["tasks"] = {"task": {"results": {}, "n-samples": counts}}
-    path = tmp_path / "emp_report.json"
-    path.write_text(json.dumps(values))
-    with pytest.raises(UserError) as caught:
-        read_record(path, RunReport)
-    assert str(caught.value) == f"{path}: evaluation.pruned.tasks[...].n-samples[...].effective: expected int, got str."

@@ -1,7 +1,6 @@
 """Refits of models in memory, and refitted checkpoints in the other commands."""
 
 import csv
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from emp_llm.common.errors import UserError
 from emp_llm.in_memory import prune_model as in_memory
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.run_report import RunReport
-from emp_llm.reporting.run_tables import fit_lines
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
@@ -58,7 +56,6 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "experts": ("mixtral", Recipe(method="magnitude", refit=True)),
     "sparsegpt": ("qwen3_moe", Recipe(method="sparsegpt", targets="all-linear")),
     "admm": ("mixtral", Recipe(method="emp-admm", sparsity=0.4, targets="all-linear", refit=True)),
-    "sparsegpt 2:4 and refit": ("llama", Recipe(method="sparsegpt", pattern="2:4", refit=True)),
 }
 
 
@@ -74,9 +71,7 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     assert same(state(model), state(load(out)))
     assert found.record.fits == written.fits
     assert found.matrices == written.matrices
-    assert found.targets == written.targets
-    assert found.record.recipe == written.recipe
-    assert found.warnings == written.warnings
+    assert (found.targets, found.record.recipe, found.warnings) == (written.targets, written.recipe, written.warnings)
     folder = tmp_path / "saved"
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -84,12 +79,13 @@ def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, cas
     assert verify(folder).differences == []
     assert reapply_mask(load(folder), folder) == 0
     masks = masks_of(load(source), recipe, str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
-    assert masks.keys() == found.masks.keys()
-    assert all(torch.equal(masks[name], found.masks[name]) for name in masks)
+    assert same(masks, found.masks)
 
 
-@pytest.mark.parametrize("method", ["wanda", "magnitude", "sparsegpt"])
-def test_wrong_input_in_memory(models: Models, text: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_wrong_input_in_memory(
+    models: Models, text: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model stays as it was."""
     recipe = Recipe(method=method, refit=method != "sparsegpt")
     model, tokenizer = load(models("llama")), AutoTokenizer.from_pretrained(models("llama"))
@@ -101,6 +97,9 @@ def test_wrong_input_in_memory(models: Models, text: Path, method: str, monkeypa
         prune_model(model, recipe, DataLoader(torch.arange(256).reshape(4, 64), batch_size=2))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=rf"^{flag} runs a model of transformers block by block; Sequential is none"):
         prune_model(nn.Sequential(nn.Linear(8, 8)), Recipe(method=method, refit=recipe.refit, targets=".*"), torch.randn(4, 8))
+    folder, source = make_llava(tmp_path / "llava"), f"{make_pictures(tmp_path)}/rows.jsonl,image=picture"
+    with pytest.raises(UserError, match="runs block by block, on text alone; give data without images"):
+        prune_model(AutoModelForImageTextToText.from_pretrained(folder), recipe, source, folder)
     update_model = in_memory.update_model
 
     def fail(*arguments: Any, **options: Any) -> None:
@@ -124,50 +123,24 @@ def test_a_model_that_is_offloaded(models: Models, text: Path) -> None:
         assert torch.equal(plain(ids).logits, offloaded(ids).logits)
 
 
-def test_images_are_refused_in_memory(tmp_path: Path) -> None:
-    folder = make_llava(tmp_path / "llava")
-    model = AutoModelForImageTextToText.from_pretrained(folder)
-    source = f"{make_pictures(tmp_path)}/rows.jsonl,image=picture"
-    for recipe in (Recipe(method="magnitude", refit=True), Recipe(method="sparsegpt")):
-        with pytest.raises(UserError, match="runs block by block, on text alone; give data without images"):
-            prune_model(model, recipe, source, folder)
-
-
 def test_pack_and_unpack(refitted: Path, models: Models, tmp_path: Path) -> None:
+    """A packed mask cannot bring fitted weights back: the dense model does not hold them."""
     pack(refitted, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(refitted)
     assert verify(tmp_path / "again", source=str(models("llama"))).differences == []
-
-
-def test_a_packed_mask_cannot_bring_fitted_weights_back(refitted: Path, tmp_path: Path) -> None:
-    """The dense model does not hold them."""
     with pytest.raises(UserError, match=r"its kept weights were fitted.*Leave out --mask-only"):
         pack(refitted, tmp_path / "mask", mask_only=True)
     assert not (tmp_path / "mask").exists()
-
-
-def test_reapply_mask(refitted: Path) -> None:
-    model = load(refitted)
-    weights = state(model)
-    removed = sum(int((tensor == 0).sum()) for name, tensor in weights.items() if "_proj" in name)
-    for name, parameter in model.named_parameters():
-        if "_proj" in name:
-            parameter.data += parameter.data.eq(0)
-    assert reapply_mask(model, refitted) == removed > 0
-    assert same(state(model), weights)
 
 
 def test_pushed_with_a_card_that_says_so(hub: Hub, client: Client, refitted: Path) -> None:
     done = client.call("push", folder=refitted, repository="user/refitted")
     assert "result" in done, done
     _, body = card_of(hub, "user/refitted")
-    assert "refit" in body.partition("## Benefits")[0]
     assert "The kept weights of 14 matrices were fitted to the calibration text; all other bytes are those" in body
-    assert "| refit | `true` |" in body
     assert '| refit_weighting | `"equal"` |' in body
     assert "| allow_partial |" not in body, "only what the recipe uses"
-    assert client.call("weights", name="user/refitted")["result"] == client.call("weights", name=str(refitted))["result"]
 
 
 def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
@@ -182,9 +155,6 @@ def test_the_report_page(refitted: Path, tmp_path: Path) -> None:
         name: fit.held_out_after for name, fit in record.fits.items()
     }
     assert len(rows) == 14
-    assert any("output error, mean of 14 layers" in line for line in fit_lines(record))
-    points = list(csv.DictReader((tmp_path / "report" / "points.csv").read_text().splitlines()))
-    assert sum("refit" in json.dumps(row) for row in points) >= 1
 
 
 def test_a_card_for_scores_of_ones_own(hub: Hub, client: Client, models: Models, tmp_path: Path) -> None:

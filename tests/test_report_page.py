@@ -1,20 +1,24 @@
-"""The page and figures of `report` as files, and its errors for wrong input."""
+"""The page and figures of `report` as files, and its errors for wrong input: one sentence that names file, field and rule."""
 
 import base64
 import csv
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import Run
 from PIL import Image
-from runs import NAMES, report_of, save_run
+from runs import NAMES, make_sweep, report_of, save_run
 
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.values import signed
@@ -23,37 +27,12 @@ from emp_llm.report import report
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""
 
 
-class Tags(HTMLParser):
-    """Checks that tags are balanced, and notes everything that a page would fetch or run."""
-
-    VOID = ("meta", "br", "img", "link", "hr")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.fetched: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attributes:
-            if name in ("src", "href") and not (value or "").startswith("data:image/svg+xml;base64,"):
-                self.fetched.append(value or "")
-            assert not name.startswith("on")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def check_page(page: Path) -> Tags:
-    tags = Tags()
-    tags.feed(page.read_text(encoding="utf-8"))
-    assert tags.open == []
-    assert tags.fetched == []
-    assert "script" not in tags.seen
-    return tags
+def check_page(page: Path) -> str:
+    """Tags are balanced, and nothing would be fetched or run."""
+    text = page.read_text(encoding="utf-8")
+    ElementTree.fromstring(re.sub(r"<(meta|br|img|link|hr|!)[^>]*>", "", text))
+    assert not re.search(r'(src|href)="(?!data:image/svg\+xml;base64,)|<[^>]*\son\w+=|<script', text)
+    return text
 
 
 def markdown(runs: list[Path], output: Path) -> str:
@@ -86,8 +65,8 @@ def test_files_are_valid_and_the_page_is_self_contained(page: Path, runs: Path) 
         for file in (page / "figures").glob(f"{name}.*"):
             assert file.stat().st_size < 150_000
         assert f"(figures/{name}.svg)" in (page / "report.md").read_text()
-    tags = check_page(page / "report.html")
-    assert [tags.seen.count(tag) for tag in ("h1", "figure", "img", "table")] == [1, 4, 4, 4]
+    text = check_page(page / "report.html")
+    assert [len(re.findall(f"<{tag}\\b", text)) for tag in ("h1", "figure", "img", "table")] == [1, 4, 4, 4]
     html = (page / "report.html").read_text()
     assert html.count('<div class="wide" role="region" tabindex="0" aria-label="') == 8  # tables and figures scroll in a box
     assert base64.b64encode((page / "figures" / "llama-kept.svg").read_bytes()).decode() in html
@@ -133,10 +112,10 @@ def test_the_page_without_evaluation_or_pruned_model_says_so(runs: Path, tmp_pat
     assert f"| EMP-magnitude: measured, not pruned | 1 | 2 | {removed} |" in text
 
 
-def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, ...] = ("emp", "uniform")) -> list[Path]:
+def with_accuracies(runs: Path, folder: Path, answers: bool) -> list[Path]:
     """An EMP run and its baseline with 10 answers to a task: 5 and 6 of them correct, on 3 examples another one."""
     folders = []
-    for name, correct in zip(names, ("1111100000", "1111011000"), strict=False):
+    for name, correct in (("emp", "1111100000"), ("uniform", "1111011000")):
         values = report_of(runs / name)
         values["recipe"]["match"] = None
         bits = base64.b64encode(int(correct.ljust(16, "0"), 2).to_bytes(2)).decode()
@@ -151,60 +130,39 @@ def with_accuracies(runs: Path, folder: Path, answers: bool, names: tuple[str, .
     return folders
 
 
-def test_answers_to_the_same_examples_are_paired(runs: Path, tmp_path: Path) -> None:
-    """In the table, in the CSV file and in the caption."""
-    text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "out")
+def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
+    """With the counts and below both tables; answers to the same examples are paired."""
+    folders = with_accuracies(runs, tmp_path, answers=False)
+    summary = report(folders, output=tmp_path / "out", no_plots=True)
+    assert "\n‡ unpaired standard error" in summary.text
+    (verdict,) = (each for study in summary.page.studies for each in study.verdicts if "‡" in each)
+    assert "t acc" in verdict
+    assert "EMP worse: 1 of 1, 1 clearly ‡" in verdict
+    text = (tmp_path / "out" / "report.md").read_text()
+    points, differences = text.index("### All points"), text.index("### Differences")
+    assert "unpaired" in text[points : text.index("### Is EMP better")]
+    assert "unpaired" in text[differences : text.index("### Where")]
+    text = markdown(with_accuracies(runs, tmp_path, answers=True), tmp_path / "paired")
     # differences 1, -1, -1 and seven times 0: mean -0.1, squares 3
     error = 100 * math.sqrt((3 - 10 * 0.1**2) / 9 / 10)
     assert f"| -10.00 ± {error:.2f} | no clear difference |" in text
     assert "its paired standard error" in text
     assert "unpaired" not in text.lower()
-    (row,) = (row for row in csv_rows(tmp_path / "out" / "differences.csv") if row["measure"] == "t acc")
+    (row,) = (row for row in csv_rows(tmp_path / "paired" / "differences.csv") if row["measure"] == "t acc")
     assert (float(row["stderr"]), row["paired"]) == (pytest.approx(error), "true")
 
 
-def test_errors_of_accuracies_are_named_unpaired(runs: Path, tmp_path: Path) -> None:
-    """Wherever one is shown: with the counts, below both tables, and below the figure."""
-    folders = with_accuracies(runs, tmp_path, answers=False)
-    summary = report(folders, output=tmp_path / "out", no_plots=True)
-    assert "\n‡ unpaired standard error" in summary.text
-    text = (tmp_path / "out" / "report.md").read_text()
-    (verdict,) = (each for study in summary.page.studies for each in study.verdicts if "t acc" in each)
-    assert "EMP worse: 1 of 1, 1 clearly ‡" in verdict
-    assert sum("‡" in each for study in summary.page.studies for each in study.verdicts) == 1
-    points, differences = text.index("### All points"), text.index("### Differences")
-    assert "unpaired" in text[points : text.index("### Is EMP better")]
-    assert "unpaired" in text[differences : text.index("### Where")]
-    (half,) = with_accuracies(runs, tmp_path, answers=False, names=("half",))  # with another sparsity, there is a curve to draw
-    report([*folders, half], output=tmp_path / "three")
-    text = (tmp_path / "three" / "report.md").read_text()
-    caption = text[text.index("Perplexity, blocks of 64 against") :].splitlines()[0]
-    assert "± two paired standard errors" in caption
-    caption = text[text.index("T acc against") :].splitlines()[0]
-    assert "± two unpaired standard errors" in caption
-    assert "unpaired" in markdown([tmp_path / "emp"], tmp_path / "alone")
-    assert "unpaired" not in markdown([runs / "emp"], tmp_path / "none")
-
-
-def test_every_calibration_is_named(runs: Path, tmp_path: Path) -> None:
-    values = report_of(runs / "wanda")
-    values["calibration"]["text"]["samples"] = 5
-    text = markdown([runs / "emp", runs / "wanda", save_run(tmp_path / "other", values)], tmp_path / "out")
-    assert "- calibration: text.txt, 4 x 64 tokens; text.txt, 5 x 64 tokens\n" in text
-
-
-def test_the_same_input_gives_the_same_bytes(page: Path, runs: Path, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(runs: Path, tmp_path: Path) -> None:
     """In another process with another hash seed."""
+    folders = [runs / name for name in NAMES]
+    report(folders, output=tmp_path / "one", no_plots=True)
+    line = [sys.executable, "-m", "emp_llm.report", *map(str, folders), "--no-plots", "--output", "two"]
     environment = os.environ | {"PYTHONHASHSEED": "1234"}
-    line = [sys.executable, "-m", "emp_llm.report", *(str(runs / name) for name in NAMES), "--output", "again"]
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "EMP better" in done.stdout
-    files = sorted(path.relative_to(page) for path in page.rglob("*") if path.is_file())
-    assert files == sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*") if path.is_file())
-    for file in files:
-        assert (tmp_path / "again" / file).read_bytes() == (page / file).read_bytes(), file
-    assert [path.name for path in tmp_path.iterdir()] == ["again"]
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert one == two
 
 
 def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
@@ -217,10 +175,9 @@ def test_hostile_names_are_escaped(runs: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of missing room and unknown letters
         report([folder], output=tmp_path / "out", title=HOSTILE)
-    check_page(tmp_path / "out" / "report.html")
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = check_page(tmp_path / "out" / "report.html")
     assert "&lt;script&gt;" in page
-    assert not any(text in page for text in ("<script", "\x00", "\u202e"))
+    assert not any(text in page for text in ("\x00", "\u202e"))
     figures = list((tmp_path / "out" / "figures").glob("*.svg"))
     assert len(figures) == 3  # none of the perplexity: there is no curve through one point
     for figure in figures:
@@ -252,14 +209,11 @@ def test_an_older_report_is_replaced_only_when_asked(runs: Path, tmp_path: Path)
     assert (out / "points.csv").read_text() == "older"
     report([runs / "emp"], output=out, no_plots=True, overwrite=True)
     assert (out / "points.csv").read_text() != "older"
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.tex").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"it exists and holds no report\.json"):
-            report([runs / "emp"], output=mine, no_plots=True, overwrite=overwrite)
-    assert (mine / "thesis.tex").read_text() == "years of work"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"it exists and holds no report\.json"):
+        report([runs / "emp"], output=tmp_path / "mine", no_plots=True, overwrite=True)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 
 
 def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
@@ -275,3 +229,62 @@ def test_an_infinite_perplexity_is_shown(runs: Path, tmp_path: Path) -> None:
     assert verdict.endswith("to +inf %")
     assert sum(math.isinf(float(row["value"])) for row in csv_rows(tmp_path / "out" / "points.csv")) == 1
     assert "inf" not in (tmp_path / "out" / "report.json").read_text().replace("+inf %", "")
+
+
+Values = dict[str, Any]
+
+
+def broken(change: Callable[[Values], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        values = report_of(folder)
+        change(values)
+        save_run(folder, values)
+
+    return apply
+
+
+def first(values: Values) -> Values:
+    entry: Values = next(iter(values["matrices"].values()))
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("says", "spoil"),
+    [
+        ("holds neither sweep.json nor emp_report.json", lambda folder: (folder / "emp_report.json").unlink()),
+        ("cannot be read as JSON", lambda folder: (folder / "emp_report.json").write_text("{")),
+        ("this is not the output of prune", lambda folder: (folder / "emp_report.json").write_text("{}")),
+        (r"kept_fraction\.q1: expected float, got str", broken(lambda r: first(r)["kept_fraction"].update(q1="much"))),
+        (r"\.rows: expected int >= 0", broken(lambda r: first(r).update(rows=-1))),
+        ("matrices: expected object, got array", broken(lambda r: r.update(matrices=[1]))),
+        ("targets: missing field sparsity_of_targets", broken(lambda r: r["targets"].pop("sparsity_of_targets"))),
+        (
+            "perplexity: missing field block_length",
+            broken(lambda r: r["evaluation"]["dense"]["perplexity"].pop("block_length")),
+        ),
+    ],
+)
+def test_wrong_runs_are_refused_in_one_sentence(runs: Path, tmp_path: Path, says: str, spoil: Callable[[Path], None]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(runs / "emp" / "emp_report.json", folder)
+    spoil(folder)
+    with pytest.raises(UserError, match=says) as caught:
+        report([folder], output=tmp_path / "out", no_plots=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_input_is_named_before_the_output(runs: Path, command: Run, tmp_path: Path) -> None:
+    """Also if the default output, `report`, exists and is something else."""
+    folder = make_sweep(runs, tmp_path / "sweep")
+    (folder / "points" / "emp" / "emp_report.json").unlink()
+    assert "points/emp/emp_report.json: cannot be read" in command("report", folder).stderr
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "thesis.tex").write_text("years of work")
+    done = command("report", "nope")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nope: no such file or folder; give the output of prune, sweep, measure or bench")
+    assert "--output" not in done.stderr
+    done = command("report", "report")
+    assert done.stderr.startswith("error: report: it holds neither sweep.json nor emp_report.json")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.runtime import SparseLinear, load, sparse_linear
-from emp_llm.runtime.packed_rows import PackedRows, pack_rows
+from emp_llm.runtime.packed_rows import pack_rows
 from emp_llm.runtime.sparse_linear import SemiStructuredLinear, is_two_of_four, make_semi_structured
 
 pytest.importorskip("triton")
@@ -57,12 +57,12 @@ def products(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [33, 64, 200, 1000])
+@pytest.mark.parametrize("columns", [64, 1000])
 def test_products(dtype: torch.dtype, columns: int) -> None:
     weight = matrix(columns, dtype)
     multiply = products(weight)
     turn = DTYPES.index(dtype) + columns
-    for tokens in {1, (2, 3)[turn % 2], (5, 16)[turn % 2], (17, 40)[turn % 2]}:
+    for tokens in {1, (3, 16)[turn % 2], (17, 40)[turn % 2]}:
         x = inputs(tokens, columns, dtype).to(DEVICE)
         found = multiply(x)
         assert_close(found, weight, x)
@@ -70,20 +70,12 @@ def test_products(dtype: torch.dtype, columns: int) -> None:
             assert torch.equal(bits(multiply(x)), bits(found))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_inputs_that_are_not_contiguous(dtype: torch.dtype) -> None:
-    weight = matrix(72, dtype)
-    multiply = products(weight)
-    wide = inputs(40, 100, dtype).to(DEVICE)
-    for x in (wide[:2, 5:77], wide[:6:3, 5:77], inputs(72, 17, dtype).to(DEVICE).T):
-        assert_close(multiply(x), weight, x)
-
-
-@pytest.mark.parametrize(("stored", "given_dtype"), [(DTYPES[0], DTYPES[2]), (DTYPES[2], DTYPES[0]), (DTYPES[1], DTYPES[2])])
-@pytest.mark.parametrize("tokens", [1, 6, 18])
-def test_weights_and_inputs_of_different_dtypes(stored: torch.dtype, given_dtype: torch.dtype, tokens: int) -> None:
-    weight, x = matrix(65, stored), inputs(tokens, 65, given_dtype).to(DEVICE)
-    assert_close(products(weight)(x), weight, x)
+def test_inputs_of_other_dtypes_and_strides() -> None:
+    for stored, given_dtype, tokens in ((DTYPES[0], DTYPES[2], 1), (DTYPES[2], DTYPES[0], 6), (DTYPES[1], DTYPES[2], 18)):
+        weight = matrix(65, stored)
+        wide = inputs(2 * tokens, 100, given_dtype).to(DEVICE)
+        for x in (wide[::2, 5:70], inputs(65, tokens, given_dtype).to(DEVICE).T):
+            assert_close(products(weight)(x), weight, x)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # from numpy, which the interpreter uses
@@ -98,13 +90,13 @@ def test_large_and_infinite_values() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 20])
-@pytest.mark.parametrize("shape", [(0, 64), (3, 64), (1, 1), (5, 130)])
-def test_matrices_without_values(shape: tuple[int, int], tokens: int) -> None:
-    found = products(torch.zeros(shape))(torch.ones(tokens, shape[1], device=DEVICE))
-    assert torch.equal(found.cpu(), torch.zeros(tokens, shape[0]))
+def test_matrices_without_values(tokens: int) -> None:
+    for rows, columns in ((0, 64), (5, 130)):
+        found = products(torch.zeros(rows, columns))(torch.ones(tokens, columns, device=DEVICE))
+        assert torch.equal(found.cpu(), torch.zeros(tokens, rows))
 
 
-@settings(max_examples=18, deadline=None, database=None)
+@settings(max_examples=12, deadline=None, database=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 140),
@@ -135,12 +127,6 @@ def test_expanded_rows_are_the_same_bits(dtype: torch.dtype, columns: int) -> No
     assert torch.equal(cuda.expand_rows(rows, 0, 6, torch.float32).cpu(), weight[:6].float())
 
 
-def test_many_tokens_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = matrix(200, torch.bfloat16), inputs(20, 200, torch.bfloat16).to(DEVICE)
-    monkeypatch.setattr(cuda, "_TILE", 2 * 200 * 2)
-    assert_close(products(weight)(x), weight, x)
-
-
 @pytest.mark.parametrize("dot", [False, True])
 def test_rows_that_are_split(dot: bool) -> None:
     """Parts of rows are added in one order, also where the last part is short."""
@@ -163,17 +149,6 @@ def test_rows_too_long_for_starts_of_16_bits() -> None:
         assert torch.equal(starts, torch.arange(0, columns, 64, dtype=torch.int32).expand(2, -1))
         x = inputs(1, columns, torch.float32).to(DEVICE)
         assert_close(cuda.multiply(rows, x, cuda.ProductSizes(1, 2, 16384, False, 8, 1 << 17, 1)), weight, x)
-
-
-def test_sizes_cover_the_matrix() -> None:
-    for rows in (1, 100, 1024, 4096, 11008, 128_256):
-        for columns in (1, 64, 520, 4096, 11008, 70_000):
-            for tokens in range(1, 17):
-                how = cuda.product_sizes(rows, columns, tokens)
-                assert how.tokens >= tokens
-                assert how.part % 64 == 0
-                assert (how.splits - 1) * how.part < columns <= how.splits * how.part
-                assert not how.dot or min(how.tokens, how.rows, how.groups) >= 16
 
 
 def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +201,9 @@ def test_only_layers_that_are_two_of_four_are_taken(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
     make_semi_structured(model)
     assert [type(layer) for layer in model.values()] == [SparseLinear, SemiStructuredLinear]
+    layer, x = list(model.values())[1], inputs(2, 64, torch.bfloat16)
+    assert torch.equal(layer.state_dict()["weight"], two_of_four(32, 64))
+    assert torch.equal(layer(x), nn.functional.linear(x, two_of_four(32, 64)))
     with pytest.raises(UserError, match="none of 1 packed layer has at most two of each four consecutive"):
         make_semi_structured(model_of(dense))
 
@@ -234,30 +212,6 @@ def test_two_of_four_weights_need_a_gpu(models: Callable[[str], Path], tmp_path:
     prune(model=models("llama"), output=tmp_path / "out", method="magnitude", pattern="2:4")
     with pytest.raises(UserError, match=r"2:4 weights need an NVIDIA GPU, and the device is 'cpu'. Give device='cuda'"):
         load(tmp_path / "out", device="cpu", semi_structured=True)
-    model = load(tmp_path / "out")
-    packed = [module for module in model.modules() if isinstance(module, SparseLinear)]
-    assert packed
-    assert all(is_two_of_four(module.rows) for module in packed)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_state_dicts_hold_dense_weights(transposed: bool) -> None:
-    weight, bias = two_of_four(32, 64), nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
-    layer = SemiStructuredLinear(weight, bias, transposed)
-    state = layer.state_dict()
-    assert set(state) == {"weight", "bias"}
-    assert torch.equal(state["weight"], weight.T if transposed else weight)
-    x = inputs(2, 64, torch.bfloat16)
-    assert torch.equal(layer(x), nn.functional.linear(x, weight, bias))
-
-
-def test_packed_rows_stay_as_they_are() -> None:
-    """The kernels read what the file holds: only the starts of the words are added."""
-    rows: PackedRows = pack_rows(matrix(1000, torch.bfloat16)).to(DEVICE)
-    made = cuda.CudaProducts(rows)
-    assert made._matrix.values.data_ptr() == rows.values.data_ptr()
-    assert made._matrix.mask.data_ptr() == rows.mask.data_ptr()
-    assert made.nbytes == 7 * 16 * 2
 
 
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:

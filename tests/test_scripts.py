@@ -13,9 +13,7 @@ from pathlib import Path
 import bench_evaluate
 import bench_prune
 import pytest
-import screenshot_report
 import zoo
-from PIL import Image
 
 from emp_llm.cli import parse
 from emp_llm.evaluate import evaluate
@@ -153,37 +151,3 @@ def test_the_first_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert re.search(r"emp-column_share keeps [3456]\d\.\d%", told)
     first, again = re.search(r"([\d,]+) weights removed; ([\d,]+) again", told).groups()  # type: ignore[union-attr]
     assert first == again
-
-
-def test_screenshots_need_a_browser(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "report.html").write_text("<p>")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run(monkeypatch, "screenshot_report", str(tmp_path), "--output", str(tmp_path / "out")) == 2
-    assert (
-        "no browser of the Chromium family on PATH; install one, for example: apt-get install chromium"
-        in capsys.readouterr().err
-    )
-    assert run(monkeypatch, "screenshot_report", str(tmp_path / "nothing")) == 2
-    assert "nothing: no such file; give the folder of a report" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.skipif(screenshot_report.find_browser() is None, reason="no browser of the Chromium family")
-def test_screenshots_find_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A box that is too wide, and a number on two lines; the boxes that scroll are fine."""
-    page = tmp_path / "report.html"
-    text = '<body style="margin: 0"><div class="wide" style="overflow-x: auto"><p style="width: 900px">wide</p></div>{}'
-    line = ("screenshot_report", str(page), "--output", str(tmp_path / "out"), "--widths", "400")
-    page.write_text(text.format(""))
-    assert run(monkeypatch, *line) == 0
-    with Image.open(tmp_path / "out" / "400-dark.png") as image:
-        assert image.width == 400
-    page.write_text(text.format('<div style="width: 500px">x</div><table><td style="width: 20px">1.5 ± 0.2</td></table>'))
-    assert run(monkeypatch, *line, "--no-pictures") == 1
-    told = capsys.readouterr().out
-    assert "400 px: the page is 500 pixels wide (div)" in told
-    assert 'broken across lines: "1.5 ± 0.2"' in told

@@ -107,14 +107,8 @@ def test_damping_for_a_number_of_tokens_helps_on_others() -> None:
     x = noise + 0.2 * shared @ torch.randn(20, 160, generator=generator, dtype=torch.float64)
     seen, unseen = x[:240], x[240:]
     weight, mask = layer(30, 160)
-    unmoved, little, right = (
-        objective(v, weight, mask, unseen, unseen, 0).sum()
-        for v in (
-            weight * mask,
-            refit_rows(weight, mask, moments(seen), damping=0.001).weight,
-            refit_rows(weight, mask, moments(seen), damping=damping_for(160, 240)).weight,
-        )
-    )
+    fits = [refit_rows(weight, mask, moments(seen), damping=damping).weight for damping in (0.001, damping_for(160, 240))]
+    unmoved, little, right = (objective(v, weight, mask, unseen, unseen, 0).sum() for v in (weight * mask, *fits))
     assert right < 0.9 * little
     assert right < 0.9 * unmoved
     assert damping_for(160, 240) == pytest.approx(2 / 3)
@@ -122,44 +116,10 @@ def test_damping_for_a_number_of_tokens_helps_on_others() -> None:
     assert damping_for(160, 0) == 160
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
-    weight, mask = layer(32, 96)
-    gram = moments(inputs_of("correlated"))
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
-    all_rows, other_order = refit_rows(weight, mask, gram), refit_rows(weight[order], mask[order], gram)
-    torch.testing.assert_close(all_rows.weight[order], other_order.weight, rtol=0, atol=0.02)
-
-
-def test_outputs_of_the_dense_weights_change_nothing() -> None:
-    x = inputs_of("plain")
-    weight, mask = layer(16, 96)
-    y = x @ weight.double().T
-    one, two = (refit_rows(weight, mask, moments(x), right, energy=y.square().sum(0)) for right in (None, moments(y, x)))
-    torch.testing.assert_close(one.weight, two.weight, rtol=0, atol=5e-3)
-
-
 def test_all_kept_gives_the_dense_weights() -> None:
     weight, mask = layer(8, 96, kept=1.0)
     found = refit_rows(weight.bfloat16(), mask, moments(inputs_of("correlated")))
     assert torch.equal(found.weight, weight.bfloat16().float())
-
-
-def test_none_kept_and_one_kept() -> None:
-    x = inputs_of("plain", 24)
-    weight = torch.randn(2, 24, generator=torch.Generator().manual_seed(0))
-    mask = torch.zeros(2, 24, dtype=torch.bool)
-    mask[1, 7] = True
-    found = refit_rows(weight, mask, moments(x), damping=0.0)
-    assert not found.weight[0].any()
-    target = x @ weight[1].double()
-    assert float(found.weight[1, 7]) == pytest.approx(float(target @ x[:, 7] / (x[:, 7] @ x[:, 7])), rel=1e-5)
-
-
-def test_a_gram_of_zeros_moves_nothing() -> None:
-    weight, mask = layer(6, 24)
-    found = refit_rows(weight, mask, torch.zeros(24, 24))
-    assert torch.equal(found.weight, weight * mask)
-    assert found.steps == 0
 
 
 def test_inputs_that_are_always_zero_keep_their_weights() -> None:
@@ -171,7 +131,7 @@ def test_inputs_that_are_always_zero_keep_their_weights() -> None:
         assert torch.equal(found.weight[:, 5], (weight * mask)[:, 5])
 
 
-def test_an_indefinite_gram_raises_the_damping() -> None:
+def test_an_indefinite_or_singular_gram_raises_the_damping() -> None:
     weight, mask = layer(6, 24, kept=0.7)
     gram = moments(inputs_of("plain", 24))
     gram -= 0.2 * gram.diagonal().mean() * torch.eye(24)  # as rounding does, but more of it
@@ -179,14 +139,11 @@ def test_an_indefinite_gram_raises_the_damping() -> None:
     found = refit_rows(weight, mask, gram, damping=0.01)
     assert found.damping > 0.01
     assert bool(found.weight.isfinite().all())
-
-
-def test_no_matrix_of_moments_leaves_the_weights() -> None:
-    """Never NaN, even if the matrix is indefinite at any damping."""
-    weight, mask = layer(6, 24)
-    gram = torch.full((24, 24), -1e30).fill_diagonal_(1.0)
-    found = refit_rows(weight, mask, gram)
-    assert torch.equal(found.weight, weight * mask)
+    for hopeless in (torch.zeros(24, 24), torch.full((24, 24), -1e30).fill_diagonal_(1.0)):
+        assert torch.equal(refit_rows(weight, mask, hopeless).weight, weight * mask)
+    searched = sparsegpt(layer(4, 16)[0], torch.ones(16, 16), count=32, damping=0.0)
+    assert searched.damping > 0
+    assert bool(searched.weight.isfinite().all())
 
 
 def test_products_are_in_full_float32() -> None:
@@ -214,18 +171,13 @@ def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole.weight, chunks.weight, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("scale", [1e-21, 1e-19, 1e15])
-def test_moments_of_any_size(scale: float) -> None:
-    """Also those that float32 holds as subnormal numbers, as behind a norm whose weights are tiny."""
+def test_moments_of_any_size() -> None:
+    """Also those that float32 holds as subnormal numbers, as behind a norm whose weights are tiny; and products beyond it."""
     weight, mask = layer(6, 24)
-    x = inputs_of("plain", 24)
-    fitted = [refit_rows(weight, mask, moments(scale * x)).weight for scale in (1.0, scale)]
-    torch.testing.assert_close(fitted[0], fitted[1], rtol=0, atol=1e-2)
-    assert not torch.equal(fitted[0], weight * mask)
-
-
-def test_products_beyond_float32() -> None:
-    weight, mask = layer(6, 24)
+    for scale in (1e-21, 1e-19, 1e15):
+        fitted = [refit_rows(weight, mask, moments(each * inputs_of("plain", 24))).weight for each in (1.0, scale)]
+        torch.testing.assert_close(fitted[0], fitted[1], rtol=0, atol=1e-2)
+        assert not torch.equal(fitted[0], weight * mask)
     gram = moments(1e15 * inputs_of("plain", 24))
     with pytest.raises(NonFiniteError, match="their products go beyond float32"):
         admm(1e18 * weight, gram, counts=mask.sum(1))
@@ -292,10 +244,9 @@ def slow_sparsegpt(
     return weight, mask
 
 
-@pytest.mark.parametrize("kind", ["plain", "correlated", "few tokens"])
+@pytest.mark.parametrize("kind", ["correlated", "few tokens"])
 @pytest.mark.parametrize(
-    ("count", "pattern", "block"),
-    [(288, None, 16), (363, None, 128), (576, None, 16), (None, (2, 4), 16), (None, (1, 3), 48), (None, (5, 8), 128)],
+    ("count", "pattern", "block"), [(288, None, 16), (363, None, 128), (None, (2, 4), 16), (None, (5, 8), 128)]
 )
 def test_sparsegpt_agrees_with_a_slow_one(kind: str, count: int | None, pattern: tuple[int, int] | None, block: int) -> None:
     x = inputs_of(kind, 48)
@@ -326,27 +277,9 @@ def test_sparsegpt_keeps_the_exact_number(outputs: int, inputs: int, tokens: int
     assert not bool(found.weight[~found.mask].any())
 
 
-def test_sparsegpt_beats_the_same_mask_without_updates() -> None:
-    x = inputs_of("correlated")
-    weight, gram = layer(30, 96)[0], moments(x)
-    found = sparsegpt(weight, gram, count=1440)
-    assert float(output_error(found.weight, weight, gram).sum()) < 0.7 * float(
-        output_error(weight * found.mask, weight, gram).sum()
-    )
-    refitted = refit_rows(weight, found.mask, gram, damping=1e-5)
-    errors = [output_error(each.weight, weight, gram) for each in (refitted, found)]
-    assert bool((errors[0] <= errors[1] * 1.01).all())
-
-
 def test_sparsegpt_with_a_gram_of_zeros_and_equal_scores() -> None:
     found = sparsegpt(torch.ones(2, 8), torch.eye(8), count=8, block=4)
     assert found.mask.tolist() == [[True] * 4 + [True] * 4, [False] * 8]  # the lowest index of each block of columns
     nothing = sparsegpt(torch.ones(2, 8), torch.zeros(8, 8), pattern=(2, 4))
     assert not nothing.weight.any()
     assert nothing.mask.sum(1).tolist() == [4, 4]
-
-
-def test_sparsegpt_raises_the_damping_of_a_singular_gram() -> None:
-    found = sparsegpt(layer(4, 16)[0], torch.ones(16, 16), count=32, damping=0.0)
-    assert found.damping > 0
-    assert bool(found.weight.isfinite().all())

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,10 @@ import transformers
 from conftest import Run
 from oracle import tensors
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError
-from emp_llm.models.architecture import Architecture, by_names, conventional
+from emp_llm.models.architecture import Architecture, conventional
 from emp_llm.models.loading import build_skeleton
 from emp_llm.models.modules import model_layers
 
@@ -69,8 +68,6 @@ def test_conventional_names_give_the_structure_of_the_class(models: Models, fami
         {"hidden_size": 64},
         {"intermediate_size": 40},
         {"num_hidden_layers": 3},
-        {"num_key_value_heads": 4},
-        {"vocab_size": 300},
         {"vocab_size": None},
         {"auto_map": {"AutoModelForCausalLM": "model.Model"}},
         {"architectures": ["LlamaModel"]},
@@ -80,27 +77,9 @@ def test_a_config_that_does_not_fit_leaves_it_to_the_class(models: Models, tmp_p
     assert conventional(Checkpoint(edited(models("llama"), tmp_path / "model", config))) is None
 
 
-def test_another_name_leaves_it_to_the_class(models: Models, tmp_path: Path) -> None:
-    folder = edited(models("llama"), tmp_path / "model")
-    stored = tensors(folder)["model.norm.weight"]
-    save_file(load_file(stored.shard) | {"model.scale": torch.ones(2)}, stored.shard, {"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"]["model.scale"] = stored.shard.name
-    index.write_text(json.dumps(content))
-    assert conventional(Checkpoint(folder)) is None
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        ("llama", "model.layers.1.mlp.up_proj.weight"),
-        ("llama", "model.layers.0.input_layernorm.weight"),
-        ("llama", "lm_head.weight"),
-        ("gpt2", "transformer.h.0.ln_1.weight"),
-        ("opt", "model.decoder.layers.1.fc1.weight"),
-        ("gpt_neox", "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"),
-    ],
+    [("llama", "model.layers.1.mlp.up_proj.weight"), ("llama", "lm_head.weight"), ("gpt2", "transformer.h.0.ln_1.weight")],
 )
 def test_a_missing_weight_is_named(models: Models, tmp_path: Path, command: Run, family: str, name: str) -> None:
     folder = edited(models(family), tmp_path / "model", without=name)
@@ -109,18 +88,6 @@ def test_a_missing_weight_is_named(models: Models, tmp_path: Path, command: Run,
     assert name in done.stderr
     assert "1 weight of the model is missing" in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_tables_in_blocks_are_no_targets() -> None:
-    """T5's relative position bias is an embedding, although it has the shape of a matrix."""
-    names = {
-        "encoder.block.0.layer.0.SelfAttention.q.weight": (8, 8),
-        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, 4),
-        "encoder.block.0.layer.1.DenseReluDense.wi.weight": (16, 8),
-        "shared.weight": (20, 8),
-    }
-    kinds = {layer.leaf: layer.kind for layer in by_names(_named(names)).layers}
-    assert kinds == {"q": "attention", "relative_attention_bias": "embedding", "wi": "mlp", "shared": "embedding"}
 
 
 def test_attention_of_half_a_t5_is_pruned_without_its_position_bias(tmp_path: Path, command: Run) -> None:
@@ -143,8 +110,7 @@ def test_an_mlp_is_no_state_space_model() -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     kinds = {layer.leaf: layer.kind for layer in model_layers(model)}
-    assert {kinds[leaf] for leaf in ("gate_proj", "up_proj", "down_proj")} == {"mlp"}
-    assert {kinds[leaf] for leaf in ("q_proj", "o_proj")} == {"attention"}
+    assert (kinds["gate_proj"], kinds["down_proj"], kinds["q_proj"]) == ("mlp", "mlp", "attention")
 
 
 def test_coverage_stays_within_the_blocks(models: Models, command: Run, tmp_path: Path) -> None:
@@ -164,39 +130,3 @@ def test_weights_without_a_class_are_refused_where_a_forward_pass_is_needed(tmp_
     with pytest.raises(UserError, match=r"unheard-of|causal"):
         Architecture.of_checkpoint(Checkpoint(folder))
     assert len(Architecture.of_checkpoint(Checkpoint(folder), names_suffice=True).select("mlp")) == 1
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_config_and_headers_suffice(models: Models, tmp_path: Path, family: str) -> None:
-    """The architecture is found without the bytes of any weight."""
-    full = Checkpoint(models(family))
-    shutil.copy(models(family) / "config.json", tmp_path)
-
-    class Headers(Checkpoint):
-        def __init__(self) -> None:
-            self.folder, self.tensors = tmp_path, full.tensors
-
-    found, wanted = Architecture.of_checkpoint(Headers()), Architecture.of_checkpoint(full)
-    assert found.select("all-linear") == wanted.select("all-linear")
-    assert found.coverage(found.select("mlp")) == wanted.coverage(wanted.select("mlp"))
-
-
-def test_structure_of_a_loaded_model(models: Models) -> None:
-    """A loaded model has the same structure as its skeleton."""
-    from transformers import AutoModelForCausalLM
-
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(models("mixtral"))
-    checkpoint = Checkpoint(models("mixtral"))
-    assert Architecture.of_model(checkpoint, model).layers == by_class(models("mixtral")).layers
-
-
-def _named(shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """A checkpoint that has only names and shapes."""
-
-    class Named(Checkpoint):
-        def __init__(self) -> None:
-            from emp_llm.checkpoint.headers import StoredTensor
-
-            self.tensors = {name: StoredTensor(name, Path("x"), "F32", shape, 0, 0) for name, shape in shapes.items()}
-
-    return Named()

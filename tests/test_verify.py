@@ -1,6 +1,5 @@
 """`verify` on sound outputs, and on outputs with one defect each."""
 
-import errno
 import json
 import os
 import re
@@ -31,6 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "neff in bfloat16": {"method": "emp-magnitude", "neff_dtype": "bfloat16"},
     "matrix": {"method": "emp-magnitude", "group": "matrix", "targets": "all-linear"},
     "all": {"method": "wanda", "group": "all"},
+    "transposed": {"family": "gpt2", "method": "magnitude"},
     "pattern": {"method": "magnitude", "pattern": "2:4", "targets": "q_proj,down_proj"},
     "head": {"method": "magnitude", "targets": "lm_head"},
 }
@@ -38,8 +38,10 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in RUNS.items()])
 def test_sound(models: Models, norms: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]) -> None:
-    source, out = models("llama"), tmp_path / "out"
-    given = norms("llama") if "wanda" in options["method"] else None
+    options = options.copy()
+    family = options.pop("family", "llama")
+    source, out = models(family), tmp_path / "out"
+    given = norms(family) if "wanda" in options["method"] else None
     prune(model=source, output=out, activations=given, **options)
     before = oracle.digest(tmp_path)
     assert verify(out).differences == []
@@ -49,15 +51,6 @@ def test_sound(models: Models, norms: Callable[[str], Path], tmp_path: Path, opt
     sizes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert 0 < found.checked["other bytes"] < sizes
     assert oracle.digest(tmp_path) == before, "only reading"
-
-
-def test_matched_totals_and_transposed_weights(models: Models, tmp_path: Path) -> None:
-    """The matched run may be gone by then; and GPT-2 stores its weights transposed."""
-    source = str(models("gpt2"))
-    prune(model=source, output=tmp_path / "first", method="emp-magnitude")
-    prune(model=source, output=tmp_path / "out", method="magnitude", match=tmp_path / "first")
-    shutil.rmtree(tmp_path / "first")
-    assert verify(tmp_path / "out", source=source).differences == []
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +94,19 @@ WRONG: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
     ),
     "file missing": (lambda out: (out / "config.json").unlink(), r"config\.json: it is missing", None),
     "shard missing": (lambda out: next(out.glob("*.safetensors")).unlink(), r"it is missing", None),
-    "shard cut": (lambda out: next(out.glob("*.safetensors")).write_bytes(b""), r"it has 0 bytes", None),
     "other weights": (lambda out: (out / "adapter.bin").write_bytes(b""), r"adapter\.bin: weights that the manifest", None),
 }
 
 
 @pytest.mark.parametrize(("spoil", "at_once", "deeper"), [pytest.param(*case, id=name) for name, case in WRONG.items()])
 def test_not_sound(
-    models: Models, sound: Path, tmp_path: Path, spoil: Callable[[Path], object], at_once: str, deeper: str | None
+    models: Models, sound: Path, command: Run, tmp_path: Path, spoil: Callable[[Path], object], at_once: str, deeper: str | None
 ) -> None:
     out = Path(shutil.copytree(sound, tmp_path / "out"))
     spoil(out)
-    assert any(re.search(at_once, sentence) for sentence in verify(out).differences)
+    done = command("verify", out)
+    assert (done.returncode, re.search(r"differences?; checked \d files", done.stdout) is not None) == (1, True), done
+    assert re.search(at_once, done.stdout)
     if deeper is not None:
         rehash(out)
         assert verify(out).differences == []
@@ -145,7 +139,7 @@ def _replaced(value: Any, path: tuple[str, ...], new: Any) -> Any:
     return new if not path else value | {path[0]: _replaced(value.get(path[0]), path[1:], new)}
 
 
-@pytest.mark.parametrize("new", [None, 7, "x", [1], {}], ids=repr)
+@pytest.mark.parametrize("new", [None, 7, {}], ids=repr)
 @pytest.mark.parametrize(
     "path",
     [
@@ -170,7 +164,7 @@ def test_manifests_that_lie(models: Models, sound: Path, tmp_path: Path, path: s
         )
 
 
-@pytest.mark.parametrize("group", ["row", "matrix", "all"])
+@pytest.mark.parametrize("group", ["row", "all"])
 def test_a_source_that_is_damaged_since(models: Models, tmp_path: Path, group: Any) -> None:
     source, out = Path(shutil.copytree(models("llama"), tmp_path / "model")), tmp_path / "out"
     prune(model=source, output=out, method="magnitude", group=group)
@@ -182,26 +176,3 @@ def test_a_source_that_is_damaged_since(models: Models, tmp_path: Path, group: A
     (out / "emp_manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"{DOWN}\.weight holds NaN or infinity \(rows 0 to \d+\)"):
         verify(out, source=source)
-
-
-def test_a_file_that_cannot_be_opened(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file = os.open
-
-    def refusing(path: Any, *arguments: Any, **options: Any) -> int:
-        if Path(path).name == "config.json":
-            raise PermissionError(errno.EACCES, "permission denied")
-        return open_file(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", refusing)
-    with pytest.raises(UserError, match=r"config\.json: it cannot be read \(permission denied\)"):
-        verify(sound)
-
-
-def test_from_the_shell(models: Models, sound: Path, command: Run, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(sound, tmp_path / "out"))
-    change(out, f"{DOWN}.weight", 0x3C00)
-    done = command("verify", out, "--source", models("llama"))
-    assert done.returncode == 1, done.stderr
-    assert "2 differences; checked 8 files, 21 tensors" in done.stdout
-    assert f"{DOWN}: 1 weight " in done.stdout
-    assert command("verify", sound).stdout.startswith("0 differences; checked")
