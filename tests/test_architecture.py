@@ -92,7 +92,7 @@ def test_the_shell_starts_commands(run: Run, tmp_path: Path) -> None:
     wrong = run("__main__", "prnue")
     assert wrong.returncode == 2
     assert "'prnue' is not a command" in wrong.stderr
-    options = run("prune", "--help")
+    options = run("prune", "--help", "all")
     assert options.returncode == 0
     assert "Prune a causal language model" in options.stdout
     for flag in ("--method", "--beta", "--order", "--match", "--dry-run", "--device-map", "--neff-dtype", "--evaluate"):

@@ -215,14 +215,14 @@ class TestSparseLinear:
 def test_without_a_compiler_or_its_instructions(
     home: Any, name: str, stand_in: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sparse_linear._instructions.cache_clear()
+    sparse_linear.cpu_instructions.cache_clear()
     monkeypatch.setattr(home, name, stand_in)
     weight, x = sparse_matrix(8, 70, 0.5, torch.bfloat16), torch.randn(3, 70).bfloat16()
     try:
         for _ in range(2):
             check_product(SparseLinear(pack_rows(weight))(x), x, weight)
     finally:
-        sparse_linear._instructions.cache_clear()
+        sparse_linear.cpu_instructions.cache_clear()
     assert caplog.text.count(said) == 1
 
 

@@ -16,6 +16,7 @@ from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
 from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
+from emp_llm.common.paths import REPORT_NAME
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.masks import Masks, rows_in
 from emp_llm.in_memory.model_report import ModelReport
@@ -32,7 +33,7 @@ from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
-from emp_llm.pruning.outcome import Outcomes, report_of
+from emp_llm.pruning.outcome import PRUNED_BEFORE, Outcomes, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
@@ -41,6 +42,7 @@ from emp_llm.update.update import check_update, update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
+_MARK = "_emp_pruned"  # of a model that was pruned before
 Data = str | Path | Tensor | Iterable[Any]
 
 
@@ -57,7 +59,7 @@ class CalibrationArguments(TypedDict, total=False):
 
 def prune_model(
     model: nn.Module | str | Path,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
     **how: Unpack[CalibrationArguments],
@@ -69,7 +71,7 @@ def prune_model(
     Args:
         model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers or
             convolutions (by magnitude; a filter is a row); or a model folder or Hub id, which is loaded.
-        recipe: method, targets and group; None: EMP-Wanda on the MLP layers.
+        recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
             conversations, rows of a data set, also with images, token ids of shape (samples, length), or batches (a
             DataLoader).
@@ -87,8 +89,9 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    report, moved = _decide(model, recipe or Recipe(), data, tokenizer, **how)
+    report, moved = _decide(model, _recipe_of(recipe), data, tokenizer, **how)
     report.masks.apply(report.model)
+    setattr(report.model, _MARK, True)
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
         if parameter is not None:
@@ -98,7 +101,7 @@ def prune_model(
 
 def masks_of(
     model: nn.Module | str | Path,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
     **how: Unpack[CalibrationArguments],
@@ -108,10 +111,19 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    recipe = recipe or Recipe()
+    recipe = _recipe_of(recipe)
     if recipe.refit and recipe.name not in SEARCHES:  # the masks do not depend on it
         recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, data, tokenizer, **how)[0].masks
+
+
+def _recipe_of(given: Recipe | str | None) -> Recipe:
+    """A recipe, given as such or as the name of a method."""
+    if given is None or isinstance(given, str):
+        return Recipe(method=given)  # type: ignore[arg-type]
+    if not isinstance(given, Recipe):
+        raise UserError(f"recipe is a {type(given).__name__}; give a Recipe, or the name of a method, such as 'emp-magnitude'.")
+    return given
 
 
 def _decide(
@@ -139,6 +151,9 @@ def _decide(
         model, tokenizer = load_model(folder), tokenizer or folder
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
+
+    if hasattr(model, _MARK) or (Path(name_of(model)) / REPORT_NAME).is_file():
+        logger.warning(PRUNED_BEFORE, name_of(model))
 
     # Which weights, by which scores.
     weights, stopwatch = ModelWeights(model), Stopwatch()
