@@ -228,10 +228,8 @@ def _parameter(option: Option) -> inspect.Parameter:
     if about.argument:
         declared = typer.Argument(help=about.help, metavar=about.metavar)
     else:
-        short = _SHORT.get(option.parameter.name)
-        declared = typer.Option(
-            option.flag, *([short] if short else []), help=about.help, metavar=about.metavar, min=about.minimum
-        )
+        flags = filter(None, (option.flag, _SHORT.get(option.parameter.name)))
+        declared = typer.Option(*flags, help=about.help, metavar=about.metavar, min=about.minimum)
     # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
     kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
     if option.parameter.default is None:

@@ -386,7 +386,7 @@ def test_the_name_of_a_method_is_a_recipe(models: Models) -> None:
     assert masks_of(models("llama"), "emp-magnitude").keys() == named.masks.keys()
     for wrong, message in (
         ("magnitud", "Did you mean magnitude?"),
-        ({"method": "magnitude"}, "recipe is a dict; give a Recipe"),
+        ({"method": "magnitude"}, "must be a name such as emp-wanda, got {'method'"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             prune_model(models("llama"), wrong)  # type: ignore[arg-type]
@@ -402,6 +402,10 @@ def test_a_model_that_is_already_pruned_is_named(models: Models, tmp_path: Path,
     report.save(tmp_path / "out")
     prune_model(tmp_path / "out", "magnitude")
     assert "out is already pruned" in caplog.text
+    caplog.clear()
+    report.model.load_state_dict(load(models("llama")).state_dict())
+    prune_model(report.model, "magnitude")
+    assert "already pruned" not in caplog.text
 
 
 def test_a_report_in_memory_prints_as_a_short_table(models: Models) -> None:

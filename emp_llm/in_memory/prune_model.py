@@ -16,7 +16,6 @@ from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText
 from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
-from emp_llm.common.paths import REPORT_NAME
 from emp_llm.hub.local_model import find_model
 from emp_llm.in_memory.masks import Masks, rows_in
 from emp_llm.in_memory.model_report import ModelReport
@@ -42,7 +41,7 @@ from emp_llm.update.update import check_update, update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
-_MARK = "_emp_pruned"  # of a model that was pruned before
+_ZEROS = 0.05  # of a matrix; more are not by chance
 Data = str | Path | Tensor | Iterable[Any]
 
 
@@ -91,7 +90,6 @@ def prune_model(
     """
     report, moved = _decide(model, _recipe_of(recipe), data, tokenizer, **how)
     report.masks.apply(report.model)
-    setattr(report.model, _MARK, True)
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
         if parameter is not None:
@@ -119,11 +117,7 @@ def masks_of(
 
 def _recipe_of(given: Recipe | str | None) -> Recipe:
     """A recipe, given as such or as the name of a method."""
-    if given is None or isinstance(given, str):
-        return Recipe(method=given)  # type: ignore[arg-type]
-    if not isinstance(given, Recipe):
-        raise UserError(f"recipe is a {type(given).__name__}; give a Recipe, or the name of a method, such as 'emp-magnitude'.")
-    return given
+    return given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
 
 
 def _decide(
@@ -152,14 +146,14 @@ def _decide(
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; give a model in memory, its folder or a Hub id.")
 
-    if hasattr(model, _MARK) or (Path(name_of(model)) / REPORT_NAME).is_file():
-        logger.warning(PRUNED_BEFORE, name_of(model))
-
     # Which weights, by which scores.
     weights, stopwatch = ModelWeights(model), Stopwatch()
     images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
     chosen = choose_targets(architecture_of(model, weights, recipe.blocks), recipe, images)
     targets, recipe = chosen.targets, matched(recipe, chosen.targets)
+    first = resident_parameter(model, targets[0].layer.parameter)
+    if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
+        logger.warning(PRUNED_BEFORE, name_of(model))
     check_groups(recipe, targets)
     update, scores = recipe.update, Scores(weights, targets, recipe)
     if update is not None:
