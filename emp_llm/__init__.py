@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from emp_llm.bench import bench as bench
     from emp_llm.calibrate import calibrate as calibrate
     from emp_llm.collect import collect as collect
+    from emp_llm.env import env as env
     from emp_llm.evaluate import evaluate as evaluate
     from emp_llm.generate import generate as generate
     from emp_llm.in_memory.masks import Masks as Masks
@@ -45,6 +46,7 @@ COMMANDS = {
     "bench": "Measure speed and memory of a pruned model against the dense one.",
     "calibrate": "Collect the input norms of a model's linear layers on a text.",
     "collect": "Collect the results of a study as tables and a report.",
+    "env": "Show versions, processor and kernels, for a report of an error.",
     "evaluate": "Measure perplexity and lm-eval tasks of a model, compared with a baseline.",
     "generate": "Continue a text with a pruned model, computed from its packed weights.",
     "measure": "Measure the redundancy of a model; no weights are written.",

@@ -5,7 +5,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -15,12 +16,39 @@ from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
-from emp_llm.common.errors import UserError
+from emp_llm import __version__
+from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 from emp_llm.options.base import Opt, Option, options_in, options_of
 
 R = TypeVar("R")
+_SHORT = {"model": "-m", "output": "-o", "verbose": "-v", "quiet": "-q"}  # flags of one letter, by option
+# Of a command with many options, --help shows these.
+_FIRST = (
+    *("model", "output", "method", "methods", "criteria", "beta", "betas", "sparsity", "sparsities", "emp_sparsities"),
+    *("pattern", "patterns", "orders", "matched_baselines", "targets", "refit", "calibration", "evaluate", "suite"),
+    *("push_to_hub", "dry_run", "overwrite", "verbose", "quiet"),
+)
+_MANY = 30
+# The groups of --help all, by the options with which they begin.
+_GROUPS = {
+    "model": "Model",
+    "method": "Method and counts",
+    "criterion": "Scores",
+    "shares": "Shares of the blocks",
+    "refit": "Refit",
+    "targets": "Layers",
+    "structure": "Heads and neurons",
+    "calibration": "Calibration",
+    "device_map": "Forward passes",
+    "suite": "Evaluation",
+    "evaluate": "Evaluation",
+    "methods": "Points",
+    "criteria": "Measures",
+    "output": "Output",
+    "verbose": "Messages",
+}
 _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "urllib3", "datasets", "accelerate", "absl")
 
 
@@ -48,8 +76,8 @@ class CommandModule(ModuleType):
 class Loudness:
     """What a command tells while it works. Warnings and errors are always shown."""
 
-    verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.", short="-v")] = False
-    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.", short="-q")] = False
+    verbose: Annotated[bool, Opt("Also log each step with its size, time and memory.")] = False
+    quiet: Annotated[bool, Opt("No progress and no log: only the result, warnings and errors.")] = False
 
 
 def command(function: Callable[..., R]) -> Callable[..., R]:
@@ -79,7 +107,8 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
         with loudness(function.__name__, verbose, quiet), progress_of(function.__name__):
             return function(**grouped(given))
 
-    parameters = sorted((option.parameter for option in options.values()), key=lambda each: each.kind)
+    plain = (option.parameter.replace(annotation=option.kind) for option in options.values())
+    parameters = sorted(plain, key=lambda each: each.kind)
     signature = inspect.signature(function).replace(parameters=parameters)
     flat.__signature__, flat.options, flat.grouped = signature, options, grouped  # type: ignore[attr-defined]
     if function.__module__ != "__main__":
@@ -107,7 +136,8 @@ def run(
             _hide_bars_of_libraries()
         result = command(**options)
         if show is not None and rank == 0:
-            show(result)
+            with _cut_off():
+                show(result)
 
     _with_exit_codes(work)
 
@@ -129,9 +159,9 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     except RankLost as loss:
         code, message = loss.code, f"error: {loss}"
     except KeyboardInterrupt:
-        code, message = 130, "interrupted; no incomplete output is left."
+        code, message = 130, "interrupted."
     except _Terminated:
-        code, message = 143, "terminated by SIGTERM; no incomplete output is left."
+        code, message = 143, "terminated by SIGTERM."
     except BaseException as error:
         tell_ranks(1, f"{type(error).__name__}: {error}")
         raise
@@ -140,9 +170,20 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     sys.exit(code)
 
 
+@contextmanager
+def _cut_off() -> Iterator[None]:
+    """What is printed inside this context may be cut off, as by `head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush succeeds
+
+
 def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[str, Any]:
     """A command's options by field, parsed from arguments; exits after --help or on invalid arguments."""
     import typer
+    from typer.core import TyperCommand
 
     values: dict[str, Any] = {}
 
@@ -154,8 +195,21 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     parameters = [_parameter(each) for each in dict.fromkeys([*required, *options.values()])]
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     take.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    everything = arguments[-1:] == ["all"]  # after --help
+
+    class Grouped(TyperCommand):
+        """Its help shows the options in groups."""
+
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            lines = {each.name: each.get_help_record(ctx) for each in self.get_params(ctx)}
+            for title, names in help_groups(options, everything).items():
+                with formatter.section(title):
+                    formatter.write_dl([lines[each] for each in names])
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help=help_of(command))(take)
+    more = f"{name} --help all shows all {len(options)} options." if len(options) > _MANY and not everything else None
+    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    app.command(cls=Grouped, help=help_of(command), epilog=more, context_settings=settings)(take)
     try:
         app(args=arguments, prog_name=name)
     except SystemExit as end:
@@ -174,7 +228,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     if about.argument:
         declared = typer.Argument(help=about.help, metavar=about.metavar)
     else:
-        flags = [option.flag, about.short] if about.short else [option.flag]
+        flags = filter(None, (option.flag, _SHORT.get(option.parameter.name)))
         declared = typer.Option(*flags, help=about.help, metavar=about.metavar, min=about.minimum)
     # In the shell, text or a path stands for what Python takes besides, such as objects and lists of names.
     kind: Any = next((each for each in (str, Path) if each in option.kinds), str if option.kind is Any else option.kind)
@@ -191,6 +245,18 @@ def options_from(name: str, words: list[str]) -> SimpleNamespace:
     command = getattr(import_module(f"emp_llm.{name}"), name)
     values = parse(command, words, f"emp-llm {name}")
     return SimpleNamespace(**values, groups=command.grouped(values))
+
+
+def help_groups(options: dict[str, Option], everything: bool) -> dict[str, list[str]]:
+    """The options that help shows, by title: those that people need first, or all; all in one group if they are few."""
+    if len(options) > _MANY and not everything:
+        return {"Options": [name for name in _FIRST if name in options]}
+    groups: dict[str, list[str]] = {}
+    title = "Options"
+    for name, option in options.items():
+        title = _GROUPS.get(name, title) if len(options) > _MANY else title
+        groups.setdefault("Arguments" if option.about.argument else title, []).append(name)
+    return groups
 
 
 def help_of(command: Callable[..., Any]) -> str:
@@ -210,17 +276,13 @@ def main(arguments: list[str] | None = None) -> None:
         module = import_module(f"emp_llm.{name}")
         run(getattr(module, name), getattr(module, "show", None), rest)
         return
-    if name == "--version":
-        from emp_llm import __version__
-
-        print(__version__)
-        return
     usage = "usage: emp-llm COMMAND [OPTIONS], or emp-llm COMMAND --help\n\n"
     usage += "\n".join(f"  {command:<10} {summary}" for command, summary in COMMANDS.items())
-    if name in ("--help", "-h"):
-        print(usage)
+    if name in ("--version", "--help", "-h"):
+        with _cut_off():
+            print(__version__ if name == "--version" else usage)
         return
-    print(f"error: {name!r} is not a command.\n\n{usage}", file=sys.stderr)
+    print(f"error: {name!r} is not a command.{did_you_mean(name, COMMANDS)}\n\n{usage}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -131,7 +131,7 @@ def _recipes(given: str | None, orders: str, shared: Recipe) -> list[Recipe]:
         if criterion in SEARCHES:
             raise UserError(f"--criteria: {criterion} has no scores to measure; leave it out.")
         if criterion not in METHODS and own is None:
-            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(METHODS)}.")
+            raise UserError(f"--criteria: {criterion!r} is not one of {', '.join(METHODS)}.{did_you_mean(criterion, METHODS)}")
         for order in dict.fromkeys(parse_numbers(orders, "--orders")):
             recipes.append(shared.with_method(f"emp-{criterion}", order=order))
             recipes[-1].check()

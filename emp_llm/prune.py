@@ -42,7 +42,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     from emp_llm.pruning.counts import check_groups, counts_of, matched, read_report
     from emp_llm.pruning.dry_run import DryRun, dry_run
     from emp_llm.pruning.masks import Pruner, check_device
-    from emp_llm.pruning.outcome import log_warnings, report_of
+    from emp_llm.pruning.outcome import PRUNED_BEFORE, log_warnings, report_of
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
 
@@ -71,9 +71,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         suite = find_suite(options.evaluate)
     source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
     if (source.folder / REPORT_NAME).is_file():
-        logger.warning(
-            "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores.", source.name
-        )
+        logger.warning(PRUNED_BEFORE, source.name)
 
     # Which weights, by which scores.
     images = recipe.needs_activations and may_reach_images(options)

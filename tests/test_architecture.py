@@ -60,13 +60,18 @@ def test_the_shell_starts_commands(run: Run, tmp_path: Path) -> None:
     without = run("prune", "--model", "x", "--beta", "much")
     assert without.returncode == 2
     assert "--beta" in without.stderr
+    options = run("prune", "--help", "all")
+    assert options.returncode == 0
+    assert "Prune a causal language model" in options.stdout
+    for flag in ("--method", "--beta", "--order", "--match", "--dry-run", "--device-map", "--neff-dtype", "--evaluate"):
+        assert flag in options.stdout
 
 
 def test_nothing_heavy_is_imported() -> None:
     """`--help` answers at once, without torch and numpy; the mathematics need no transformers."""
     program = (
         "import contextlib, sys\nfrom emp_llm.cli import main\n"
-        "for name in ('prune', 'report'):\n  with contextlib.suppress(SystemExit):\n    main([name, '--help'])\n"
+        "for name in ('prune', 'report'):\n  with contextlib.suppress(SystemExit):\n    main([name, '--help', 'all'])\n"
         "print({'torch', 'numpy', 'transformers', 'numba', 'datasets', 'safetensors'} & set(sys.modules))\n"
         "from emp_llm import effective_mask\nprint('transformers' in sys.modules)"
     )

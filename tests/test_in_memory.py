@@ -1,6 +1,7 @@
 """Models in memory: the same bits as the command, any module, any data, and folders that the other commands take."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -377,3 +378,37 @@ def test_convolutions_have_no_norms() -> None:
 def test_a_wrong_propagate_is_refused(models: Models) -> None:
     with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
         prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_method_is_a_recipe(models: Models) -> None:
+    named, whole = prune_model(models("llama"), "magnitude"), prune_model(models("llama"), Recipe(method="magnitude"))
+    assert same(named.model, whole.model)
+    assert masks_of(models("llama"), "emp-magnitude").keys() == named.masks.keys()
+    for wrong, message in (
+        ("magnitud", "Did you mean magnitude?"),
+        ({"method": "magnitude"}, "must be a name such as emp-wanda, got {'method'"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            prune_model(models("llama"), wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_already_pruned_is_named(models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    report = prune_model(models("llama"), "emp-magnitude")
+    assert "already pruned" not in caplog.text
+    masks_of(report.model, "magnitude")
+    assert "llama is already pruned. Its zeros count as weights" in caplog.text
+    caplog.clear()
+    report.model.save_pretrained(tmp_path / "out")  # type: ignore[operator]
+    report.save(tmp_path / "out")
+    prune_model(tmp_path / "out", "magnitude")
+    assert "out is already pruned" in caplog.text
+    caplog.clear()
+    report.model.load_state_dict(load(models("llama")).state_dict())
+    prune_model(report.model, "magnitude")
+    assert "already pruned" not in caplog.text
+
+
+def test_a_report_in_memory_prints_as_a_short_table(models: Models) -> None:
+    report = prune_model(models("llama"), "emp-magnitude")
+    assert str(report) == repr(report) == repr(report.record)
+    assert len(str(report).splitlines()) <= 8

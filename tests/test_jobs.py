@@ -536,6 +536,7 @@ def test_tables_of_a_study(study: Path, tmp_path: Path) -> None:
     dense = json.loads((folder / "results" / "llama.dense.json").read_text())
     change = 100 * (result["perplexity"]["perplexity"] / dense["perplexity"]["perplexity"] - 1)
     assert rows[-1][1] == "50.00"
+    assert "the rows differ in their zeros too; plan --emp-sparsities" in page
     assert rows[-1][2].startswith(f"{result['perplexity']['perplexity']:.3f} ({change:+.2f} ± ")
     lines = (folder / "tables" / "tables.csv").read_text().splitlines()
     assert len(lines) == 4
@@ -628,3 +629,14 @@ def test_processes_of_their_own(run: Run, study: Path, tmp_path: Path) -> None:
         collect(each, no_plots=True)
     for name in ("tables.md", "tables.csv"):
         assert (folder / "tables" / name).read_bytes() == (here / "tables" / name).read_bytes()
+
+
+def test_a_refit_of_every_method_gets_the_text(models: Models, tmp_path: Path) -> None:
+    """Also methods that need no calibration, and beside norms from a file."""
+    for number, further in enumerate(("--refit", "--refit --activations norms.safetensors")):
+        options = {"methods": "wanda,magnitude", "calibration": "demo", "prune_options": further}
+        prunes = [each for each in planned(models, tmp_path / str(number), **options) if each.kind == "prune"]
+        assert len(prunes) == 2
+        assert all("--calibration demo" in each.command and each.command.endswith(further) for each in prunes)
+    with pytest.raises(UserError, match="--refit fits weights to a calibration text, and method magnitude needs none"):
+        planned(models, tmp_path / "none", methods="magnitude", prune_options="--refit")

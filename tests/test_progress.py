@@ -86,7 +86,7 @@ def test_bars_of_tasks_on_a_terminal(
     assert "Running loglikelihood" not in drawn
     for part in ("perplexity: 100%", "sums: 100%", "sums_text: 100%", "sums_shown: 100%"):
         assert f"evaluate llama: {part}" in drawn
-    assert "36.0/36.0" in drawn
+    assert "36/36" in drawn
     assert "req/s]" in drawn
 
 
@@ -131,3 +131,12 @@ def test_a_verbose_run_tells_sizes_times_and_memory(models: Any, text: Path, com
     assert re.search(r"^pack: [\d.]+kB in ", packed.stderr, re.MULTILINE)
     assert "emp-llm pack: finished in " in packed.stderr
     assert "begins" not in command("pack", "out", "packed", "--overwrite").stderr
+
+
+def test_small_numbers_are_whole(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """16 jobs, not 16.0 jobs."""
+    caplog.set_level(logging.DEBUG)
+    with progress_bar(16, "study", " jobs") as bar:
+        clock[0] += 40
+        bar.update(4)
+    assert caplog.messages == ["study: 25 % of 16 jobs, 0.10 jobs/s, 02:00 left", "study: 16 jobs in 40.0 s."]

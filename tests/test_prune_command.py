@@ -1,5 +1,6 @@
 """`emp-llm prune` and `prune(...)` as users call them: dry runs, Python's forms of the arguments, the package's front door."""
 
+import importlib
 import inspect
 import json
 import shutil
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import emp_llm
 from emp_llm import prune as prune_module
+from emp_llm.cli import help_groups
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
@@ -135,3 +137,112 @@ def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path, moment: str) -> 
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
     assert "interrupted" in done.stderr
+
+
+def test_help_fits_on_a_screen_and_help_all_has_the_rest(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, everything = command("prune", "--help"), command("prune", "--help", "all")
+    assert short.returncode == everything.returncode == 0
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = command("prune", "-h").stdout
+        assert len(shown.splitlines()) <= 45
+        assert max(map(len, shown.splitlines())) <= columns
+    for name in ("model", "output", "calibration", "method", "sparsity", "beta", "pattern", "targets", "refit", "evaluate"):
+        assert f"--{name} " in short.stdout
+    for flag in ("--push-to-hub", "--dry-run", "--overwrite", "-o, ", "-m, ", "emp-llm prune --help all"):
+        assert flag in short.stdout
+    assert "--owl-lambda" not in short.stdout
+    for option in prune.options.values():  # type: ignore[attr-defined]
+        assert option.flag.partition("/")[0] in everything.stdout
+    titles = [line for line in everything.stdout.splitlines() if line.endswith(":") and not line.startswith((" ", "Usage"))]
+    assert "Calibration:" in titles
+    assert 6 <= len(titles) <= 15
+
+
+def test_every_option_of_a_long_help_has_a_group() -> None:
+    for name in emp_llm.COMMANDS:
+        options = getattr(importlib.import_module(f"emp_llm.{name}"), name).options
+        groups = help_groups(options, everything=True)
+        assert sorted(option for names in groups.values() for option in names) == sorted(options)
+        assert len(help_groups(options, everything=False)["Options"]) <= 30, name
+        assert all(len(names) <= 30 for names in groups.values()), name
+
+
+def test_short_flags(models: Models, tmp_path: Path, command: Run) -> None:
+    done = command("prune", "-m", models("llama"), "--method", "magnitude", "-o", "short", "-q")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "short" / "emp_report.json").is_file()
+
+
+def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: Run) -> None:
+    assert "Did you mean prune?" in command("prnue").stderr
+    assert "Did you mean" not in command("xyzzy").stderr
+    assert "Did you mean emp-wanda?" in command("prune", "-m", models("llama"), "--method", "emp-wnada").stderr
+    assert "Did you mean magnitude?" in command("sweep", "-m", models("llama"), "--methods", "wanda,magnitud").stderr
+    assert "Did you mean magnitude?" in command("measure", "-m", models("llama"), "--criteria", "magnitud").stderr
+
+
+@pytest.mark.parametrize("line", ["['-h']", "['verify', 'out']", "['prune', '--help']", "['--version']"])
+def test_output_into_a_closed_pipe_ends_quietly(models: Models, tmp_path: Path, line: str) -> None:
+    prune(model=models("llama"), output=tmp_path / "out", method="magnitude")
+    program = f"import time; from emp_llm.cli import main; time.sleep(0.3); main({line})"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    writer.stdout.close()
+    said = writer.stderr.read()
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+    writer.wait()
+
+
+def test_env_names_versions_processor_and_kernels(command: Run) -> None:
+    done = command("env")
+    assert done.returncode == 0
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert {"emp-llm", "python", "torch", "transformers", "huggingface-hub", "numpy", "numba"} <= set(told)
+    assert {"processor", "instructions", "cores", "memory", "GPUs", "masks", "runtime"} <= set(told)
+    assert "compiled" in told["masks"] or "numpy" in told["masks"]
+    assert any(word in told["runtime"] for word in ("AVX-512", "AVX2", "torch"))
+
+
+def test_a_sparsity_in_percent_and_a_sparsity_of_nothing(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match=r"below 1, got 50\. It is a fraction: did you mean 0\.5\?"):
+        prune(model=models("llama"), method="magnitude", sparsity=50)
+    with pytest.raises(UserError, match=r"below 1, got -1\.$"):
+        prune(model=models("llama"), method="magnitude", sparsity=-1)
+    prune(model=models("llama"), method="magnitude", sparsity=0, output=tmp_path / "out")
+    assert "nothing is removed" in caplog.text
+
+
+def test_an_interrupt_does_not_contradict_what_is_kept(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\nfrom emp_llm import cli\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "cli._with_exit_codes(lambda rank: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted.\n")
+
+
+def test_signatures_show_plain_types() -> None:
+    import pydoc
+
+    told = pydoc.render_doc(emp_llm.prune, renderer=pydoc.plaintext)
+    assert "Annotated" not in told
+    assert "Opt(" not in told
+    assert "sparsity: float | None = None" in told
+
+
+def test_a_report_prints_as_a_short_table(models: Models, tmp_path: Path) -> None:
+    report = prune(model=models("llama"), output=tmp_path / "out", method="emp-magnitude")
+    assert len(str(report).splitlines()) <= 8
+    assert repr(report) == str(report)
+    assert "down_proj x " in str(report)
+    assert "emp-magnitude" in str(report)
+    record = emp_llm.measure(models("llama"), output=tmp_path / "measure.json", criteria="magnitude", orders="1,2")
+    assert len(str(record).splitlines()) == 4
+    assert repr(record) == str(record)

@@ -177,14 +177,14 @@ def test_it_is_a_linear_layer() -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    sparse_linear._instructions.cache_clear()
+    sparse_linear.cpu_instructions.cache_clear()
     monkeypatch.setattr(sparse_linear, "find_spec", lambda name: None)
     weight, x = sparse_matrix(8, 70, 0.5, torch.bfloat16), torch.randn(3, 70).bfloat16()
     try:
         for _ in range(2):
             check_product(SparseLinear(pack_rows(weight))(x), x, weight)
     finally:
-        sparse_linear._instructions.cache_clear()
+        sparse_linear.cpu_instructions.cache_clear()
     assert caplog.text.count("numba is missing") == 1
 
 

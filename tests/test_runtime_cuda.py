@@ -156,7 +156,7 @@ def test_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = matrix(72, torch.float32), nn.Parameter(torch.arange(7.0), requires_grad=False)
     x = inputs(6, 72, torch.float32).view(2, 3, 72).to(DEVICE)
     wanted = x.cpu() @ weight.T + bias
-    monkeypatch.setattr(sparse_linear, "_instructions", lambda dtype: None)
+    monkeypatch.setattr(sparse_linear, "cpu_instructions", lambda dtype: None)
     for runs, kind in ((True, "CudaProducts"), (False, "partial")):
         monkeypatch.setattr(sparse_linear, "_runs_triton", lambda device, runs=runs: runs)
         layer = SparseLinear(pack_rows(weight), bias).to(DEVICE)

@@ -238,6 +238,8 @@ class ModelTable:
         if model.dense.result is None:
             self.notes.append("no changes: the dense model is missing")
         self.notes += change_notes(self._measures, values[0], values[1:])
+        if len({f"{share:.2f}" for row in rows if (share := _zeros(row)) is not None}) > 1:
+            self.notes.append("the rows differ in their zeros too; plan --emp-sparsities compares methods at the same share")
         if any(value.partial for each in values for value in each.values()):
             self.notes.append("* partial: only some of the examples or of the text")
         if papers[0] is not None and any(map(in_percent, self._measures)):

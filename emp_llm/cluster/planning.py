@@ -126,11 +126,12 @@ def study_recipes(options: PlanOptions, parsed: Callable[[str, list[str]], Any])
         given = point.recipe
         form = given.method, given.beta is None, given.order is None, given.sparsity is None, given.pattern is None
         if form not in known:
-            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype), *([] if sweeps else further)]
+            words = [*_recipe_words(point), *_given(targets=options.targets, dtype=options.dtype)]
+            words += [*_given(calibration=options.calibration), *([] if sweeps else further)]
             command = parsed("prune", ["--model", "model", *words])
             check_options(**command.groups)
             recipe = command.groups["recipe"]
-            reads = command.activations is None and (recipe.needs_activations or recipe.updates)
+            reads = recipe.updates or (recipe.needs_activations and command.activations is None)
             shared = reads and not recipe.updates and command.propagate == "dense"
             known[form] = Norms(shared, reads and not shared, recipe.updates, command.propagate == "pruned")
         recipes[point] = known[form]

@@ -1,6 +1,8 @@
 """Errors that the user can fix, and the text of messages: counts with nouns, sizes with units, untrusted text made safe."""
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class UserError(ValueError):
@@ -29,6 +31,12 @@ def reason(error: BaseException, whole: bool = False) -> str:
 def count_of(number: int, noun: str, nouns: str | None = None) -> str:
     """A count with its noun: "1 difference", "2,500 differences". `nouns` is an irregular plural."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or noun + 's'}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A question with the nearest of some names, to end a message; empty if none is near."""
+    nearest = get_close_matches(name, list(names), 1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
 
 
 def format_bytes(count: float) -> str:

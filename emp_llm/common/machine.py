@@ -175,10 +175,10 @@ def _gpus() -> int:
     return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_available() else 0
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that can change a result."""
+def versions(*others: str) -> dict[str, str]:
+    """Versions of Python and of the installed packages that can change a result, and of others."""
     installed = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *others):
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed

@@ -80,10 +80,8 @@ class _Lines(Bar):
 
     def __exit__(self, kind: Any = None, *_: object) -> None:
         if kind is None:
-            from tqdm import tqdm
-
             seconds = time.monotonic() - self._start
-            logger.debug("%s: %s%s in %.1f s.", self._title, tqdm.format_sizeof(self._total), self._unit, seconds)
+            logger.debug("%s: %s%s in %.1f s.", self._title, _size(self._total), self._unit, seconds)
 
     def update(self, n: float = 1) -> None:
         self._done += n
@@ -96,9 +94,16 @@ class _Lines(Bar):
         rate = (self._done - self._last_done) / seconds
         speed = f"{tqdm.format_sizeof(rate)}{self._unit}/s"
         left = f", {tqdm.format_interval((self._total - self._done) / rate)} left" if rate > 0 else ""
-        percent, size = 100 * self._done / (self._total or 1), tqdm.format_sizeof(self._total)
-        logger.info("%s: %d %% of %s%s, %s%s", self._title, percent, size, self._unit, speed, left)
+        percent = 100 * self._done / (self._total or 1)
+        logger.info("%s: %d %% of %s%s, %s%s", self._title, percent, _size(self._total), self._unit, speed, left)
         self._last_time, self._last_done = now, self._done
+
+
+def _size(number: float) -> str:
+    """A number of units: in thousands, millions and so on if it is large."""
+    from tqdm import tqdm
+
+    return f"{number:g}" if number < 1000 else str(tqdm.format_sizeof(number))
 
 
 @contextmanager
@@ -133,7 +138,7 @@ def progress_bar(total: float, title: str, unit: str, leave: bool = True) -> Bar
         return _Lines(total, title, unit)
     from tqdm import tqdm
 
-    bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=True, leave=leave)
+    bar: Any = tqdm(total=total, desc=title, unit=unit, unit_scale=total >= 1000, leave=leave)
     return bar  # type: ignore[no-any-return]
 
 

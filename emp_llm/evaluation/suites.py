@@ -14,7 +14,6 @@ A suite file has a [perplexity] table (a text, as in a calibration recipe; `seql
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import corpus_of, read_toml, with_changes
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.common.paths import data_folder
 from emp_llm.options.evaluation import SuiteOptions
 from emp_llm.records.base import converted
@@ -138,8 +137,7 @@ def find_suite(name: str) -> Suite:
     known = {path.stem: path for path in sorted(data_folder("eval").glob("*.toml"))}
     path = known.get(base, Path(base))
     if path.suffix != ".toml":
-        nearest = get_close_matches(base, known, 1)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        hint = did_you_mean(base, known)
         raise UserError(f"{base!r} is neither a suite ({', '.join(known)}) nor a .toml file of your own.{hint}")
     file = converted(read_toml(path), SuiteFile, str(path))
     corpus = None

@@ -34,6 +34,10 @@ class ModelReport:
     activations: Activations | None
     model: nn.Module
 
+    def __repr__(self) -> str:
+        """A short table."""
+        return repr(self.record)
+
     @property
     def targets(self) -> TargetsRecord:
         """Counts over all targets, and the sparsity."""

@@ -32,7 +32,7 @@ from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
 from emp_llm.pruning.masks import Chunk, Pruner
-from emp_llm.pruning.outcome import Outcomes, report_of
+from emp_llm.pruning.outcome import PRUNED_BEFORE, Outcomes, report_of
 from emp_llm.pruning.scores import Scores, input_norms, recorded
 from emp_llm.pruning.updates import counts_to_search
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord, stage_records
@@ -41,6 +41,7 @@ from emp_llm.update.update import check_update, update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
+_ZEROS = 0.05  # of a matrix; more are not by chance
 Data = str | Path | Tensor | Iterable[Any]
 
 
@@ -57,7 +58,7 @@ class CalibrationArguments(TypedDict, total=False):
 
 def prune_model(
     model: nn.Module | str | Path,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
     **how: Unpack[CalibrationArguments],
@@ -69,7 +70,7 @@ def prune_model(
     Args:
         model: of transformers, on any devices, also with parts offloaded to the CPU; or any module with linear layers or
             convolutions (by magnitude; a filter is a row); or a model folder or Hub id, which is loaded.
-        recipe: method, targets and group; None: EMP-Wanda on the MLP layers.
+        recipe: method, targets and group; or only a method's name; None: EMP-Wanda on the MLP layers.
         data: the calibration data, for methods that need it: the name of a recipe ("wikitext2"), a text file, texts,
             conversations, rows of a data set, also with images, token ids of shape (samples, length), or batches (a
             DataLoader).
@@ -87,7 +88,7 @@ def prune_model(
         UserError: options conflict, no layer matches, weights are not in memory, or the data cannot be used. The model is
             unchanged.
     """
-    report, moved = _decide(model, recipe or Recipe(), data, tokenizer, **how)
+    report, moved = _decide(model, _recipe_of(recipe), data, tokenizer, **how)
     report.masks.apply(report.model)
     for target, weight in moved:
         parameter = resident_parameter(report.model, target.layer.parameter)
@@ -98,7 +99,7 @@ def prune_model(
 
 def masks_of(
     model: nn.Module | str | Path,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     data: Data | None = None,
     tokenizer: Any = None,
     **how: Unpack[CalibrationArguments],
@@ -108,10 +109,15 @@ def masks_of(
     Returns:
         Parameter name -> bool tensor, true where a weight stays. `Masks.save` writes them, `reapply_mask` takes them.
     """
-    recipe = recipe or Recipe()
+    recipe = _recipe_of(recipe)
     if recipe.refit and recipe.name not in SEARCHES:  # the masks do not depend on it
         recipe = recipe.but(refit=False, refit_weighting=None, refit_target=None, refit_damping=None)
     return _decide(model, recipe, data, tokenizer, **how)[0].masks
+
+
+def _recipe_of(given: Recipe | str | None) -> Recipe:
+    """A recipe, given as such or as the name of a method."""
+    return given if isinstance(given, Recipe) else Recipe(method=given)  # type: ignore[arg-type]
 
 
 def _decide(
@@ -145,6 +151,9 @@ def _decide(
     images = recipe.needs_activations and activations is None and holds_images(data, tokenizer)
     chosen = choose_targets(architecture_of(model, weights, recipe.blocks), recipe, images)
     targets, recipe = chosen.targets, matched(recipe, chosen.targets)
+    first = resident_parameter(model, targets[0].layer.parameter)
+    if first is not None and int(first.count_nonzero()) < (1 - _ZEROS) * first.numel():
+        logger.warning(PRUNED_BEFORE, name_of(model))
     check_groups(recipe, targets)
     update, scores = recipe.update, Scores(weights, targets, recipe)
     if update is not None:

@@ -23,7 +23,6 @@ class Opt:
         metavar: the name in the usage line.
         flag: the flag, if it is not the field's name with hyphens.
         minimum: the smallest number allowed.
-        short: a flag of one letter.
     """
 
     help: str
@@ -31,7 +30,6 @@ class Opt:
     metavar: str | None = None
     flag: str | None = None
     minimum: int | None = None
-    short: str | None = None
 
 
 class Some(NamedTuple):

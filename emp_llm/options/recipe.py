@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.options.base import Opt, check_values, options_of
 from emp_llm.options.criterion import find_criterion, own_name
 from emp_llm.options.update import Update
@@ -324,7 +324,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         except ValueError as error:
             raise UserError(f"--{error}.") from error
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            raise UserError(f"--sparsity must be at least 0 and below 1, got {self.sparsity:g}.")
+            hint = f" It is a fraction: did you mean {self.sparsity / 100:g}?" if 1 < self.sparsity < 100 else ""
+            raise UserError(f"--sparsity must be at least 0 and below 1, got {self.sparsity:g}.{hint}")
         if self.refit_damping is not None and not 0 < self.refit_damping <= 1:
             raise UserError(f"--refit-damping must be above 0 and at most 1, got {self.refit_damping:g}.")
         if self.pattern is not None and self.group != "row":
@@ -437,8 +438,10 @@ def check_method(recipe: Recipe, flag: str = "--method") -> None:
         raise UserError(f"{flag} {recipe.method} needs your scores; give a file with --scores.")
     if name not in METHODS and recipe.criterion is None and recipe.scores is None:
         names = ", ".join(each if each == "sparsegpt" else f"emp-{each}, {each}" for each in METHODS)
+        hint = did_you_mean(recipe.method, names.split(", "))
         raise UserError(
-            f"{flag} {recipe.method!r} is not one of {names}. A criterion of your own is named by --criterion MODULE:FUNCTION."
+            f"{flag} {recipe.method!r} is not one of {names}.{hint} A criterion of your own is named by --criterion "
+            "MODULE:FUNCTION."
         )
 
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 ALL_KEPT = "all kept"
 _LOGGED = 6  # warnings; the report has all
 KEEPS_LITTLE = 0.2
+PRUNED_BEFORE = "warning: %s is already pruned. Its zeros count as weights of the rows, with the lowest scores."
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,14 @@ def matrix_records(outcomes: Outcomes, pruner: "Pruner") -> dict[str, MatrixReco
 
 
 def warnings_of(matrices: dict[str, MatrixRecord], pruner: "Pruner") -> list[str]:
-    """Warnings: matrices that keep little, and experts scored by magnitude."""
+    """Warnings: matrices that keep little, a sparsity of 0, and experts scored by magnitude."""
     warnings = [
         f"{name}: keeps only {100 * entry.kept_fraction_mean:.1f} % of its weights."
         for name, entry in matrices.items()
         if entry.kept_fraction_mean < KEEPS_LITTLE
     ]
+    if pruner.scores.recipe.sparsity == 0:
+        warnings.append("--sparsity 0: nothing is removed.")
     if pruner.scores.by_magnitude:
         least = pruner.scores.recipe.min_expert_tokens
         names = [f"{name} ({tokens})" for name, tokens in pruner.scores.by_magnitude.items()]

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import msgspec
 
+from emp_llm.common.tables import percent_cell, table
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.run_report import MatrixRecord, SizesRecord, TargetsRecord
@@ -56,3 +57,10 @@ class Measure(FileRecord, kw_only=True, omit_defaults=False):
     calibration: CalibrationRecord | None = None
     versions: dict[str, str] = {}
     measures: list[MeasureEntry]
+
+    def __repr__(self) -> str:
+        """A short table of what EMP with beta 1 removes."""
+        rows = [["criterion", "order", "removed %"]]
+        for entry in self.measures:
+            rows.append([entry.criterion, f"{entry.order:g}", percent_cell(entry.targets.sparsity_of_targets)])
+        return table(rows)

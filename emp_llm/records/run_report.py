@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from emp_llm.common.tables import percent_cell, table
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.base import FileRecord, Part
 from emp_llm.records.evaluation import EvaluationRecord
@@ -229,3 +230,13 @@ class RunReport(FileRecord, kw_only=True):
     dtype: str | None = None
     device_map: str | None = None
     push: Any = None
+
+    def __repr__(self) -> str:
+        """A short table."""
+        rows = [["layers", "weights", "kept %"]]
+        for role in dict.fromkeys(entry.role for entry in self.matrices.values()):
+            entries = [entry for entry in self.matrices.values() if entry.role == role]
+            weights, kept = sum(entry.rows * entry.columns for entry in entries), sum(entry.kept for entry in entries)
+            rows.append([f"{role} x {len(entries)}", f"{weights:,}", percent_cell(kept / (weights or 1))])
+        removed = percent_cell(self.targets.sparsity_of_targets)
+        return f"{table(rows)}\n{self.recipe.method} removed {removed} % of the targets of {self.source.model}"

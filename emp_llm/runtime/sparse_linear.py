@@ -100,7 +100,7 @@ class SparseLinear(nn.Module):
 
 def products_of(rows: PackedRows) -> Callable[[Tensor], Tensor]:
     """The fastest function on the device of rows that multiplies x, shape (tokens, inputs), with them."""
-    if rows.values.device.type == "cpu" and (instructions := _instructions(rows.values.dtype)) is not None:
+    if rows.values.device.type == "cpu" and (instructions := cpu_instructions(rows.values.dtype)) is not None:
         from emp_llm.runtime.cpu_kernel import CpuProducts
 
         return CpuProducts(rows, instructions)
@@ -119,7 +119,7 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 @cache
-def _instructions(dtype: torch.dtype) -> "Instructions | None":
+def cpu_instructions(dtype: torch.dtype) -> "Instructions | None":
     """The fastest instructions of this processor for weights of a dtype; None if there are none, said once."""
     if find_spec("llvmlite") is None:
         logger.warning("warning: numba is missing, so sparse layers run by torch alone, slowly. Install it: pip install numba")
