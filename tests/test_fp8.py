@@ -234,12 +234,3 @@ def test_broken_checkpoints(models: Models, tmp_path: Path, command: Run, case: 
     assert done.returncode == 2, done.stderr
     assert re.search(sentence, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_other_quantised_models(models: Models, tmp_path: Path, command: Run) -> None:
-    source = shutil.copytree(models("llama"), tmp_path / "model")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
-    done = command("prune", "--model", source, "--method", "magnitude", "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert "it is already quantised (awq). Prune the original model and quantise the result." in done.stderr

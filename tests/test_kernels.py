@@ -144,8 +144,8 @@ def test_a_compiler_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 @contextmanager
-def counted_kernel_calls(least: int = 1) -> Iterator[list[str]]:
-    """The dtypes of the weights in each call of the CPU kernel; `effective_mask` may call it from `least` scores on."""
+def counted_kernel_calls() -> Iterator[list[str]]:
+    """The dtypes of the weights in each call of the CPU kernel, which `effective_mask` calls for tensors of any size."""
     calls: list[str] = []
     compiled = rows.prune_words
 
@@ -155,7 +155,7 @@ def counted_kernel_calls(least: int = 1) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "prune_words", counted)
-        patch.setattr(algorithm, "_LEAST_FOR_KERNEL", least)
+        patch.setattr(algorithm, "_LEAST_FOR_KERNEL", 1)
         yield calls
 
 
@@ -185,27 +185,3 @@ def test_effective_mask_by_kernel_and_in_plain_torch(scores: Tensor, data: st.Da
     assert compiled.dtype == torch.bool
     assert torch.equal(compiled, plain)
     assert torch.equal(scores, before)
-
-
-def test_effective_mask_uses_the_kernel_for_large_tensors_of_order_2() -> None:
-    scores = weights("ties", (1024, 1024), torch.bfloat16, 0)
-    with counted_kernel_calls() as calls:
-        effective_mask(scores, order=1.0)
-        effective_mask(scores.double())
-        assert calls == []
-    with counted_kernel_calls(algorithm._LEAST_FOR_KERNEL) as calls:
-        effective_mask(scores[:1000])
-        assert calls == []
-        effective_mask(scores)
-        effective_mask(scores, dim=0)
-        assert calls == ["BF16"] * 2
-
-
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-def test_effective_mask_of_non_finite_scores(bad: float) -> None:
-    for dtype in (*DTYPES, torch.float64):
-        scores = weights("normal", (4, 70), dtype, 0)
-        scores[2, 69] = bad
-        with counted_kernel_calls() as calls, pytest.raises(NonFiniteError, match="NaN or infinity"):
-            effective_mask(scores)
-        assert len(calls) == (dtype != torch.float64)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory
-from emp_llm.models.loading import check_complete, load_model, load_tokenizer
+from emp_llm.models.loading import load_model, load_tokenizer
 
 Models = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -152,20 +152,6 @@ def test_unexpected_weights_are_named(models: Models, tmp_path: Path, caplog: py
     assert "4 tensors" in warning
     assert "model.layers.2.mlp.up_proj.weight" in warning
     assert warning.endswith("and 1 more.")
-
-
-def test_a_missing_buffer_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
-    """Buffers are usually not learned; the model's class computes them."""
-    model = load_model(models("llama"), "cpu")
-    model.model.register_buffer("scale", torch.ones(2))
-    info: dict[str, Any] = {"missing_keys": {"model.scale"}, "mismatched_keys": set(), "unexpected_keys": set()}
-    check_complete(models("llama"), model, info)
-    assert any(
-        message.startswith("warning:") and "1 buffer" in message and "model.scale" in message for message in caplog.messages
-    )
-    shapes = {"mismatched_keys": {("model.scale", torch.Size([3]), torch.Size([2]))}, "missing_keys": set()}
-    with pytest.raises(UserError, match=r"model\.scale is \[3\] in the checkpoint, and \[2\]"):
-        check_complete(models("llama"), model, info | shapes)
 
 
 def test_memory_that_runs_out_while_loading(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

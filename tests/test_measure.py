@@ -13,7 +13,6 @@ import pytest
 from conftest import Run
 from safetensors.torch import load_file, save_file
 
-from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.measure import measure
 from emp_llm.prune import prune
@@ -58,21 +57,6 @@ def test_numbers_are_the_oracles(models: Models, norms: Callable[[str], Path], t
                 assert matrix["s_eff_bound"]["min"] == pytest.approx(min(oracle.mass_bound(row) for row in scores))
             else:
                 assert matrix["s_eff_bound"] is None
-
-
-def test_each_matrix_is_read_once(
-    models: Models, norms: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: dict[str, int] = {}
-    read = Matrix.read
-
-    def counted(self: Matrix, file: int, first: int, last: int, *rest: Any) -> Any:
-        rows[self.stored.name] = rows.get(self.stored.name, 0) + last - first
-        return read(self, file, first, last, *rest)
-
-    monkeypatch.setattr(Matrix, "read", counted)
-    record = measure(models("llama"), output=tmp_path / "m.json", orders="0.5,1,2", activations=norms("llama"))
-    assert rows == {entry["tensor"]: entry["rows"] for entry in record["measures"][0]["matrices"].values()}
 
 
 def test_deep_models_fit_the_table() -> None:
