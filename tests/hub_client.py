@@ -57,6 +57,12 @@ class Client:
         done = self.call("command", line=[str(word) for word in line], folder=folder)["result"]
         return done["code"], done["out"], done["err"]
 
+    def succeed(self, folder: Path, *line: object) -> str:
+        """The output of a command line that ends well."""
+        code, out, err = self.command(folder, *line)
+        assert code == 0, err
+        return out
+
     def close(self) -> None:
         self._process.communicate(timeout=30)  # closes both ends
 

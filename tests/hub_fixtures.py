@@ -73,6 +73,7 @@ def _repositories(
         "user/packed": folder / "packed",
         "user/data": lamps,
         "someone/tiny": tiny,
+        "someone/fresh": tiny,
         "someone/pickles": pickles,
         "someone/gguf": gguf,
         "someone/questions": questions,

@@ -14,8 +14,8 @@ from emp_llm.selection.rule import KeepRule, RowFigures, spread_counts, uniform_
 Budget = Callable[[tuple[int, int]], KeepRule]  # from the shape of the rows
 
 
-def effective(beta: float = 1.0, order: float = 2.0, dtype: str = "float64") -> Budget:
-    return lambda shape: KeepRule(beta=beta, order=order, dtype=dtype)
+def effective(beta: float = 1.0) -> Budget:
+    return lambda shape: KeepRule(beta=beta)
 
 
 def ratio(sparsity: float) -> Budget:

@@ -9,17 +9,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 264,  # bytes, and the ids of images
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT: dict[str, Any] = tiny.GLU | {"intermediate_size": 48, "bos_token_id": 1, "eos_token_id": 2}
+TEXT["vocab_size"] = 264  # bytes, and the ids of images
 HEADS = {"head_dim": 8}
 CLIP: dict[str, Any] = {
     "hidden_size": 32,

@@ -73,32 +73,32 @@ def decoded(bits: Array) -> Array:
 
 
 def stored(folder: Path, name: str) -> Array:
+    """The bits of a matrix in FP8."""
     tensor = oracle.tensors(folder)[name]
-    raw = tensor.shard.read_bytes()[tensor.start : tensor.end]
-    return (
-        np.frombuffer(raw, np.uint8).reshape(*tensor.shape, -1).squeeze(-1) if tensor.dtype.startswith("F8") else np.array([])
-    )
+    return np.frombuffer(tensor.shard.read_bytes()[tensor.start : tensor.end], np.uint8).reshape(tensor.shape)
 
 
-def scales_of(folder: Path, name: str) -> Array:
-    return load_file(folder / "model.safetensors")[f"{name}_scale_inv"].float().numpy()
+def values_of(folder: Path, name: str, block: tuple[int, int] = (16, 16)) -> Array:
+    """The dequantised matrix, with one rounding to float32."""
+    bits, scales = stored(folder, name), load_file(folder / "model.safetensors")[f"{name}_scale_inv"].float().numpy()
+    grid = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: bits.shape[0], : bits.shape[1]] if scales.ndim else scales
+    return (decoded(bits).astype(np.float32) * grid).astype(np.float64)
 
 
-def scores_of(folder: Path, name: str, block: tuple[int, int] = (16, 16), norm: Array | None = None) -> Array:
-    bits, scales = stored(folder, name), scales_of(folder, name)
-    grid = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: bits.shape[0], : bits.shape[1]]
-    values = (np.abs(decoded(bits)).astype(np.float32) * grid).astype(np.float32)
-    return oracle.scores(values.astype(np.float64), norm)
+def check_bits(source: Path, out: Path, name: str, mask: Array) -> None:
+    np.testing.assert_array_equal(stored(out, name), np.where(mask, stored(source, name), 0), name)
 
 
-def check_masks(source: Path, out: Path, adaptive: bool, block: tuple[int, int] = (16, 16), norms: Any = None) -> None:
+def check_masks(
+    source: Path, out: Path, adaptive: bool, block: tuple[int, int] = (16, 16), norms: Any = None, number: int = 6
+) -> None:
     report = json.loads((out / "emp_report.json").read_text())
-    assert len(report["matrices"]) == 6
+    assert len(report["matrices"]) == number
     targets = {entry["tensor"] for entry in report["matrices"].values()}
     for layer, entry in report["matrices"].items():
-        scores = scores_of(source, entry["tensor"], block, None if norms is None else norms[layer])
+        scores = oracle.scores(values_of(source, entry["tensor"], block), None if norms is None else norms[layer])
         mask = oracle.row_masks(scores, adaptive)
-        np.testing.assert_array_equal(stored(out, entry["tensor"]), np.where(mask, stored(source, entry["tensor"]), 0), layer)
+        check_bits(source, out, entry["tensor"], mask)
         assert entry["kept"] == mask.sum()
         assert entry["s_eff_mean"] == pytest.approx(np.mean([oracle.mass(row) for row in scores]))
     before, after = (bytearray((folder / "model.safetensors").read_bytes()) for folder in (source, out))
@@ -106,45 +106,34 @@ def check_masks(source: Path, out: Path, adaptive: bool, block: tuple[int, int] 
         tensor = oracle.tensors(source)[name]
         before[tensor.start : tensor.end] = after[tensor.start : tensor.end] = bytes(tensor.end - tensor.start)
     assert before == after, "scales and all other bytes stay"
+    assert verify(out, source=str(source)).differences == []
+
+
+def single(tensors: dict[str, Tensor]) -> None:
+    """One scale for each matrix."""
+    tensors |= {name: torch.tensor(0.01) for name in tensors if name.endswith("_scale_inv")}
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype", "block"),
-    [(method, dtype, (16, 16)) for method in ("emp-magnitude", "magnitude") for dtype in DTYPES]
-    + [("emp-magnitude", torch.float32, block) for block in ((24, 20), (128, 128), (1, 32))],  # not divisors of the matrix
+    ("method", "dtype", "block", "edit"),
+    [(method, dtype, (16, 16), None) for method in ("emp-magnitude", "magnitude") for dtype in DTYPES]
+    + [("emp-magnitude", torch.float32, block, None) for block in ((24, 20), (128, 128), (1, 32))]  # not divisors of the matrix
+    + [("magnitude", torch.float32, (16, 16), single)],
 )
 def test_masks_are_those_of_the_dequantised_weights(
-    models: Models, tmp_path: Path, method: str, dtype: torch.dtype, block: tuple[int, int]
+    models: Models, tmp_path: Path, method: str, dtype: torch.dtype, block: tuple[int, int], edit: Edit | None
 ) -> None:
-    source = make_fp8(models("llama"), tmp_path / "model", block, dtype)
+    source = make_fp8(models("llama"), tmp_path / "model", block, dtype, edit)
     assert oracle.tensors(source)[f"{UP}.weight_scale_inv"].dtype == DTYPES[dtype]
     prune(source, output=tmp_path / "out", method=method)
     check_masks(source, tmp_path / "out", method.startswith("emp-"), block)
-    assert verify(tmp_path / "out", source=str(source)).differences == []
 
 
 def test_experts(models: Models, tmp_path: Path) -> None:
     """As DeepSeek-V3 stores them: each expert's matrices with scales of their own."""
     source = make_fp8(models("qwen3_moe"), tmp_path / "model", (8, 8))
-    report: Any = prune(source, output=tmp_path / "out", method="emp-magnitude")
-    names = {entry["tensor"] for entry in report["matrices"].values()}
-    assert len(names) == 24
-    for name in names:
-        mask = oracle.row_masks(scores_of(source, name, (8, 8)), True)
-        np.testing.assert_array_equal(stored(tmp_path / "out", name), np.where(mask, stored(source, name), 0), name)
-    assert verify(tmp_path / "out", source=str(source)).differences == []
-
-
-def test_one_scale_for_a_matrix(models: Models, tmp_path: Path) -> None:
-    def single(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith("_scale_inv")]:
-            tensors[name] = torch.tensor(0.01)
-
-    source = make_fp8(models("llama"), tmp_path / "model", edit=single)
-    prune(source, output=tmp_path / "out", method="magnitude")
-    zeros = np.abs(decoded(stored(source, f"{UP}.weight")))
-    mask = oracle.row_masks(zeros, False)
-    np.testing.assert_array_equal(stored(tmp_path / "out", f"{UP}.weight"), np.where(mask, stored(source, f"{UP}.weight"), 0))
+    prune(source, output=tmp_path / "out", method="emp-magnitude")
+    check_masks(source, tmp_path / "out", True, (8, 8), number=24)
 
 
 def test_zeros_ties_and_zero_scales(models: Models, tmp_path: Path) -> None:
@@ -171,15 +160,14 @@ def test_other_groups_and_orders(fp8: Path, tmp_path: Path, options: dict[str, A
     report: Any = prune(fp8, output=tmp_path / "out", **{"method": "magnitude"} | options)
     if "group" in options:
         layers = report["matrices"]
-        scores = {layer: scores_of(fp8, entry["tensor"]) for layer, entry in layers.items()}
+        scores = {layer: np.abs(values_of(fp8, entry["tensor"])) for layer, entry in layers.items()}
         groups = [list(layers)] if options["group"] == "all" else [[layer] for layer in layers]
         for group in groups:
             flat = np.concatenate([scores[layer].reshape(-1) for layer in group])
             mask = oracle.keep(flat, flat.size - flat.size // 2)
             for layer in group:
                 own, mask = mask[: scores[layer].size].reshape(scores[layer].shape), mask[scores[layer].size :]
-                name = layers[layer]["tensor"]
-                np.testing.assert_array_equal(stored(tmp_path / "out", name), np.where(own, stored(fp8, name), 0))
+                check_bits(fp8, tmp_path / "out", layers[layer]["tensor"], own)
     assert verify(tmp_path / "out", source=str(fp8)).differences == []
 
 
@@ -201,11 +189,8 @@ def test_the_result_loads_as_fp8_with_its_zeros(fp8: Path, tmp_path: Path) -> No
 
 def test_a_loaded_model_has_its_scales(fp8: Path) -> None:
     """Without a GPU, transformers dequantises; the scales must not be left out."""
-    model = load_model(fp8, "cpu")
-    bits, scales = stored(fp8, f"{UP}.weight"), scales_of(fp8, f"{UP}.weight")
-    values = decoded(bits) * np.repeat(np.repeat(scales, 16, 0), 16, 1)[: bits.shape[0], : bits.shape[1]]
-    loaded = model.get_parameter(f"{UP}.weight").detach().float().numpy()
-    np.testing.assert_allclose(loaded, values, rtol=2**-7)
+    loaded = load_model(fp8, "cpu").get_parameter(f"{UP}.weight").detach().float().numpy()
+    np.testing.assert_allclose(loaded, values_of(fp8, f"{UP}.weight"), rtol=2**-7)
 
 
 def test_norms_of_the_dequantised_model(fp8: Path, text: Path, tmp_path: Path) -> None:
@@ -249,13 +234,3 @@ def test_broken_checkpoints(models: Models, tmp_path: Path, command: Run, case: 
     assert done.returncode == 2, done.stderr
     assert re.search(sentence, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
-def test_other_quantised_models(models: Models, tmp_path: Path, command: Run, method: str) -> None:
-    source = shutil.copytree(models("llama"), tmp_path / "model")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, "bits": 4}}))
-    done = command("prune", "--model", source, "--method", "magnitude", "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert f"it is already quantised ({method}). Prune the original model and quantise the result." in done.stderr

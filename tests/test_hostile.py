@@ -5,7 +5,6 @@ import os
 import shutil
 import tracemalloc
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,43 +36,26 @@ def raw(header: Any, data: int = 8, claimed: int | None = None) -> bytes:
 DEEP = "[" * 100_000
 HEADERS: dict[str, tuple[str, bytes]] = {
     "empty": ("ends before its header", b""),
-    "seven bytes": ("ends before its header", bytes(7)),
     "length of 16 EB": ("ends before its header", raw({"a": entry()}, claimed=2**64 - 1)),
-    "length one too long": ("ends before its header", raw({"a": entry()}, 0, claimed=len(json.dumps({"a": entry()})) + 1)),
-    "no object": ("not a JSON object", raw("[]", 0)),
     "white space first": ("not a JSON object", raw(" {}", 0)),
     "not UTF-8": ("invalid start byte", (4).to_bytes(8, "little") + b'{"\xff"'),
     "deep": ("nested too deeply", raw('{"a":' + DEEP, 0)),
-    "deep objects": ("nested too deeply", raw('{"a":' * 100_000, 0)),
     "duplicate name": ("a occurs twice in it", raw(f'{{"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}')),
     "duplicate field": ("shape occurs twice in it", raw('{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}')),
-    "duplicate metadata": ("__metadata__ occurs twice in it", raw('{"__metadata__":{},"__metadata__":{}}', 0)),
     "metadata of numbers": ("map of strings", raw({"__metadata__": {"a": 1}}, 0)),
-    "metadata null": ("map of strings", raw({"__metadata__": None}, 0)),
     "overlap": ("b overlaps", raw({"a": entry(), "b": entry(4, 12)}, 12)),
-    "the same bytes": ("b overlaps", raw({"a": entry(), "b": entry()})),
     "gap": ("b leaves a gap", raw({"a": entry(), "b": entry(9, 17)}, 17)),
-    "gap first": ("a leaves a gap", raw({"a": entry(1, 9)}, 9)),
     "bytes of no tensor": ("1 bytes at its end", raw({"a": entry()}, 9)),
     "beyond the end": ("a do not lie within", raw({"a": entry()}, 7)),
-    "far beyond the end": ("a do not lie within", raw({"a": entry(0, 2**62, [2**61])})),
     "backwards": ("a do not lie within", raw({"a": entry(8, 0)})),
-    "negative offset": ("a do not lie within", raw({"a": entry(-8, 0)})),
     "negative size": ("shape of tensor a", raw({"a": entry(shape=[-2, -2])})),
-    "size of 2^64": ("shape of tensor a", raw({"a": entry(shape=[2**64])})),
     "sizes without end": ("shape of tensor a", raw({"a": entry(shape=[2**62] * 50_000)})),
     "size 2^62 of nothing": ("shape of tensor a is too large", raw({"a": entry(0, 0, [0, 2**62, 2**62])}, 0)),
-    "size -0": ("-0 is not a whole number", raw('{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}', 0)),
     "size true": ("shape of tensor a", raw({"a": entry(shape=[True, 4])})),
     "size 4.0": ("4.0 is not a whole number", raw({"a": entry(shape=[4.0])})),
-    "size NaN": ("NaN is not a whole number", raw({"a": entry(shape=[float("nan")])})),
-    "shape of text": ("shape of tensor a", raw({"a": entry(shape="22")})),
-    "three offsets": ("a do not lie within", raw({"a": entry() | {"data_offsets": [0, 8, 8]}})),
     "no offsets": ("no dtype, shape and data_offsets", raw({"a": {"dtype": "BF16", "shape": [4]}})),
-    "entry of text": ("no dtype, shape and data_offsets", raw({"a": "b"})),
     "wrong dtype": ("bytes that its dtype and shape need", raw({"a": entry(dtype="F32")})),
     "unknown dtype": ("unknown dtype, F128", raw({"a": entry(dtype="F128")})),
-    "dtype of a list": ("unknown dtype", raw({"a": entry(dtype=["BF16"])})),
     "name with a line break": ("not printable", raw({"a\nerror: all is well": entry()})),
     "name of half a character": ("surrogate", raw('{"\\ud800":' + json.dumps(entry()) + "}")),
 }
@@ -139,52 +121,48 @@ def change_index(model: Path, change: Callable[[dict[str, Any]], object]) -> Non
     (model / INDEX).write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", "", "config.json", "x.safetensors/", ".x.safetensors",
-        "a\0.safetensors", "a\n.safetensors", "x" * 300 + ".safetensors", "..\\x.safetensors",
-    ],
-)  # fmt: skip
-def test_index_with_other_than_plain_names(model: Path, tmp_path: Path, name: str) -> None:
-    for place in (tmp_path, model / "sub"):
-        place.mkdir(exist_ok=True)
-        shutil.copyfile(model / SHARD, place / "x.safetensors")
+NAMES = ["sub/x.safetensors", "..", "", "config.json", "x.safetensors/", ".x.safetensors", "a\0.safetensors"]
+NAMES += ["a\n.safetensors", "x" * 300 + ".safetensors", "..\\x.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_index_with_other_than_plain_names(model: Path, name: str) -> None:
+    (model / "sub").mkdir()
+    shutil.copyfile(model / SHARD, model / "sub" / "x.safetensors")
     change_index(model, lambda weights: weights.update({"lm_head.weight": name}))
     with pytest.raises(UserError, match=rf"{INDEX}: .* is not the plain name of a safetensors file") as caught:
         Checkpoint(model)
     assert str(caught.value).isprintable()
 
 
-def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> None:
-    """Words that start at odd bytes of the file are pruned like others."""
-    odd = Path(shutil.copytree(model, tmp_path / "odd"))
-    for shard in odd.glob("*.safetensors"):
-        content = shard.read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        shard.write_bytes((end - 7).to_bytes(8, "little") + content[8:end] + b" " + content[end:])
-    outputs = tmp_path / "pruned", tmp_path / "odd pruned"
-    for source, output in zip((model, odd), outputs, strict=True):
-        assert command("prune", "--model", source, "--method", "emp-magnitude", "--output", output).returncode == 0
-    changed = 0
-    for shard in outputs[0].glob("*.safetensors"):
-        content, shifted = shard.read_bytes(), (outputs[1] / shard.name).read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        assert shifted[end + 1 :] == content[end:]
-        changed += content != (model / shard.name).read_bytes()
-    assert changed
-
-
-def test_index_without_a_tensor_of_the_shards(model: Path) -> None:
+def test_indexes_that_name_too_little_or_twice(model: Path) -> None:
     change_index(model, lambda weights: weights.pop("model.norm.weight"))
     with pytest.raises(UserError, match=rf"{INDEX}: it does not name model\.norm\.weight"):
         Checkpoint(model)
-
-
-def test_index_with_a_duplicate_name(model: Path) -> None:
     (model / INDEX).write_text(f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}')
     with pytest.raises(UserError, match=rf"{INDEX}: cannot be read .*a occurs twice in it"):
         Checkpoint(model)
+
+
+def test_a_header_of_odd_length(model: Path, tmp_path: Path, command: Run) -> None:
+    """Words that start at odd bytes of the file are pruned like others."""
+
+    def parts(shard: Path) -> tuple[bytes, bytes]:
+        content = shard.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        return content[8:end], content[end:]
+
+    odd = Path(shutil.copytree(model, tmp_path / "odd"))
+    for shard in odd.glob("*.safetensors"):
+        header, data = parts(shard)
+        shard.write_bytes((len(header) + 1).to_bytes(8, "little") + header + b" " + data)
+    for source in (model, odd):
+        line = ("prune", "--model", source, "--method", "emp-magnitude", "--output", source.with_suffix(".out"))
+        assert command(*line).returncode == 0
+    shards = [shard.name for shard in model.glob("*.safetensors")]
+    pruned = [parts(model.with_suffix(".out") / name)[1] for name in shards]
+    assert pruned == [parts(odd.with_suffix(".out") / name)[1] for name in shards]
+    assert pruned != [parts(model / name)[1] for name in shards]
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
@@ -260,26 +238,3 @@ def test_readers_accept_or_refuse(tmp_path: Path, rng: Any, whole_folder: bool) 
     """A short run of scripts/fuzz_checkpoint.py."""
     reader = fuzz.fuzz_folder if whole_folder else fuzz.fuzz_header
     assert fuzz.outcome_of(reader, tmp_path, rng) in ("accepted", "refused")
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
-    max_leaves=8,
-)
-_ENTRY = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["BF16", "F32", "U8", "F4", "X"]) | _JSON,
-        "shape": st.lists(st.integers(-1, 5), max_size=3) | _JSON,
-        "data_offsets": st.lists(st.integers(-1, 40), min_size=2, max_size=2) | _JSON,
-    }
-)
-
-
-@settings(max_examples=250, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.text(max_size=3), _ENTRY | _JSON, max_size=4) | _JSON, st.integers(0, 40), st.integers(-2, 2))
-def test_any_json_as_a_header(tmp_path: Path, header: Any, data: int, off: int) -> None:
-    text = json.dumps(header).encode()
-    (tmp_path / "x.safetensors").write_bytes(raw(header, data, max(0, len(text) + off)))
-    with suppress(UserError):
-        assert sum(tensor.end - tensor.start for tensor in read_header(tmp_path / "x.safetensors")) == data

@@ -19,6 +19,9 @@ from emp_llm.common.errors import UserError
 from emp_llm.hub import client as hub_calls
 from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, with_retries
 
+NOT_CACHED = "not (or not all of it) in the Hub cache, and the Hub cannot be reached"
+NOTHING = "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+
 
 @pytest.fixture(scope="module")
 def offline(hub_home: Path) -> Iterator[Client]:
@@ -30,8 +33,7 @@ def offline(hub_home: Path) -> Iterator[Client]:
 
 def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offline: Client, tmp_path: Path) -> None:
     line = ["prune", "--method", "magnitude", "--model", "someone/tiny"]
-    code, _, err = client.command(tmp_path, *line)
-    assert code == 0, err
+    client.succeed(tmp_path, *line)
     code, _, err = client.command(tmp_path, *line, "--revision", "v9", "--output", "b")
     assert (code, "no such branch or revision" in err) == (2, True), err
     assert not any(path.endswith((".bin", ".pth")) for path in hub.asked)
@@ -39,33 +41,22 @@ def test_download_prune_and_prune_again_offline(hub: Hub, client: Client, offlin
     report = (output / "emp_report.json").read_text()
     assert COMMIT in report
     assert TOKEN not in report
-    code, _, err = offline.command(tmp_path, *line, "--output", "again")
-    assert code == 0, err
+    offline.succeed(tmp_path, *line, "--output", "again")
     for shard in output.glob("*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
 
 
-def test_a_dry_run_downloads_no_weights(hub: Hub, client: Client, tmp_path: Path) -> None:
-    known_by_weights = ("--method", "emp-magnitude", "--dry-run")
-    fresh = Client(hub.endpoint, tmp_path / "home", TOKEN)
-    try:
-        code, wanda, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", "--dry-run")
-        assert code == 0, err
-        code, magnitude, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", *known_by_weights)
-        assert code == 0, err
-        units = ("--structure", "neurons", "--method", "magnitude", "--dry-run")
-        code, neurons, err = fresh.command(tmp_path, "prune", "--model", "someone/tiny", *units)
-        assert code == 0, err
-    finally:
-        fresh.close()
-    assert not [*(tmp_path / "home").rglob("*.safetensors")]
+def test_a_dry_run_downloads_no_weights(client: Client, hub_home: Path, tmp_path: Path) -> None:
+    line, known_by_weights = ("prune", "--model", "someone/fresh"), ("--method", "emp-magnitude", "--dry-run")
+    wanda = client.succeed(tmp_path, *line, "--dry-run")
+    magnitude = client.succeed(tmp_path, *line, *known_by_weights)
+    neurons = client.succeed(tmp_path, *line, "--structure", "neurons", "--method", "magnitude", "--dry-run")
+    assert not [*hub_home.rglob("models--someone--fresh/**/*.safetensors")]
     assert "a dry run downloads none" in magnitude
-    code, _, err = client.command(tmp_path, "prune", "--model", "someone/tiny", "--method", "magnitude", "--output", "whole")
-    assert code == 0, err
-    code, known, err = client.command(tmp_path, "prune", "--model", "someone/tiny", "--dry-run")
-    assert (code, known.partition("disk")[0]) == (0, wanda.partition("disk")[0]), err
     assert "found: " in neurons
-    code, curve, err = client.command(tmp_path, "prune", "--model", "someone/tiny", *known_by_weights)
+    client.succeed(tmp_path, *line, "--method", "magnitude", "--output", "whole")
+    assert client.succeed(tmp_path, *line, "--dry-run").partition("disk")[0] == wanda.partition("disk")[0]
+    curve = client.succeed(tmp_path, *line, *known_by_weights)
     assert "beta" in curve
     assert "a dry run downloads none" not in curve
 
@@ -74,34 +65,27 @@ def test_a_packed_model_runs_by_its_name(client: Client, checkpoint: Path, tmp_p
     """Files that a model does not need, such as its card and its norms, are not downloaded."""
     line = ("--prompt", "The lamp", "--max-new-tokens", 4, "--device", "cpu")
     code, text, err = client.command(tmp_path, "generate", "--model", "user/packed", *line)
-    assert code == 0, err
-    assert "linear layers packed" in err
-    assert client.command(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense")[:2] == (0, text)
+    assert (code, "linear layers packed" in err) == (0, True), err
+    assert client.succeed(tmp_path, "generate", "--model", checkpoint, *line, "--runtime", "dense") == text
 
 
 def test_refusals_of_the_hub_are_sentences(client: Client, offline: Client, tmp_path: Path) -> None:
     def refusal(name: str, asked: Client = client, **more: str) -> str:
         return str(asked.call("find_model", name=name, **more)["error"])
 
-    missing = refusal("someone/nothing")
-    assert missing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+    assert refusal("someone/nothing") == NOTHING
     assert refusal("someone/gated").startswith("someone/gated: you have no access to it yet.")
-    pickled = refusal("someone/pickles")
-    assert "pickles are not loaded here" in pickled
-    assert "convert it once" in pickled
-    assert re.search(
-        r"someone/gguf: it holds its weights as GGUF \(tiny-Q4_K_M\.gguf\).*safetensors checkpoint", refusal("someone/gguf")
-    )
+    assert re.search(r"pickles are not loaded here.*convert it once", refusal("someone/pickles"))
+    gguf = r"someone/gguf: it holds its weights as GGUF \(tiny-Q4_K_M\.gguf\).*safetensors checkpoint"
+    assert re.search(gguf, refusal("someone/gguf"))
     assert "not a Hub id" in refusal("no such name")
     assert "is for Hub ids" in refusal(str(tmp_path), revision="main")
     assert "no such model folder" in refusal(str(tmp_path / "none"))
-    unknown = refusal("someone/other", offline)
-    assert "not (or not all of it) in the Hub cache, and the Hub cannot be reached" in unknown
+    assert NOT_CACHED in refusal("someone/other", offline)
 
 
 def test_of_a_planned_model_only_the_config_is_downloaded(hub: Hub, client: Client, offline: Client, models: Any) -> None:
-    missing = offline.call("model_size", name="user/dense")["error"]
-    assert "not (or not all of it) in the Hub cache, and the Hub cannot be reached" in missing
+    assert NOT_CACHED in offline.call("model_size", name="user/dense")["error"]
     before = len(hub.asked)
     size = client.call("model_size", name="user/dense")["result"]
     assert size["parameters"] == model_size(str(models("llama"))).parameters
@@ -110,8 +94,7 @@ def test_of_a_planned_model_only_the_config_is_downloaded(hub: Hub, client: Clie
     assert all(path.endswith("/config.json") for path in fetched), fetched
     assert offline.call("model_size", name="user/dense")["result"] == size
     assert "no config.json in this repository" in client.call("model_size", name="someone/gguf")["error"]
-    nothing = client.call("model_size", name="someone/nothing")["error"]
-    assert nothing == "someone/nothing: no such folder here, and no such repository on the Hub (or it is private)."
+    assert client.call("model_size", name="someone/nothing")["error"] == NOTHING
     assert "no such branch or revision" in client.call("model_size", name="user/dense", revision="v9")["error"]
 
 
@@ -131,25 +114,11 @@ def test_without_a_network_the_cache_is_used(client: Client, hub_home: Path) -> 
     lost = Client("http://127.0.0.1:9", hub_home, TOKEN)
     try:
         found = lost.call("find_model", name="someone/tiny")
-        assert "not (or not all of it) in the Hub cache" in lost.call("find_model", name="someone/other")["error"]
+        assert NOT_CACHED in lost.call("find_model", name="someone/other")["error"]
     finally:
         lost.close()
     assert found["result"] == cached
     assert "the Hub at http://127.0.0.1:9 cannot be reached (" in found["log"]
-
-
-class Calls:
-    """A call that fails with some errors in turn, and then returns."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-        self.count = 0
-
-    def __call__(self) -> str:
-        self.count += 1
-        if self.errors:
-            raise self.errors.pop(0)
-        return "done"
 
 
 def answer(status: int, **headers: str) -> Exception:
@@ -157,40 +126,33 @@ def answer(status: int, **headers: str) -> Exception:
     return HfHubHTTPError(f"answer {status}", response=response)
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that retries would have waited."""
-    found: list[float] = []
-    monkeypatch.setattr(hub_calls.time, "sleep", found.append)
-    return found
+NOT_TRANSIENT = [answer(404), answer(403), ValueError("ours"), OSError("disk")]
 
 
 @pytest.mark.parametrize(
-    "error",
-    [HUB_ERRORS[0]("connection failed"), answer(503), answer(412), json.JSONDecodeError("no JSON", "<", 0)],
-    ids=["no answer", "503", "a concurrent commit", "a proxy's page"],
+    ("errors", "wanted"),
+    [
+        *(([error] * 9, [1, 2, 4, 8, 16]) for error in (HUB_ERRORS[0]("connection failed"), answer(503), answer(412))),
+        ([json.JSONDecodeError("a proxy's page", "<", 0)] * 9, [1, 2, 4, 8, 16]),
+        ([answer(429, **{"Retry-After": "7"}), answer(429, **{"Retry-After": "99999"}), KeyError("last")], [7, 600]),
+        *(([error], []) for error in NOT_TRANSIENT),
+    ],
+    ids=str,
 )
-def test_transient_errors_are_retried_five_times(
-    waits: list[float], error: Exception, caplog: pytest.LogCaptureFixture
+def test_transient_errors_are_retried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, errors: list[Exception], wanted: list[int]
 ) -> None:
-    call = Calls(*[error] * 9)
-    with pytest.raises(type(error)):
+    """Five times, after longer and longer waits, or those that the Hub asks for."""
+    waits: list[float] = []
+    monkeypatch.setattr(hub_calls.time, "sleep", waits.append)
+    left = iter(errors)
+
+    def call() -> None:
+        raise next(left)
+
+    with pytest.raises(type(errors[len(wanted)])):
         with_retries(call)
-    assert (call.count, waits) == (6, [1, 2, 4, 8, 16])
-    assert len(caplog.messages) == 5
-
-
-def test_the_hub_says_how_long_to_wait(waits: list[float]) -> None:
-    assert with_retries(Calls(answer(429, **{"Retry-After": "7"}), answer(429, **{"Retry-After": "99999"}))) == "done"
-    assert waits == [7, 600]
-
-
-@pytest.mark.parametrize("error", [answer(404), answer(403), ValueError("ours"), OSError("disk")], ids=str)
-def test_other_errors_are_not_retried(waits: list[float], error: Exception) -> None:
-    call = Calls(error)
-    with pytest.raises(type(error)):
-        with_retries(call)
-    assert (call.count, waits) == (1, [])
+    assert (waits, len(caplog.messages)) == (wanted, len(wanted))
 
 
 class XetAuthenticationError(PermissionError):
@@ -205,29 +167,19 @@ class XetAuthenticationError(PermissionError):
         (ValueError("LFS batch API returned errors:\nEncountered error: `Storage is full`"), "Storage is full"),
         (XetAuthenticationError("Authentication error"), "does not accept your token"),
         (ConnectionError("Network error: https://x/y?signature=secret"), "https://x/y). Check the network."),
+        *((error, None) for error in (RuntimeError("CUDA is broken"), ValueError("a defect"), FileNotFoundError(2, "no file"))),
     ],
 )
-def test_errors_that_the_user_can_mend_are_sentences(error: Exception, words: str) -> None:
-    with pytest.raises(UserError, match=r"^user/name: ") as caught, hub_errors_explained("user/name"):
+def test_errors_that_the_user_can_mend_are_sentences(error: Exception, words: str | None) -> None:
+    """Defects keep their traceback."""
+    with pytest.raises(type(error) if words is None else UserError) as caught, hub_errors_explained("user/name"):
         raise error
-    assert words in str(caught.value)
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA is broken"),
-        ValueError("a defect of the client"),
-        KeyError("key"),
-        FileNotFoundError(2, "no such file"),
-    ],
-    ids=str,
-)
-def test_defects_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, hub_errors_explained("user/name"):
-        raise error
-    assert caught.value is error
+    if words is None:
+        assert caught.value is error
+    else:
+        assert str(caught.value).startswith("user/name: ")
+        assert words in str(caught.value)
+        assert "secret" not in str(caught.value)
 
 
 QUESTIONS = """
@@ -254,23 +206,26 @@ folder = "tasks"
 """
 
 
+def write_suite(folder: Path) -> None:
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "questions.yaml").write_text(QUESTIONS)
+    (folder / "mine.toml").write_text(SUITE)
+
+
 def test_a_suite_prepared_with_a_network_runs_without(client: Client, offline: Client, tmp_path: Path) -> None:
     model = Path(__file__).parents[1] / "scripts" / "demo" / "model"
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "questions.yaml").write_text(QUESTIONS)
-    (tmp_path / "mine.toml").write_text(SUITE)
+    write_suite(tmp_path)
     line = ["evaluate", "--suite", "mine.toml"]
     code, _, err = offline.command(tmp_path, *line, "--model", model)
-    assert code == 2
-    assert "task questions: its data set someone/questions cannot be loaded" in err
-    assert "--prepare" in err
+    assert (code, "task questions: its data set someone/questions cannot be loaded" in err, "--prepare" in err) == (
+        2,
+        True,
+        True,
+    )
     code, out, err = client.command(tmp_path, *line, "--prepare")
-    assert code == 0, err
+    assert (code, err) == (0, "")
     assert out == "in the cache:\n  text someone/text/train: 8 rows\n  task questions: 8 examples\n"
-    assert err == ""
-    code, out, err = offline.command(tmp_path, *line, "--model", model)
-    assert code == 0, err
-    assert "8 examples by lm-eval" in out
+    assert "8 examples by lm-eval" in offline.succeed(tmp_path, *line, "--model", model)
 
 
 def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
@@ -282,17 +237,13 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
         command_job("e", "evaluate", "--model runs/p --suite mine.toml", "p"),
     ]
     study = study_of(tmp_path / "study", jobs, f'cache = "{tmp_path / "home"}"')
-    (study / "tasks").mkdir()
-    (study / "tasks" / "questions.yaml").write_text(QUESTIONS)
-    (study / "mine.toml").write_text(SUITE)
+    write_suite(study)
     stand_in(tmp_path / "bin", monkeypatch, sbatch="echo 41")
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     done = command("submit", study, "--site", study / "site.toml")
     assert done.returncode == 0, done.stderr
-    cached = {path.name for path in (tmp_path / "home" / "hub").iterdir()}
-    assert "models--someone--tiny" in cached
     assert list((tmp_path / "home" / "hub" / "models--someone--tiny").rglob("*.safetensors"))
     data = {path.name for path in (tmp_path / "home" / "datasets").iterdir()}
     assert {"user___data", "someone___text", "someone___questions"} <= data
@@ -301,5 +252,5 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
     missing = study_of(tmp_path / "other", [command_job("p", "prune", "--model someone/nothing --method magnitude")])
     done = command("submit", missing, "--site", study / "site.toml")
     assert done.returncode == 2
-    assert "someone/nothing: no such folder here, and no such repository on the Hub" in done.stderr
+    assert NOTHING in done.stderr
     assert not list((missing / "slurm").glob("*.sh"))

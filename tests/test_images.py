@@ -56,6 +56,10 @@ def chat_inputs(number: int) -> Any:
     return make_processor()(text=[text], images=[make_images()[number]], return_tensors="pt")
 
 
+def cut(inputs: Any, seqlen: int) -> dict[str, torch.Tensor]:
+    return {name: value if name == "pixel_values" else value[:, :seqlen] for name, value in inputs.items()}
+
+
 def norms_of_hooks(source: Path | torch.nn.Module, inputs: list[Any], seqlen: int = SEQLEN) -> dict[str, torch.Tensor]:
     """The norms of all linear layers of both towers, by plain hooks."""
     load = transformers.LlavaForConditionalGeneration.from_pretrained
@@ -66,9 +70,7 @@ def norms_of_hooks(source: Path | torch.nn.Module, inputs: list[Any], seqlen: in
     mixtures.watch(model, names, sums, relative)
     with torch.no_grad():
         for each in inputs:
-            model(
-                **{name: value.to(model.dtype) if name == "pixel_values" else value[:, :seqlen] for name, value in each.items()}
-            )
+            model(**cut(each | {"pixel_values": each["pixel_values"].to(model.dtype)}, seqlen))
     both = sums | {f"{name}.relative": total for name, total in relative.items()}
     return {name: total.sqrt().float() for name, total in both.items()}
 
@@ -92,13 +94,35 @@ def arguments(folder: Path, calibration: str, **more: Any) -> list[Any]:
     return line
 
 
-@pytest.mark.parametrize("source", ["rows.jsonl,image=picture", "bytes.parquet,image=picture", "hub.toml", "streamed.toml"])
-def test_the_norms_are_those_of_plain_hooks(llava: Path, data: Path, tmp_path: Path, command: Run, source: str) -> None:
-    """A text gets the placeholder of its image in front, and is cut at its end."""
-    inputs = [plain_inputs(number) for number in range(SAMPLES)]
-    done = command("calibrate", *arguments(llava, f"{data}/{source}"), "--output", tmp_path / "norms")
+def calibrated(command: Run, folder: Path, model: Path, calibration: str, **options: Any) -> Path:
+    """The norms that `calibrate` writes."""
+    done = command("calibrate", *arguments(model, calibration, **options), "--output", folder / "norms")
     assert done.returncode == 0, done.stderr
-    norms = assert_norms(tmp_path / "norms", norms_of_hooks(llava, inputs))
+    return folder / "norms"
+
+
+def refused(sentence: str, command: Run, *line: Any) -> None:
+    done = command(*line)
+    assert done.returncode == 2, done.stderr
+    assert re.search(sentence, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "where"),
+    [
+        *((f"{name},image=picture", "cpu") for name in ("rows.jsonl", "bytes.parquet")),
+        *((name, "cpu") for name in ("hub.toml", "streamed.toml")),
+        ("rows.jsonl,image=picture", "disk"),
+    ],
+)
+def test_the_norms_are_those_of_plain_hooks(
+    llava: Path, data: Path, tmp_path: Path, command: Run, source: str, where: str
+) -> None:
+    """A text gets the placeholder of its image in front, and is cut at its end. An offloaded model runs whole."""
+    inputs = [plain_inputs(number) for number in range(SAMPLES)]
+    file = calibrated(command, tmp_path, llava, f"{data}/{source}", device_map=where)
+    norms = assert_norms(file, norms_of_hooks(llava, inputs))
     lengths = [min(each["input_ids"].shape[1], SEQLEN) for each in inputs]
     assert len(set(lengths)) > 1
     assert norms.about.tokens == sum(lengths)
@@ -112,10 +136,8 @@ def test_the_norms_are_those_of_plain_hooks(llava: Path, data: Path, tmp_path: P
 def test_conversations_are_rendered_by_the_processor(
     chatty: Path, data: Path, tmp_path: Path, command: Run, source: str
 ) -> None:
-    line = arguments(chatty, f"{data}/{source}", seqlen=100)
-    done = command("calibrate", *line, "--output", tmp_path / "norms")
-    assert done.returncode == 0, done.stderr
-    assert_norms(tmp_path / "norms", norms_of_hooks(chatty, [chat_inputs(number) for number in range(SAMPLES)], 100))
+    file = calibrated(command, tmp_path, chatty, f"{data}/{source}", seqlen=100)
+    assert_norms(file, norms_of_hooks(chatty, [chat_inputs(number) for number in range(SAMPLES)], 100))
 
 
 def test_a_text_is_the_message_of_a_user() -> None:
@@ -136,9 +158,10 @@ def test_a_cut_never_divides_an_image(llava: Path, data: Path, command: Run) -> 
     assert made["pixel_values"].shape == (1, 3, 16, 16)
     with pytest.raises(UserError, match=r"row 1: the tokens of its images end after 9 tokens.*Raise --seqlen to 9"):
         inputs_of(ImageRow("row 1", "Lamp:<image> is lit.", [image]), make_processor(), 6)
-    done = command("calibrate", *arguments(llava, f"{data}/rows.jsonl,image=picture", seqlen=3))
-    assert done.returncode == 2
-    assert re.search(r"rows\.jsonl, row 1: the tokens of its images end after 4 tokens.*at most 3.*--seqlen", done.stderr)
+    line = arguments(llava, f"{data}/rows.jsonl,image=picture", seqlen=3)
+    refused(
+        r"rows\.jsonl, row 1: the tokens of its images end after 4 tokens.*at most 3.*--seqlen", command, "calibrate", *line
+    )
 
 
 def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command: Run) -> None:
@@ -149,6 +172,9 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
     assert done.returncode == 0, done.stderr
     norms = norms_of_hooks(llava, [plain_inputs(number) for number in range(SAMPLES)])
     kept = Activations.load(tmp_path / "out" / "emp_llm" / "activations.safetensors")
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(llava)
+    batches = [cut(plain_inputs(number), SEQLEN) for number in range(SAMPLES)]
+    found = prune_model(model, Recipe(method="wanda", tower="all"), data=batches).masks
     assert {*kept.input_of, *(f"{name}.relative" for name in kept.relative)} == set(norms)
     assert command("report", tmp_path / "out", "--output", tmp_path / "page", "--no-plots").returncode == 0
     assert "rows.jsonl, 5 rows with images, of up to 24 tokens" in (tmp_path / "page" / "report.html").read_text()
@@ -161,6 +187,7 @@ def test_both_towers_are_pruned(llava: Path, data: Path, tmp_path: Path, command
         mask = oracle.row_masks(oracle.scores(oracle.weight(llava, stored), norms[layer].numpy()), adaptive=False)
         wanted = np.where(mask, oracle.bits(before[stored]), 0)
         assert (oracle.bits(after[stored]) == wanted).mean() > 0.999, layer
+        assert (found[f"{layer}.weight"].numpy() == mask).mean() > 0.999, layer
         towers.add(layer.split(".")[1])
     assert towers == {"vision_tower", "language_model"}
     calibrate(model=str(llava), output=tmp_path / "norms", calibration=source, samples=SAMPLES, seqlen=SEQLEN, device_map="cpu")
@@ -185,24 +212,10 @@ def test_measure_and_a_mix_with_text(llava: Path, data: Path, text: Path, tmp_pa
     assert "vision_tower" in (tmp_path / "measure.json").read_text()
 
 
-def test_a_sweep_of_the_vision_tower(llava: Path, data: Path, text: Path, tmp_path: Path, command: Run) -> None:
-    (tmp_path / "short.txt").write_text(text.read_text()[:200])
-    (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "short.txt"\nseqlen = 64\n')
-    line = arguments(llava, f"{data}/rows.jsonl,image=picture", suite="suite.toml", methods="wanda", tower="vision")
-    done = command("sweep", *line, "--output", tmp_path / "sweep")
-    assert done.returncode == 0, done.stderr
-    (point,) = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]
-    assert point["sparsity_of_targets"] == 0.5
-    norms = Activations.load(tmp_path / "sweep" / "activations.safetensors")
-    assert norms.about.text is not None
-    assert norms.about.text.image == "picture"
-
-
 def test_a_perplexity_is_of_text_alone(llava: Path, data: Path, tmp_path: Path, command: Run) -> None:
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{data}/rows.jsonl"\nimage = "picture"\n')
-    done = command("evaluate", "--model", llava, "--suite", "suite.toml")
-    assert done.returncode == 2
-    assert "a perplexity is of text alone; leave image=picture out" in done.stderr
+    line = ("evaluate", "--model", llava, "--suite", "suite.toml")
+    refused("a perplexity is of text alone; leave image=picture out", command, *line)
 
 
 @pytest.mark.parametrize("form", ["name", "rows", "folder"])
@@ -218,6 +231,8 @@ def test_a_model_in_memory(llava: Path, data: Path, form: str) -> None:
     assert found.masks.keys() == wanted.masks.keys()
     assert all(torch.equal(found.masks[name], wanted.masks[name]) for name in wanted.masks)
     assert any("vision_tower" in name for name in wanted.masks)
+    with pytest.raises(UserError, match=r"vision tower.*batches with images to prune_model"):
+        prune_model(load(llava), recipe, data=torch.ones((2, 20), dtype=torch.int64), samples=2, seqlen=20)
 
 
 def test_the_images_of_gemma(tmp_path: Path, data: Path, command: Run) -> None:
@@ -232,8 +247,7 @@ def test_the_images_of_gemma(tmp_path: Path, data: Path, command: Run) -> None:
     folder = make_multimodal(tmp_path / "gemma", "gemma3")
     processor.save_pretrained(folder)
     source = f"{data}/chats.jsonl,image=pictures"
-    done = command("calibrate", *arguments(folder, source, seqlen=30), "--output", tmp_path / "norms")
-    assert done.returncode == 0, done.stderr
+    file = calibrated(command, tmp_path, folder, source, seqlen=30)
     chats = [
         [{**CHATS[i][0], "content": [{"type": "image", "image": each}, CHATS[i][0]["content"][1]]}, CHATS[i][1]]
         for i, each in enumerate(make_images()[:SAMPLES])
@@ -241,27 +255,13 @@ def test_the_images_of_gemma(tmp_path: Path, data: Path, command: Run) -> None:
     inputs = [processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt") for chat in chats]
     model = load_own(folder, "gemma3")
     assert all(each["input_ids"].shape[1] > 30 for each in inputs)
-    assert_norms(tmp_path / "norms", norms_of_hooks(model, inputs, 30))
-    done = command("calibrate", *arguments(folder, source, seqlen=12), "--output", tmp_path / "short")
-    assert done.returncode == 2
-    assert "row 1: the tokens of its images end after 13 tokens" in done.stderr
-
-
-def test_an_offloaded_model_runs_whole(llava: Path, data: Path, tmp_path: Path, command: Run) -> None:
-    line = arguments(llava, f"{data}/rows.jsonl,image=picture", device_map="disk")
-    done = command("calibrate", *line, "--output", tmp_path / "norms")
-    assert done.returncode == 0, done.stderr
-    inputs = [plain_inputs(number) for number in range(SAMPLES)]
-    assert assert_norms(tmp_path / "norms", norms_of_hooks(llava, inputs)).about.execution == "model"
+    assert_norms(file, norms_of_hooks(model, inputs, 30))
+    refused("row 1: the tokens of its images end after 13 tokens", command, "calibrate", *arguments(folder, source, seqlen=12))
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "blocks": ("rows.jsonl,image=picture", ["--execution", "blocks"], r"--execution blocks: .*images runs the whole model"),
-    "no such column": (
-        "rows.jsonl,image=photo",
-        [],
-        r"rows\.jsonl: no column of images 'photo'; it has text, picture\.",
-    ),
+    "no column": ("rows.jsonl,image=photo", [], r"rows\.jsonl: no column of images 'photo'; it has text, picture\."),
     "an empty name": ("rows.jsonl,image=", [], r"image must name the column"),
     "a column of numbers": ("numbers.jsonl,image=picture", [], r"row 1: column 'picture' does not hold images"),
     "a text file": ("rows.txt,image=picture", [], r"image=picture.* a \.txt file has no columns.*\.jsonl"),
@@ -277,10 +277,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(llava: Path, data: Path, tmp_path: Path, command: Run, case: str) -> None:
     source, options, sentence = REFUSED[case]
-    done = command("calibrate", *arguments(llava, f"{data}/{source}"), *options, "--output", tmp_path / "norms")
-    assert done.returncode == 2, done.stderr
-    assert re.search(sentence, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+    refused(sentence, command, "calibrate", *arguments(llava, f"{data}/{source}"), *options, "--output", tmp_path / "norms")
     assert not (tmp_path / "norms").exists()
 
 
@@ -288,27 +285,22 @@ def test_numbers_of_images(chatty: Path, data: Path, tmp_path: Path, command: Ru
     """A conversation with one place for an image, and two images."""
     write_lines(tmp_path / "two.jsonl", messages=CHATS[:1], pictures=[["pictures/0.png", "pictures/1.png"]])
     shutil.copytree(data / "pictures", tmp_path / "pictures")
-    done = command("calibrate", *arguments(chatty, "two.jsonl,image=pictures", samples=1))
-    assert done.returncode == 2
-    assert re.search(r"row 1: its conversation has 1 place for images, and its column 2 images", done.stderr), done.stderr
+    line = arguments(chatty, "two.jsonl,image=pictures", samples=1)
+    refused("row 1: its conversation has 1 place for images, and its column 2 images", command, "calibrate", *line)
 
 
 def test_models_that_cannot_be_used(
     llava: Path, models: Callable[[str], Path], data: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = f"{data}/rows.jsonl,image=picture"
-    done = command("prune", *arguments(models("llama"), source), "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert re.search(r"reads only text, and --calibration names a column of images", done.stderr), done.stderr
-    done = command("prune", *arguments(llava, source), "--propagate", "pruned", "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert re.search(r"--propagate pruned: .*runs the whole model", done.stderr), done.stderr
+    source, output = f"{data}/rows.jsonl,image=picture", ("--output", tmp_path / "out")
+
+    def refuses(sentence: str, model: Path, *options: str) -> None:
+        refused(sentence, command, "prune", *arguments(model, source), *options, *output)
+
+    refuses(r"reads only text, and --calibration names a column of images", models("llama"))
+    refuses(r"--propagate pruned: .*runs the whole model", llava, "--propagate", "pruned")
     bare = Path(shutil.copytree(llava, tmp_path / "bare", ignore=shutil.ignore_patterns("processor_config.json")))
-    done = command("prune", *arguments(bare, source), "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert re.search(r"no image processor that transformers can load.*processor_config\.json", done.stderr), done.stderr
+    refuses(r"no image processor that transformers can load.*processor_config\.json", bare)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    done = command("prune", *arguments(llava, source), "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert re.search(r"images needs Pillow\. Install it: pip install pillow", done.stderr), done.stderr
+    refuses(r"images needs Pillow\. Install it: pip install pillow", llava)
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,5 @@
 """Models in memory: the same bits as the command, any module, any data, and folders that the other commands take."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from emp_llm import Masks, Recipe, masks_of, pack, prune, prune_model, push, reapply_mask, report, unpack, verify
 from emp_llm.common.errors import UserError
-from emp_llm.records.run_report import RunReport
 
 Models = Callable[[str], Path]
 GIVEN: dict[str, Any] = {"samples": 4, "seqlen": 64}
@@ -33,36 +31,27 @@ def same(model: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
+    ("family", "options"),
     [
-        ("llama", "wanda"),
-        ("gpt2", "emp-wanda"),
-        ("mixtral", "emp-wanda"),
-        ("mixtral", "emp-magnitude"),
-        ("qwen3_moe", "wanda"),
-        ("gpt_neox", "emp-wanda"),
+        ("llama", {"method": "wanda"}),
+        ("gpt2", {"method": "emp-wanda"}),
+        ("mixtral", {"method": "emp-wanda"}),
+        ("mixtral", {"method": "emp-magnitude", "group": "matrix", "targets": "all-linear"}),
+        ("llama", {"method": "emp-magnitude", "group": "all", "targets": "all-linear"}),
+        ("qwen3_moe", {"method": "wanda"}),
+        ("gpt_neox", {"method": "emp-wanda"}),
     ],
 )
-def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, family: str, method: str) -> None:
-    source = models(family)
-    written = prune(model=source, method=method, output=tmp_path / "out", calibration=str(text), device_map="cpu", **GIVEN)
-    assert isinstance(written, RunReport)
+def test_the_bits_of_the_command(models: Models, text: Path, tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    source, given = models(family), GIVEN if options["method"].endswith("wanda") else {}
+    data = str(text) if given else None
+    written: Any = prune(model=source, output=tmp_path / "out", calibration=data, device_map="cpu", **options, **given)
     model = load(source)
-    found = prune_model(model, Recipe(method=method), str(text), AutoTokenizer.from_pretrained(source), **GIVEN)
+    found = prune_model(model, Recipe(**options), data, AutoTokenizer.from_pretrained(source), **given)
     assert same(model, load(tmp_path / "out"))
     assert found.targets == written.targets
     assert found.matrices == written.matrices
-    assert found.record.recipe.method == method
-
-
-@pytest.mark.parametrize(("family", "group"), [("llama", "all"), ("mixtral", "matrix")])
-def test_groups_and_the_bits_of_the_command(models: Models, tmp_path: Path, family: str, group: Any) -> None:
-    source, out = models(family), tmp_path / "out"
-    prune(model=source, method="emp-magnitude", group=group, targets="all-linear", output=out)
-    model = load(source)
-    found = prune_model(model, Recipe(method="emp-magnitude", group=group, targets="all-linear"))
-    assert same(model, load(out))
-    assert found.matrices.keys() == json.loads((out / "emp_report.json").read_text())["matrices"].keys()
+    assert found.record.recipe.method == options["method"]
 
 
 def test_pruned_propagation_and_other_dtypes(models: Models, text: Path, tmp_path: Path) -> None:
@@ -141,14 +130,13 @@ def test_a_saved_folder_is_a_finished_checkpoint(models: Models, text: Path, tmp
     pack(folder, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "unpacked")
     assert same(load(tmp_path / "unpacked"), model)
-    files = push(folder, "me/pruned", dry_run=True, base_model="me/dense").files
+    files = push(folder, "me/pruned", dry_run=True).files
     assert {"emp_report.json", "emp_manifest.json", "emp_llm/activations.safetensors"} <= files.keys()
     with pytest.raises(UserError, match="does not identify the model"):
         verify(folder, source=str(source))
     assert str(tmp_path) not in (folder / "emp_llm" / "activations.safetensors").read_bytes().decode("latin-1")
-    baseline = prune(model=source, method="wanda", match=folder, activations=folder / "emp_llm/activations.safetensors",
-                     output=tmp_path / "wanda")  # fmt: skip
-    assert isinstance(baseline, RunReport)
+    norms = folder / "emp_llm/activations.safetensors"
+    baseline: Any = prune(model=source, method="wanda", match=folder, activations=norms, output=tmp_path / "wanda")
     assert baseline.targets.kept == found.targets.kept
 
 
@@ -183,8 +171,6 @@ def test_any_module_and_a_data_loader() -> None:
         np.testing.assert_array_equal(found.masks[f"{name}.weight"].numpy(), mask)
         np.testing.assert_array_equal(getattr(net, name).weight.detach().double().numpy(), weights[f"{name}.weight"] * mask)
     np.testing.assert_array_equal(net.attn_out.weight.detach().double().numpy(), weights["attn_out.weight"])
-    net = Net()
-    assert prune_model(net, Recipe(method="magnitude", targets="all-linear")).matrices.keys() == {"first", "second", "attn_out"}
 
 
 def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> None:
@@ -225,6 +211,8 @@ def test_every_kind_of_data_gives_the_same_norms(models: Models, text: Path) -> 
 def test_data_without_effect_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     masks_of(load(models("llama")), Recipe(method="emp-magnitude"), ["a text"])
     assert "the calibration data has no effect: method emp-magnitude needs none" in caplog.text
+    with pytest.raises(UserError, match=r"propagate.*'prune'.*pruned"):
+        prune_model(models("llama"), Recipe(), ["Once upon a time. " * 40], propagate="prune")  # type: ignore[arg-type]
 
 
 def test_own_criterion_and_scores_in_memory(models: Models) -> None:
@@ -247,66 +235,47 @@ class Exploding(nn.Module):
         raise RuntimeError("out of luck")
 
 
-def wrong(source: Path) -> dict[str, tuple[Callable[[], object], str]]:
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    conversation = [[{"role": "user", "content": "hello"}]]
-
-    def meta() -> object:
-        with torch.device("meta"):
-            return prune_model(nn.Sequential(nn.Linear(3, 4)), Recipe(method="magnitude"))
-
-    def on_disk() -> object:
-        model = AutoModelForCausalLM.from_pretrained(source, device_map={"": "disk"}, offload_folder=str(source / "none"))
-        return prune_model(model, Recipe(method="magnitude"))
-
-    return {
-        "meta": (meta, r"0\.weight: its values are not in memory \(device meta\)"),
-        "path": (lambda: prune_model(str(source / "nowhere")), "no such model folder"),
-        "a number": (lambda: prune_model(3), "model is a int; give a model in memory"),  # type: ignore[arg-type]
-        "a model for a command": (
-            lambda: prune(model=load(source)),
-            "got LlamaForCausalLM. For a model in memory there is prune_model",
-        ),  # type: ignore[arg-type]
-        "no data": (lambda: prune_model(load(source)), "emp-wanda needs calibration data"),
-        "empty": (lambda: prune_model(load(source), data=DataLoader([])), "data: it gives no batches"),  # type: ignore[arg-type]
-        "keys": (
-            lambda: prune_model(load(source), data=DataLoader([{"text": "a", "n": 1}])),  # type: ignore[arg-type]
-            "a batch has no input_ids; its keys are text, n",
-        ),
-        "strings": (lambda: prune_model(load(source), data=iter(["a"])), "a batch is str"),
-        "no tokenizer": (lambda: prune_model(load(source), data=["a text"]), "a? ?texts? needs? a tokenizer"),
-        "short": (lambda: prune_model(load(source), None, ["a"], tokenizer, samples=4, seqlen=64), "too few for 4 samples x"),
-        "template": (lambda: prune_model(load(source), None, conversation, tokenizer), "no chat template"),
-        "floats": (lambda: prune_model(load(source), data=torch.rand(3, 4)), "token ids are integers"),
-        "nothing matches": (
-            lambda: prune_model(Net(), Recipe(method="magnitude", targets="q_proj")),
-            "match nothing",
-        ),
-        "beta": (lambda: prune_model(load(source), Recipe(method="magnitude", beta=0.5)), "--beta does not go with"),
-        "nan": (
-            lambda: prune_model(nn.Sequential(nn.Linear(3, 4).requires_grad_(False).apply(spoil)), Recipe(method="magnitude")),
-            "holds NaN or infinity",
-        ),
-    }
-
-
 def spoil(module: nn.Module) -> None:
     module.weight.data[0, 0] = torch.nan  # type: ignore[union-attr, operator]
 
 
-NAMES = (
-    "meta", "path", "a number", "a model for a command", "no data", "empty", "keys", "strings", "no tokenizer", "short",
-    "template", "floats", "nothing matches", "beta", "nan",
-)  # fmt: skip
+def on_meta(_: Path) -> object:
+    with torch.device("meta"):
+        return prune_model(nn.Sequential(nn.Linear(3, 4)), MAGNITUDE)
 
 
-@pytest.mark.parametrize("case", NAMES)
+def on_llama(data: Any, recipe: Recipe | None = None, tokenized: bool = False, **how: Any) -> Callable[[Path], object]:
+    return lambda source: prune_model(
+        load(source), recipe, data, AutoTokenizer.from_pretrained(source) if tokenized else None, **how
+    )
+
+
+MAGNITUDE = Recipe(method="magnitude")
+CONVERSATION = [[{"role": "user", "content": "hello"}]]
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "meta": (on_meta, r"0\.weight: its values are not in memory \(device meta\)"),
+    "path": (lambda source: prune_model(str(source / "nowhere")), "no such model folder"),
+    "a number": (lambda _: prune_model(3), "model is a int; give a model in memory"),  # type: ignore[arg-type]
+    "a command": (lambda source: prune(model=load(source)), "got LlamaForCausalLM. For a model in memory there is prune_model"),
+    "no data": (on_llama(None), "emp-wanda needs calibration data"),
+    "empty": (on_llama(DataLoader([])), "data: it gives no batches"),  # type: ignore[arg-type]
+    "keys": (on_llama(DataLoader([{"text": "a", "n": 1}])), "a batch has no input_ids; its keys are text, n"),  # type: ignore[arg-type]
+    "strings": (on_llama(iter(["a"])), "a batch is str"),
+    "no tokenizer": (on_llama(["a text"]), "a? ?texts? needs? a tokenizer"),
+    "short": (on_llama(["a"], tokenized=True, **GIVEN), "too few for 4 samples x"),
+    "template": (on_llama(CONVERSATION, tokenized=True), "no chat template"),
+    "floats": (on_llama(torch.rand(3, 4)), "token ids are integers"),
+    "nothing matches": (lambda _: prune_model(Net(), Recipe(method="magnitude", targets="q_proj")), "match nothing"),
+    "beta": (on_llama(None, Recipe(method="magnitude", beta=0.5)), "--beta does not go with"),
+    "nan": (lambda _: prune_model(nn.Sequential(nn.Linear(3, 4).apply(spoil)), MAGNITUDE), "holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_named(models: Models, case: str) -> None:
-    cases = wrong(models("llama"))
-    assert tuple(cases) == NAMES
-    call, match = cases[case]
+    call, match = WRONG[case]
     with pytest.raises(UserError, match=match):
-        call()
+        call(models("llama"))
 
 
 def test_a_model_that_fails_is_unchanged() -> None:

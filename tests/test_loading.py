@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import OutOfMemory
-from emp_llm.models.loading import check_complete, load_model, load_tokenizer
+from emp_llm.models.loading import load_model, load_tokenizer
 
 Models = Callable[[str], Path]
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -59,34 +60,30 @@ def name_of(folder: Path, part: str) -> str:
     return next(name for word in words for name in names if name.endswith(f"{word}.weight"))
 
 
-@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_missing_weights_are_refused(models: Models, tmp_path: Path, family: str, part: str) -> None:
-    name = name_of(models(family), part)
-    folder = changed(models(family), tmp_path / "model", without(name))
-    # For a matrix of an expert, transformers names only the parameter that merges the matrices.
-    leaf = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2].replace("embed_out", "lm_head")
-    for where in ("cpu", "disk", block_map(models(family))):
-        with pytest.raises(UserError, match=rf"{folder}.*(1 weight|parts of).*{leaf}.*complete checkpoint"):
-            load_model(folder, where)
+def test_missing_weights_are_refused(models: Models, tmp_path: Path, family: str) -> None:
+    for part in PARTS:
+        name = name_of(models(family), part)
+        folder = changed(models(family), tmp_path / part, without(name))
+        for where in ("cpu", "disk", block_map(models(family)))[: 1 if part == "norm" else 3]:
+            with pytest.raises(UserError, match=rf"{folder}.*(1 weight|parts of).*{leaf_of(name)}.*complete checkpoint"):
+                load_model(folder, where)
+
+
+def leaf_of(name: str) -> str:
+    """What a message names. For a matrix of an expert, transformers names only the parameter that merges the matrices."""
+    leaf = name.removesuffix(".weight").rpartition(".")[2].replace("embed_out", "lm_head")
+    return "experts" if ".experts." in name else leaf
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3_moe"])
 def test_weights_of_another_shape_are_refused(models: Models, tmp_path: Path, family: str, part: str) -> None:
     name = name_of(models(family), part)
     folder = changed(models(family), tmp_path / "model", larger(name))
-    leaf = "experts" if ".experts." in name else name.removesuffix(".weight").rpartition(".")[2]
     for where in ("cpu", "disk"):
-        with pytest.raises(UserError, match=rf"{folder}.*{leaf}.*config.json"):
+        with pytest.raises(UserError, match=rf"{folder}.*{leaf_of(name)}.*config.json"):
             load_model(folder, where)
-
-
-def test_the_message_names_a_few_weights_and_counts_the_others(models: Models, tmp_path: Path) -> None:
-    names = [name for name in stored(models("llama")) if "layernorm" in name]
-    folder = changed(models("llama"), tmp_path / "model", without(*names))
-    with pytest.raises(UserError, match=r"4 .*model\.layers\.0\.input_layernorm\.weight, .* and 1 more"):
-        load_model(folder, "cpu")
 
 
 def test_an_expert_of_a_stack_that_lies_on_the_disk(models: Models, tmp_path: Path) -> None:
@@ -99,19 +96,19 @@ def test_an_expert_of_a_stack_that_lies_on_the_disk(models: Models, tmp_path: Pa
             load_model(folder, where)
 
 
-@pytest.mark.parametrize("bits", ["8bit", "4bit"])
-def test_missing_weights_of_a_quantised_model(models: Models, tmp_path: Path, bits: str) -> None:
+def test_missing_weights_of_a_quantised_model(models: Models, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    load_model(models("llama"), "cpu", quantization=bits)  # type: ignore[arg-type]
-    for part in ("mlp", "norm"):
-        name = name_of(models("llama"), part)
-        folder = changed(models("llama"), tmp_path / part, without(name))
-        with pytest.raises(UserError, match=name):
-            load_model(folder, "cpu", quantization=bits)  # type: ignore[arg-type]
+    load_model(models("llama"), "cpu", quantization="4bit")
+    name = name_of(models("llama"), "mlp")
+    with pytest.raises(UserError, match=name):
+        load_model(changed(models("llama"), tmp_path / "model", without(name)), "cpu", quantization="4bit")
 
 
 def test_all_commands_that_load_refuse(models: Models, text: Path, tmp_path: Path, command: Callable[..., object]) -> None:
-    folder = changed(models("llama"), tmp_path / "model", without("model.norm.weight"))
+    """The message names a few weights and counts the others."""
+    folder = changed(
+        models("llama"), tmp_path / "model", without(*(name for name in stored(models("llama")) if "norm" in name))
+    )
     (tmp_path / "suite.toml").write_text(f'[perplexity]\nfile = "{text}"\nseqlen = 64\n')
     given = ["--calibration", text, "--samples", 2, "--seqlen", 32, "--device-map", "cpu"]
     for line in (
@@ -121,8 +118,7 @@ def test_all_commands_that_load_refuse(models: Models, text: Path, tmp_path: Pat
     ):
         done: Any = command(*line)
         assert done.returncode == 2, done.stderr
-        assert "1 " in done.stderr
-        assert "model.norm.weight" in done.stderr
+        assert re.search(r"5 .*model\.layers\.0\.input_layernorm\.weight, .* and 2 more", done.stderr), done.stderr
         assert "LOAD REPORT" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "suite.toml"]
 
@@ -158,20 +154,6 @@ def test_unexpected_weights_are_named(models: Models, tmp_path: Path, caplog: py
     assert warning.endswith("and 1 more.")
 
 
-def test_a_missing_buffer_is_named(models: Models, caplog: pytest.LogCaptureFixture) -> None:
-    """Buffers are usually not learned; the model's class computes them."""
-    model = load_model(models("llama"), "cpu")
-    model.model.register_buffer("scale", torch.ones(2))
-    info: dict[str, Any] = {"missing_keys": {"model.scale"}, "mismatched_keys": set(), "unexpected_keys": set()}
-    check_complete(models("llama"), model, info)
-    assert any(
-        message.startswith("warning:") and "1 buffer" in message and "model.scale" in message for message in caplog.messages
-    )
-    shapes = {"mismatched_keys": {("model.scale", torch.Size([3]), torch.Size([2]))}, "missing_keys": set()}
-    with pytest.raises(UserError, match=r"model\.scale is \[3\] in the checkpoint, and \[2\]"):
-        check_complete(models("llama"), model, info | shapes)
-
-
 def test_memory_that_runs_out_while_loading(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -185,24 +167,27 @@ def test_memory_that_runs_out_while_loading(models: Models, monkeypatch: pytest.
             load_model(models(family), "cpu")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), AttributeError("no such thing"), TypeError("a bug")])
-def test_an_error_that_users_cannot_fix_keeps_its_traceback(
-    models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("a kernel failed"), None),
+        (AttributeError("no such thing"), None),
+        (
+            ImportError("This modeling file needs packages.\nRun `pip install einops`."),
+            r"cannot load it \(This modeling file needs packages\. Run `pip install einops`\)",
+        ),
+    ],
+)
+def test_errors_of_transformers(
+    models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str | None
 ) -> None:
+    """Those that users can fix are shown in full; the others keep their traceback."""
+
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(type(error), match=str(error)):
-        load_model(models("llama"), "cpu")
-
-
-def test_an_error_that_users_can_fix_is_shown_in_full(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ImportError("This modeling file needs packages.\nRun `pip install einops`.")
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(UserError, match=r"cannot load it \(This modeling file needs packages\. Run `pip install einops`\)"):
+    with pytest.raises(UserError if sentence else type(error), match=sentence or str(error)):
         load_model(models("llama"), "cpu")
 
 

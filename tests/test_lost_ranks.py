@@ -46,16 +46,16 @@ def test_a_rank_that_is_killed_ends_the_others(met: Met, dead: int) -> None:
 
 
 def test_a_silent_rank_is_taken_to_be_gone(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMP_LLM_SILENT_SECONDS", "3")
+    monkeypatch.setenv("EMP_LLM_SILENT_SECONDS", "2")
 
     def work(rank: int) -> None:
         if rank == 1:
-            time.sleep(8)
+            time.sleep(5)
         ranks().gather(rank)
 
     done = met(2, work)
     assert done.codes == [75, 75], done.error
-    assert "error: Another rank has not been heard from for 3 s; it or its network is gone. The same command" in done.errors[0]
+    assert "error: Another rank has not been heard from for 2 s; it or its network is gone. The same command" in done.errors[0]
 
 
 def test_another_error_of_a_collective_call_stays(met: Met) -> None:
@@ -68,33 +68,31 @@ def test_another_error_of_a_collective_call_stays(met: Met) -> None:
     assert "RuntimeError: no such device" in done.error
 
 
-def test_wrong_input_of_one_rank_is_told_by_all(met: Met) -> None:
+@pytest.mark.parametrize(
+    ("error", "codes", "said"),
+    [
+        (UserError("the file is missing."), [2, 2], "the file is missing.\n"),
+        (ValueError("of many lines\n" * 10_000), [75, 1], "ValueError: of many lines of many lines"),
+    ],
+    ids=["wrong input", "a long message"],
+)
+def test_the_failure_of_one_rank_is_told_by_all(met: Met, error: Exception, codes: list[int], said: str) -> None:
     def work(rank: int) -> None:
         if rank == 1:
-            raise UserError("the file is missing.")
+            raise error
         ranks().gather(rank)
 
     done = met(2, work)
-    assert done.codes == [2, 2]
-    assert done.errors[0].endswith(f"error: rank 1 on {HOST} has ended: the file is missing.\n")
-    assert done.errors[1].endswith("rank 1: error: the file is missing.\n")
-
-
-def test_a_long_message_of_a_failure_is_told_short(met: Met) -> None:
-    def work(rank: int) -> None:
-        if rank == 1:
-            raise ValueError("of many lines\n" * 10_000)
-        ranks().gather(rank)
-
-    done = met(2, work)
-    assert done.codes == [75, 1]
-    assert f"error: rank 1 on {HOST} has ended: ValueError: of many lines of many lines" in done.errors[0]
+    assert done.codes == codes
+    assert f"error: rank 1 on {HOST} has ended: {said}" in done.errors[0]
     assert len(done.errors[0]) < 1200
+    if codes == [2, 2]:
+        assert done.errors[1].endswith("rank 1: error: the file is missing.\n")
 
 
 def test_ranks_may_end_at_different_times(met: Met) -> None:
     def work(rank: int) -> None:
-        time.sleep((0.0, 2.5, 1.0)[rank])
+        time.sleep((0.0, 1.5, 0.5)[rank])
 
     done = met(3, work)
     assert (done.codes, done.error) == ([0, 0, 0], "")

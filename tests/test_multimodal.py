@@ -17,8 +17,9 @@ import torch
 from conftest import Run
 from multimodal import ENCODER_DECODER, FAMILIES, MULTIMODAL, load_own, make_multimodal
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedModel, ViTConfig, ViTForImageClassification
 
-from emp_llm import Recipe, prune_model, reapply_mask
+from emp_llm import prune_model, reapply_mask
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.prune import prune
@@ -120,8 +121,6 @@ def test_the_norms_are_those_of_plain_hooks(towers: Towers, pruned: Pruned, text
 
 
 def _ids(folder: Path, characters: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoTokenizer
-
     words = ["".join(map(chr, row.tolist())) for row in characters]
     return torch.tensor(AutoTokenizer.from_pretrained(folder)(words)["input_ids"])
 
@@ -131,11 +130,14 @@ def test_the_result_loads_with_its_zeros(pruned: Pruned, towers: Towers, name: s
     """transformers' own class finds every zero, under whatever name it stores the weight."""
     out, report = pruned(name, "magnitude")
     dense, sparse = load_own(towers(name), name), load_own(out, name)
-    removed = sum(int(((weight == 0) & (dense.get_parameter(key) != 0)).sum()) for key, weight in sparse.named_parameters())
-    assert removed == report["targets"]["weights"] - report["targets"]["kept"] > 0
+    assert removed_weights(dense, sparse) == report["targets"]["weights"] - report["targets"]["kept"] > 0
     assert verify(out, source=str(towers(name))).differences == []
-    assert reapply_mask(dense, out) == removed
+    assert reapply_mask(dense, out) == report["targets"]["weights"] - report["targets"]["kept"]
     assert all(torch.equal(weight, dense.get_parameter(key)) for key, weight in sparse.named_parameters())
+
+
+def removed_weights(dense: PreTrainedModel, sparse: PreTrainedModel) -> int:
+    return sum(int(((weight == 0) & (dense.get_parameter(key) != 0)).sum()) for key, weight in sparse.named_parameters())
 
 
 def test_names_of_earlier_checkpoints(towers: Towers, text: Path, tmp_path: Path) -> None:
@@ -146,12 +148,9 @@ def test_names_of_earlier_checkpoints(towers: Towers, text: Path, tmp_path: Path
     }
     source = tmp_path / "model"
     shutil.copytree(towers("llava"), source, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    tensors = {}
-    for shard in towers("llava").glob("*.safetensors"):
-        for name, tensor in load_file(shard).items():
-            for pattern, new in older.items():
-                name = re.sub(pattern, new, name)
-            tensors[name] = tensor
+    tensors = {name: tensor for shard in towers("llava").glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    for pattern, new in older.items():
+        tensors = {re.sub(pattern, new, name): tensor for name, tensor in tensors.items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     how: dict[str, Any] = {"calibration": str(text), "samples": 2, "seqlen": 32, "device_map": "cpu"}
     prune(model=source, output=tmp_path / "out", method="wanda", **how)
@@ -159,8 +158,7 @@ def test_names_of_earlier_checkpoints(towers: Towers, text: Path, tmp_path: Path
     assert changed_names(source, tmp_path / "out") == {name for name in tensors if re.fullmatch(FAMILIES["llava"].mlp, name)}
     assert len(changed_names(source, tmp_path / "vision")) == 6
     dense, sparse = load_own(towers("llava"), "llava"), load_own(tmp_path / "vision", "llava")
-    removed = sum(int(((weight == 0) & (dense.get_parameter(key) != 0)).sum()) for key, weight in sparse.named_parameters())
-    assert removed == 6 * 32 * 64 // 2
+    assert removed_weights(dense, sparse) == 6 * 32 * 64 // 2
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
@@ -196,9 +194,7 @@ def test_all_towers(towers: Towers, pruned: Pruned) -> None:
     assert {"vision.mlp.fc1", "mlp.up_proj", "model.multi_modal_projector.linear_1"} <= roles
 
 
-@pytest.mark.parametrize(
-    ("targets", "number"), [("attention", 8), ("all-linear", 14), ("q_proj,k_proj", 4), (r".*(down_proj|fc1)", 2)]
-)
+@pytest.mark.parametrize(("targets", "number"), [("attention", 8), ("all-linear", 14), (r".*(down_proj|fc1)", 2)])
 def test_other_targets_stay_in_the_language_tower(pruned: Pruned, targets: str, number: int) -> None:
     _, report = pruned("llava", "magnitude", targets=targets)
     assert len(report["matrices"]) == number
@@ -242,31 +238,6 @@ def test_perplexity_of_the_language_tower(towers: Towers, tmp_path: Path, text: 
         evaluate(towers("t5"), suite=str(suite), device_map="cpu", output=tmp_path / "t5.json")
 
 
-def test_images_in_batches(towers: Towers) -> None:
-    """In memory, batches may hold images, which reach the vision tower and the projector."""
-    model, generator = load_own(towers("llava"), "llava").float(), torch.Generator().manual_seed(1)
-    words = torch.randint(3, 256, (2, 3, 20), generator=generator)
-    words[:, :, 4:8] = 260  # an image of 2 x 2 patches
-    batches = [{"input_ids": ids, "pixel_values": torch.randn(3, 3, 16, 16, generator=generator)} for ids in words]
-    sums: dict[str, torch.Tensor] = {}
-    layers = [name for name, module in model.named_modules() if re.search(r"encoder.*fc[12]$|language_model.*mlp.*proj$", name)]
-    hooks = mixtures.watch(model, layers, sums)
-    with torch.no_grad():
-        for batch in batches:
-            model(**batch)
-    for hook in hooks:
-        hook.remove()
-    dense = {name: model.get_submodule(name).weight.detach().double().numpy() for name in layers}
-    found = prune_model(model, Recipe(method="wanda", tower="all"), data=batches)
-    assert set(found.matrices) == set(layers) == set(sums)
-    assert any(name.startswith("model.vision_tower") for name in layers)
-    for name, total in sums.items():
-        mask = oracle.row_masks(oracle.scores(dense[name], total.sqrt().float().numpy()), adaptive=False)
-        assert (found.masks[f"{name}.weight"].numpy() == mask).mean() > 0.999, name
-    with pytest.raises(UserError, match=r"vision tower.*batches with images to prune_model"):
-        prune_model(model, Recipe(method="wanda", tower="all"), data=words[0], samples=2, seqlen=20)
-
-
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_encoder_decoders_in_memory(towers: Towers, pruned: Pruned, text: Path, name: str) -> None:
     """The same masks from texts and from batches of token ids as from the command."""
@@ -294,21 +265,12 @@ def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> 
     assert "acc" in str(measured.as_dict())
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[str, list[str], str]] = {
     "vision of a text model": ("llama", ["--tower", "vision"], r"--tower vision: .*reads only text.*Leave it out"),
-    "vision by activations": (
-        "llava",
-        ["--tower", "vision", "--method", "wanda"],
-        r"vision tower.*no input activations.*magnitude",
-    ),
-    "all by activations": ("llava", ["--tower", "all", "--method", "emp-wanda"], r"vision tower.*magnitude method"),
+    "by activations": ("llava", ["--tower", "all", "--method", "wanda"], r"vision tower.*no input activations.*magnitude"),
     "two choices": ("llava", ["--tower", "all", "--blocks", "model.language_model.layers"], r"--blocks and --tower.*only one"),
     "a layer of another tower": ("llava", ["--targets", "fc1"], r"'fc1' match no layer of the language tower.*--tower all"),
-    "blocks of an encoder-decoder": (
-        "t5",
-        ["--method", "wanda", "--execution", "blocks"],
-        r"two lists of blocks.*--execution model",
-    ),
+    "two lists": ("t5", ["--method", "wanda", "--execution", "blocks"], r"two lists of blocks.*--execution model"),
     "propagation": ("bart", ["--method", "wanda", "--propagate", "pruned"], r"two lists of blocks.*--propagate dense"),
 }
 
@@ -329,9 +291,7 @@ def test_refusals(towers: Towers, models: Callable[[str], Path], text: Path, tmp
 
 
 def edit_config(source: Path, folder: Path, **values: Any) -> Path:
-    folder.mkdir()
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text()) | values
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -358,10 +318,7 @@ def test_an_architecture_that_transformers_does_not_know(towers: Towers, text: P
 
 
 def test_a_model_without_a_language_tower(tmp_path: Path, text: Path, command: Run) -> None:
-    import transformers
-
-    config = transformers.ViTConfig(**multimodal.CLIP)
-    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    ViTForImageClassification(ViTConfig(**multimodal.CLIP)).save_pretrained(tmp_path / "vit")
     line = ("prune", "--model", tmp_path / "vit", "--output", tmp_path / "out")
     done = command(*line, "--method", "magnitude")
     assert done.returncode == 2
