@@ -184,8 +184,7 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
     options = []
     for name, value in chosen.items():
         if value is not None:
-            quoted = f'"{value}"' if any(letter.isspace() for letter in value) else value
-            options.append(f"--{name}={quoted}")
+            options.append(f"--{name}={value}" if shlex.quote(value) == value else f'--{name}="{value}"')
     options += [site.gpus.replace("{gpus}", str(request.gpus))] if request.gpus else []
     options += [site.memory.replace("{megabytes}", str(request.megabytes))] if site.memory else []
     options += ["--requeue", "--open-mode=append", "--kill-on-invalid-dep=yes", *site.options]
