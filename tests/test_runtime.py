@@ -5,7 +5,7 @@ import json
 import pickle
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +18,14 @@ from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding as llvm
+from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import emp_llm
-from emp_llm.checkpoint.packed_format import PackedFolder
+from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.packed_format import PackedFolder, PackedShard
 from emp_llm.common.errors import UserError
 from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
@@ -471,3 +473,71 @@ class TestCommands:
         other = command("push", sparse_models("opt"), "user/name", "--results", output, "--dry-run")
         assert other.returncode == 2
         assert "is of other weights than those in" in other.stderr
+
+
+class TestMemory:
+    """A small packed folder may declare large tensors, and its config may ask for them: nothing large is expanded."""
+
+    @pytest.fixture
+    def expanded(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of the tensors that are expanded."""
+        names: list[str] = []
+        words = PackedShard.words
+
+        def listed(shard: PackedShard, tensor: StoredTensor) -> Iterator[Any]:
+            names.append(tensor.name)
+            return words(shard, tensor)
+
+        monkeypatch.setattr(PackedShard, "words", listed)
+        return names
+
+    def packed(self, models: Models, folder: Path, **changes: Any) -> Path:
+        """A packed folder of a dense model with more tensors, or others."""
+        shutil.copytree(models("opt"), folder / "model")
+        for shard in (folder / "model").glob("*.safetensors"):
+            tensors = load_file(shard)
+            tensors |= {name: changes.pop(name) for name in list(changes) if name in tensors}
+            save_file(tensors, shard, {"format": "pt"})
+        if changes:
+            save_file(changes, folder / "model" / "more.safetensors", {"format": "pt"})
+            for index in (folder / "model").glob("*.index.json"):
+                told = json.loads(index.read_text())
+                told["weight_map"] |= dict.fromkeys(changes, "more.safetensors")
+                index.write_text(json.dumps(told))
+        emp_llm.pack(folder / "model", folder / "packed", zstd=True)
+        return folder / "packed"
+
+    @pytest.mark.parametrize("check", [False, True])
+    def test_a_tensor_without_use(
+        self, models: Models, expanded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, check: bool
+    ) -> None:
+        load(self.packed(models, tmp_path, unused=torch.zeros(1 << 20)), check=check)
+        assert expanded
+        assert "unused" not in expanded
+        assert "holds 1 tensor that the model does not use: unused" in caplog.text
+
+    def test_a_tensor_of_another_shape(self, models: Models, expanded: list[str], tmp_path: Path) -> None:
+        name = "model.decoder.layers.0.fc1.bias"
+        folder = self.packed(models, tmp_path, **{name: torch.zeros(1 << 20)})
+        with pytest.raises(UserError, match=rf"packed: the checkpoint does not fit config\.json.*{name} is \[1048576\]"):
+            load(folder)
+        assert not expanded
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_config_of_large_weights(self, sparse_models: Models, tmp_path: Path, packed: bool) -> None:
+        """The machine does not have the petabytes that it asks for."""
+        shutil.copytree(f"{sparse_models('llama')}{'-packed' * packed}", tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"vocab_size": 1 << 45}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=r"the checkpoint does not fit config\.json\. The shapes of 2 weights differ"):
+            load(tmp_path / "model", check=False)
+
+    def test_more_than_the_free_memory(
+        self, models: Models, sparse_models: Models, expanded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        emp_llm.pack(sparse_models("llama"), tmp_path / "packed", zstd=True)
+        for free, names in ((10_000, 0), (40_000, 14)):
+            monkeypatch.setattr("emp_llm.runtime.loader.available_memory", lambda free=free: free)
+            with pytest.raises(UserError, match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 kB are free"):
+                load(tmp_path / "packed")
+            assert len(expanded) <= names
