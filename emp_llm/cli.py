@@ -1,5 +1,6 @@
 """Commands: functions whose options are generated from their parameters, for Python and for the shell; and exit codes."""
 
+import errno
 import inspect
 import logging
 import os
@@ -15,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 from emp_llm.options.base import Opt, Option, options_in, options_of
@@ -133,8 +134,10 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     except _Terminated:
         code, message = 143, "terminated by SIGTERM; no incomplete output is left."
     except BaseException as error:
-        tell_ranks(1, f"{type(error).__name__}: {error}")
-        raise
+        if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+            tell_ranks(1, f"{type(error).__name__}: {error}")
+            raise
+        code, message = 2, f"error: {quotable(str(error.filename))}: {reason(error)}."
     sys.stderr.write(f"{mark}{message}\n")  # in one piece, because the ranks share a log
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)

@@ -303,3 +303,9 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
     assert done.returncode == 2
     assert "someone/nothing: no such folder here, and no such repository on the Hub" in done.stderr
     assert not list((missing / "slurm").glob("*.sh"))
+
+
+@pytest.mark.parametrize("asked", ["²", "9" * 5000, "-1", "soon"])
+def test_a_wait_that_is_no_number(waits: list[float], asked: str) -> None:
+    assert with_retries(Calls(answer(429, **{"Retry-After": asked}))) == "done"
+    assert waits == [1]

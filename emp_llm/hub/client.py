@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
             if cause is None or isinstance(cause, OfflineModeIsEnabled) or status not in (None, *_TRANSIENT):
                 raise
             asked = cause.response.headers.get("Retry-After", "") if isinstance(cause, HfHubHTTPError) else ""
-            wait = min(int(asked), _LONGEST_WAIT) if asked.isdigit() else wait
+            wait = min(int(asked), _LONGEST_WAIT) if re.fullmatch("[0-9]{1,9}", asked) else wait
             logger.warning("the Hub %s; next try in %g s.", f"answered {status}" if status else "did not answer", wait)
             time.sleep(wait)
     return call()
