@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
-from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.common.errors import UserError, quotable, reason, visible
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 from emp_llm.options.base import Opt, Option, options_in, options_of
@@ -27,6 +27,13 @@ _NOISY = ("httpx", "httpcore", "httpx2", "httpcore2", "filelock", "fsspec", "url
 
 class _Terminated(BaseException):
     """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
+
+
+class _Visible(logging.Formatter):
+    """Lines of the log in which a name from a file cannot write to the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 class CommandModule(ModuleType):
@@ -138,7 +145,7 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
             tell_ranks(1, f"{type(error).__name__}: {error}")
             raise
         code, message = 2, f"error: {quotable(str(error.filename))}: {reason(error)}."
-    sys.stderr.write(f"{mark}{message}\n")  # in one piece, because the ranks share a log
+    sys.stderr.write(f"{mark}{visible(message)}\n")  # in one piece, because the ranks share a log
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
 
@@ -229,7 +236,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _set_up_logging(mark: str, rank: int) -> None:
     level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Visible(f"{mark}%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for own in ("datasets", "huggingface_hub"):  # they have handlers of their own, and would print each line twice

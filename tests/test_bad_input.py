@@ -582,3 +582,17 @@ def test_numbers_that_python_does_not_read(command: Run, model: Path, text: Path
     done = command(*line, "--batch-size", number)
     assert done.returncode == 2
     assert "--batch-size" in done.stderr
+
+
+@pytest.mark.usefixtures("offline")
+def test_names_in_files_cannot_write_to_the_terminal(command: Run, model: Path, tmp_path: Path) -> None:
+    recipe, suite = tmp_path / "recipe.toml", tmp_path / "suite.toml"
+    name = r'"nobody/\u001b[2J\u009b2J\nerror: all is well"'
+    recipe.write_text(f"dataset = {name}")
+    suite.write_text(f"[perplexity]\ndataset = {name}")
+    for line in (("prune", "--calibration", recipe), ("evaluate", "--suite", suite)):
+        done = command(*line, "--model", model, "--output", tmp_path / "out")
+        assert done.returncode == 2
+        assert "the data set cannot be loaded" in done.stderr
+        assert not set(done.stderr) & set("\x1b\x9b")
+        assert "\nerror: all is well" not in done.stderr

@@ -1,8 +1,11 @@
 """Models by their Hub id, through the unmodified client, from a loopback server and from the cache; retries and errors."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from conftest import Run
 from hub_client import Client
 from hub_server import COMMIT, TOKEN, Hub
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import http_backoff
 from studies import command_job, stand_in, study_of
 
 from emp_llm.cluster.needs import model_size
@@ -309,3 +313,21 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
 def test_a_wait_that_is_no_number(waits: list[float], asked: str) -> None:
     assert with_retries(Calls(answer(429, **{"Retry-After": asked}))) == "done"
     assert waits == [1]
+
+
+def test_signatures_of_addresses_are_not_logged(
+    hub: Hub, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client logs the address of each upload that it repeats, and its query may be a signature."""
+    (handler,) = logging.getLogger("huggingface_hub").handlers
+    shown = StringIO()
+    monkeypatch.setattr(handler, "stream", shown)
+    address = f"{hub.endpoint}/upload/part?X-Amz-Signature=secret&b=c"
+    hub.fail("PUT", "/upload/part", 503, times=9)
+    with suppress(HfHubHTTPError):
+        http_backoff("PUT", address, max_retries=2, base_wait_time=0.01)
+    logging.getLogger("huggingface_hub.another").error("no %s, (%s)", address, f"'{address}'")
+    for text in (shown.getvalue(), caplog.text):
+        assert text.count(f"{hub.endpoint}/upload/part") >= 3
+        assert "secret" not in text
+    assert "retry" in shown.getvalue().lower()

@@ -541,3 +541,18 @@ class TestMemory:
             with pytest.raises(UserError, match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 kB are free"):
                 load(tmp_path / "packed")
             assert len(expanded) <= names
+
+
+def test_a_tokenizer_cannot_write_to_the_terminal(sparse_models: Models, tmp_path: Path, command: Run) -> None:
+    """Control characters of a generated text are shown, and not obeyed; Python gets them as they are."""
+    model = Path(shutil.copytree(sparse_models("llama"), tmp_path / "model"))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "Replace", "pattern": {"Regex": ".+"}, "content": "\x1b]0;title\x07\r\x9b2J\u200dé\n"}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    line = ("--model", model, "--prompt", "The lamp", "--max-new-tokens", 12, "--device", "cpu")
+    done = command("generate", *line)
+    assert done.returncode == 0, done.stderr
+    assert "�]0;title��" in done.stdout
+    assert "\u200dé\n" in done.stdout
+    assert not set(done.stdout) & set("\x1b\x07\x9b")
+    assert "\x1b]0;" in emp_llm.generate(str(model), prompt="The lamp", max_new_tokens=12, device="cpu").text

@@ -1,6 +1,7 @@
 """Tables as text: aligned for a terminal, Markdown or CSV. The first row is the heading."""
 
 import csv
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 Rows = list[list[str]]
@@ -24,11 +25,22 @@ def markdown_table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def csv_table(rows: Rows) -> str:
-    """Comma-separated values, quoted where necessary."""
+def csv_table(rows: Iterable[Sequence[object]]) -> str:
+    """Comma-separated values, quoted where necessary. An apostrophe keeps spreadsheets from computing a text as a formula."""
     text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([f"'{cell}" if _computed(cell) else cell for cell in row] for row in rows)
     return text.getvalue().rstrip("\n")
+
+
+def _computed(cell: object) -> bool:
+    """Whether a spreadsheet takes a cell for a formula: a text, and no number, that begins like one."""
+    if not isinstance(cell, str) or cell == "-" or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return True
+    return False
 
 
 def percent_cell(fraction: float | None) -> str:

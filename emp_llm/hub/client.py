@@ -58,6 +58,16 @@ _STATUSES = {
 }
 
 
+def _leave_out_query(record: logging.LogRecord) -> bool:
+    """A filter of the client's log, which names the addresses of uploads: their query is a signature."""
+    record.msg, record.args = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", r"\1", record.getMessage()), None
+    return True
+
+
+for _handler in logging.getLogger("huggingface_hub").handlers:
+    _handler.addFilter(_leave_out_query)
+
+
 def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
     """The result of a call to the Hub, which is repeated after a transient error.
 
