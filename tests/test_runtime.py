@@ -1,7 +1,9 @@
 """The sparse runtime: products of packed rows against float64, models of every family, and the commands that run them."""
 
 import copy
+import errno
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -556,3 +558,30 @@ def test_a_tokenizer_cannot_write_to_the_terminal(sparse_models: Models, tmp_pat
     assert "\u200dé\n" in done.stdout
     assert not set(done.stdout) & set("\x1b\x07\x9b")
     assert "\x1b]0;" in emp_llm.generate(str(model), prompt="The lamp", max_new_tokens=12, device="cpu").text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_bench_on_a_failing_disk(
+    sparse_models: Models, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A failure is told before the measurement; one after it still shows the figures."""
+    output = tmp_path / "results" / "bench.json"
+    line = (f"{sparse_models('llama')}-packed", "--prompt-tokens", 8, "--new-tokens", 2, "--repeats", 1, "--device", "cpu")
+    save = emp_llm.bench._Measured.round
+
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for moment in ("before", "after"):
+        if moment == "before":
+            monkeypatch.setattr("emp_llm.bench.write_bytes", fail)
+            monkeypatch.setattr(emp_llm.bench._Measured, "round", None)
+        else:
+            monkeypatch.undo()
+            assert emp_llm.bench._Measured.round is save
+            monkeypatch.setattr(Bench, "save", fail)
+        done = command("bench", *line, "--output", output)
+        assert done.returncode == 2
+        assert f"error: --output {output}: cannot be written there ({os.strerror(number).lower()})" in done.stderr
+        assert ("prefill, tokens/s" in done.stderr) == (moment == "after")
+        assert not list(output.parent.glob("*"))
