@@ -29,13 +29,6 @@ class _Terminated(BaseException):
     """Raised on SIGTERM, as KeyboardInterrupt is on SIGINT."""
 
 
-class _Visible(logging.Formatter):
-    """Lines of the log in which a name from a file cannot write to the terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
-
-
 class CommandModule(ModuleType):
     """A command's module that can be called like its function: `from emp_llm import prune; prune(...)`."""
 
@@ -236,9 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _set_up_logging(mark: str, rank: int) -> None:
     level = logging.WARNING if rank else logging.INFO
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Visible(f"{mark}%(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=level, format=f"{mark}%(message)s", stream=sys.stderr)
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for own in ("datasets", "huggingface_hub"):  # they have handlers of their own, and would print each line twice

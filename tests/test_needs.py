@@ -105,7 +105,7 @@ def test_missing_and_unreadable_configs_are_named(tmp_path: Path) -> None:
             model_size(str(tmp_path / name))
         said[name] = str(error.value)
     assert said["none"] == f"{tmp_path}/none: no config.json, so its architecture is unknown. Copy it from the original model."
-    assert said["broken"].startswith(f"{tmp_path}/broken: config.json cannot be read")
+    assert said["broken"].startswith(f"{tmp_path}/broken/config.json: cannot be read")
     assert "does not know the model type 'nonesuch'" in said["unknown"]
     with pytest.raises(UserError, match="no such model folder"):
         model_size(str(tmp_path / "nothing"))

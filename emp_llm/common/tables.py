@@ -1,10 +1,14 @@
 """Tables as text: aligned for a terminal, Markdown or CSV. The first row is the heading."""
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
 Rows = list[list[str]]
+_FORMULA = re.compile(
+    r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]"
+)  # its beginning; numbers and signs alone are none
 
 
 def table(rows: Rows) -> str:
@@ -28,19 +32,9 @@ def markdown_table(rows: Rows) -> str:
 def csv_table(rows: Iterable[Sequence[object]]) -> str:
     """Comma-separated values, quoted where necessary. An apostrophe keeps spreadsheets from computing a text as a formula."""
     text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows([f"'{cell}" if _computed(cell) else cell for cell in row] for row in rows)
+    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue().rstrip("\n")
-
-
-def _computed(cell: object) -> bool:
-    """Whether a spreadsheet takes a cell for a formula: a text, and no number, that begins like one."""
-    if not isinstance(cell, str) or cell == "-" or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return False
-    try:
-        float(cell)
-    except ValueError:
-        return True
-    return False
 
 
 def percent_cell(fraction: float | None) -> str:

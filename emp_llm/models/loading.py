@@ -55,10 +55,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
         NoModelClassError: transformers does not know the model type, or has no class that generates text for it.
     """
     version = transformers.__version__
-    try:
-        raw, _ = transformers.PreTrainedConfig.get_config_dict(folder)
-    except (ValueError, OSError) as error:
-        raise NoModelClassError(f"{folder}: config.json cannot be read ({reason(error)}).") from error
+    raw = read_json(folder / "config.json")
     remote = raw.get("auto_map") or {}
     kind = raw.get("model_type")
     try:
