@@ -57,7 +57,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
     version = transformers.__version__
     raw = read_json(folder / "config.json")
     remote = raw.get("auto_map") or {}
-    kind = raw.get("model_type")
+    kind: Any = raw.get("model_type")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         name = _auto_class(config, remote if trust_remote_code else {})
