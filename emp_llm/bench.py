@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import check_output_file
 from emp_llm.cli import command, run
-from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.machine import command_line, processor_name, resident_memory, versions
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
@@ -67,6 +68,11 @@ def bench(options: BenchOptions) -> Bench:
     baseline = None if options.baseline is None else find_model(options.baseline, None, options.trust_remote_code)
     output = options.output or Path(f"{source.short_name}-bench.json")
     check_output_file(output, options.overwrite)
+    try:
+        write_bytes(output.with_name(f".{output.name}.probe"), bytes(1 << 16))
+        output.with_name(f".{output.name}.probe").unlink()
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written there ({reason(error)}). Name another file.") from error
     prompt = _prompt(source.folder, options).to(device)
     how: dict[str, Any] = {"device": device, "dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
@@ -114,7 +120,11 @@ def bench(options: BenchOptions) -> Bench:
         versions=versions(),
         command=command_line(),
     )
-    record.save(output)
+    try:
+        record.save(output)
+    except OSError as error:
+        logger.warning("%s", _shown(record))
+        raise UserError(f"--output {output}: cannot be written there ({reason(error)}); the figures are above.") from error
     logger.info("written to %s", output)
     return record
 
@@ -213,6 +223,11 @@ def _now(prompt: "torch.Tensor") -> float:
 
 def show(record: Bench) -> None:
     """Print a line for each figure, and what was measured."""
+    print(_shown(record))
+
+
+def _shown(record: Bench) -> str:
+    """The figures as text."""
     dense, sparse = record.dense, record.sparse
 
     def line(name: str, cell: Callable[[Speed], str], ratio: float) -> list[str]:
@@ -229,9 +244,8 @@ def show(record: Bench) -> None:
         line("load, seconds", lambda speed: f"{speed.load_seconds:.2f}", load),
     ]
     same = "" if record.equal_tokens is None else f"; {record.equal_tokens:.1%} of the new tokens are the same"
-    print(table(rows))
-    print(
-        f"{count_of(record.layers, 'packed layer')}, {record.sparsity:.1%} zeros; "
+    return (
+        f"{table(rows)}\n{count_of(record.layers, 'packed layer')}, {record.sparsity:.1%} zeros; "
         f"{record.processor if record.device == 'cpu' else record.device}, {count_of(record.threads, 'thread')}; medians of "
         f"{count_of(record.repeats, 'round')}{same}"
     )

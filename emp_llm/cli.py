@@ -1,5 +1,6 @@
 """Commands: functions whose options are generated from their parameters, for Python and for the shell; and exit codes."""
 
+import errno
 import inspect
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from emp_llm import COMMANDS as COMMANDS
 from emp_llm import __version__
-from emp_llm.common.errors import UserError, did_you_mean
+from emp_llm.common.errors import UserError, did_you_mean, quotable, reason, visible
 from emp_llm.common.progress import loudness, progress_of
 from emp_llm.common.ranks import RankLost, rank_losses, tell_ranks
 from emp_llm.options.base import Opt, Option, options_in, options_of
@@ -163,9 +164,11 @@ def _with_exit_codes(work: Callable[[int], None]) -> None:
     except _Terminated:
         code, message = 143, "terminated by SIGTERM."
     except BaseException as error:
-        tell_ranks(1, f"{type(error).__name__}: {error}")
-        raise
-    sys.stderr.write(f"{mark}{message}\n")  # in one piece, because the ranks share a log
+        if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+            tell_ranks(1, f"{type(error).__name__}: {error}")
+            raise
+        code, message = 2, f"error: {quotable(str(error.filename))}: {reason(error)}."
+    sys.stderr.write(f"{mark}{visible(message)}\n")  # in one piece, because the ranks share a log
     tell_ranks(code, message.removeprefix("error: "))
     sys.exit(code)
 

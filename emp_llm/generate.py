@@ -9,7 +9,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emp_llm.cli import command, run
-from emp_llm.common.errors import UserError, count_of, format_bytes
+from emp_llm.common.errors import UserError, count_of, format_bytes, visible
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.options.base import Opt
 from emp_llm.options.model import DeviceOptions, ModelOptions, Runtime
@@ -194,7 +194,7 @@ def _prompt(tokenizer: Any, options: GenerateOptions) -> Any:
 def show(generation: Generation) -> None:
     """Print the text while it is generated, and log its figures."""
     for piece in generation:
-        print(piece, end="", flush=True)
+        print(visible(piece), end="", flush=True)
     print()
     figures = generation.figures
     assert figures is not None

@@ -83,7 +83,8 @@ def run(
     def start(job: Job) -> None:
         """Start a job if there is room, unless it is done by now, or another process runs it."""
         free = [gpu for gpu in machine.gpus or [] if not any(gpu in gpus[name] for name in running)]
-        if machine.gpus is not None and len(free) < _gpus_of(job):
+        gpus_of_job = _gpus_of(job, machine.gpus)
+        if len(free) < gpus_of_job:
             return
         memory = sum(plan[name].needs.memory_gb * plan[name].needs.nodes for name in [*running, job.id])
         if running and (len(running) >= machine.workers or memory > machine.memory_gb):  # a job alone always fits
@@ -91,7 +92,7 @@ def run(
         files = JobFiles(study, job)
         status = files.status()
         if status not in ("done", "running"):
-            gpus[job.id] = free[: _gpus_of(job)]
+            gpus[job.id] = free[:gpus_of_job]
             try:
                 given = None if machine.gpus is None else gpus[job.id]
                 running[job.id] = Attempt(study, job, given, machine.threads)
@@ -214,32 +215,32 @@ def _machine(jobs: Sequence[Job], workers: int | None, scheduled: bool) -> Machi
     Args:
         workers: number of jobs at the same time; None: the number of GPUs that they can use, or one for each 8 cores.
         scheduled: a scheduler has chosen the machine for the job.
-
-    Raises:
-        UserError: a job needs more GPUs than there are.
     """
     cores, memory = available_cores(), available_memory() / 1e9
     if scheduled:
         return Machine(workers or 1, None, None, memory)
-    wanted = [_gpus_of(job) for job in jobs if _gpus_of(job)]
-    gpus = 0
-    if wanted:
+    gpus: list[int] = []
+    if any(job.needs.gpus for job in jobs):
         import torch
 
-        gpus = torch.cuda.device_count()
-    if wanted and max(wanted) > gpus:
-        job = next(job for job in jobs if _gpus_of(job) == max(wanted))
-        raise UserError(
-            f"{job.id} needs {count_of(max(wanted), 'GPU')}, and this machine has {gpus or 'none'}. Plan with --gpu-gb 0 "
-            "for CPUs, or with the memory of your GPUs; or submit the study to a cluster."
+        gpus = list(range(torch.cuda.device_count()))
+    short = [job.id for job in jobs if _gpus_of(job, gpus) < job.needs.gpus * job.needs.nodes]
+    if short:
+        logger.warning(
+            "warning: planned for more GPUs than this machine has (%s), and run on what is there: %s.",
+            len(gpus) or "none",
+            shortened_list(short),
         )
-    workers = workers or (gpus // min(wanted) if wanted else max(1, cores // _CORES))
-    return Machine(workers, list(range(gpus)), max(1, cores // workers), memory)
+    wanted = [number for job in jobs if (number := _gpus_of(job, gpus))]
+    workers = workers or (len(gpus) // min(wanted) if wanted else max(1, cores // _CORES))
+    return Machine(workers, gpus, max(1, cores // workers), memory)
 
 
-def _gpus_of(job: Job) -> int:
-    """The number of GPUs of a job on all its nodes together."""
-    return job.needs.gpus * job.needs.nodes
+def _gpus_of(job: Job, gpus: Sequence[int] | None) -> int:
+    """The number of GPUs that a job gets, of some: those of its plan, or all; none if its processes are more than these."""
+    if gpus is None or len(gpus) < job.needs.processes * job.needs.nodes:
+        return 0
+    return min(job.needs.gpus * job.needs.nodes, len(gpus))
 
 
 def show(summary: RunSummary) -> None:

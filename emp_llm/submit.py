@@ -15,7 +15,7 @@ from emp_llm.cli import command, options_from, run
 from emp_llm.cluster.downloads import download, wanted_by
 from emp_llm.cluster.jobs import JobFiles
 from emp_llm.cluster.plan_file import read_plan
-from emp_llm.cluster.site import read_site
+from emp_llm.cluster.site import quotes_well, read_site
 from emp_llm.cluster.slurm import (
     FOLDER_NAME,
     JobArray,
@@ -29,7 +29,7 @@ from emp_llm.cluster.slurm import (
     script_text,
     submit_script,
 )
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import UserError, count_of, quotable
 from emp_llm.common.progress import progress_bar
 from emp_llm.common.tables import table
 from emp_llm.options.base import Opt
@@ -94,6 +94,8 @@ def submit(
     Returns the arrays and their numbers.
     """
     settings, plan, folder = read_site(site), read_plan(study), study.resolve()
+    if not quotes_well(str(folder)):
+        raise UserError(f"{quotable(str(folder))}: a batch script cannot hold its name. Rename the folder.")
     summary = SubmitSummary(study, dry_run=dry_run)
     if not dry_run:
         check_sbatch(study)

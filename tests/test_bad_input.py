@@ -17,9 +17,11 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+import torch
 import transformers
 from conftest import Run
 from pictures import make_llava, make_pictures
+from safetensors.torch import save_file
 from test_fp8 import make_fp8
 
 from emp_llm.calibrate import calibrate
@@ -343,3 +345,112 @@ def test_command_lines(command: Run, run: Run, model: Path, text: Path, tmp_path
         assert "Traceback" not in done.stderr
         assert re.search(match, done.stderr), done.stderr
         assert content_of(tmp_path) == before
+
+
+DEEP = "[" * 100_000
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "no heads": {"num_attention_heads": 0},
+    "no heads of keys": {"num_key_value_heads": 0},
+    "heads that do not divide": {"num_attention_heads": 3},
+    "vocabulary negative": {"vocab_size": -5},
+    "width of text": {"hidden_size": "a"},
+    "activation of a number": {"hidden_act": 5},
+    "architectures of a number": {"architectures": 7},
+    "dtype unknown": {"dtype": "float99"},
+    "code of a number": {"auto_map": 5},
+}
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("values", [pytest.param(values, id=name.replace(" ", "-")) for name, values in CONFIGS.items()])
+def test_malformed_configs(command: Run, model: Path, text: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    _json("config.json", **values)(model)
+    suite = f"perplexity,file={text},seqlen=64"
+    for line in (
+        ("prune", "--method", "wanda", "--sparsity", 0.5, "--calibration", text, "--output", tmp_path / "out"),
+        ("evaluate", "--suite", suite, "--output", tmp_path / "out.json"),
+        ("generate", "--prompt", "a"),
+    ):
+        done = command(*line, "--model", model)
+        assert done.returncode == 2, done.stderr
+        message = done.stderr.splitlines()[-1]
+        assert re.match(rf"error: {model}: (transformers cannot|no tokenizer that transformers can load) ", message)
+        check_sentences(message)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"a":' + DEEP], ids=["open", "list", "number", "deep"])
+def test_malformed_generation_config(command: Run, model: Path, text: Path, tmp_path: Path, content: str) -> None:
+    (model / "generation_config.json").write_text(content)
+    for line in (
+        ("generate", "--prompt", "a"),
+        ("generate", "--prompt", "a", "--runtime", "dense"),
+        ("evaluate", "--suite", f"perplexity,file={text},seqlen=64", "--output", tmp_path / "out.json"),
+    ):
+        done = command(*line, "--model", model)
+        assert done.returncode == 2, done.stderr
+        message = done.stderr.splitlines()[-1]
+        assert message.startswith(f"error: {model / 'generation_config.json'}: ")
+        check_sentences(message)
+
+
+@pytest.mark.usefixtures("offline")
+def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> None:
+    toml, plan, norms = tmp_path / "deep.toml", tmp_path / "plan.jsonl", tmp_path / "norms.safetensors"
+    toml.write_text(f"a = {DEEP}")
+    plan.write_text('{"a":' + DEEP)
+    save_file({"a": torch.ones(2)}, norms, {"emp_llm": DEEP})
+    out = ("--output", tmp_path / "out")
+    for named, line in {
+        toml: ("prune", "--model", model, "--calibration", toml, *out),
+        f"{toml} ": ("evaluate", "--model", model, "--suite", toml, *out),
+        f"{toml}": ("plan", toml, *out),
+        plan: ("run", tmp_path),
+        f"{plan}": ("status", tmp_path),
+        norms: ("prune", "--model", model, "--method", "wanda", "--activations", norms, *out),
+        "--device-map": ("prune", "--model", model, "--method", "wanda", "--device-map", '{"a":' + DEEP, *out),
+    }.items():
+        done = command(*line)
+        assert done.returncode == 2, done.stderr
+        assert f"error: {str(named).strip()}" in done.stderr
+
+
+@pytest.mark.usefixtures("offline")
+def test_names_that_are_too_long(command: Run, model: Path, text: Path, tmp_path: Path) -> None:
+    long = tmp_path / ("o" * 5000)
+    how = ("--calibration", text, "--samples", 4, "--seqlen", 64)
+    for line in (
+        ("prune", "--model", model, "--method", "magnitude", "--sparsity", 0.5, "--output", long),
+        ("calibrate", "--model", model, *how, "--output", long),
+        ("bench", model, "--output", long),
+        ("plan", "--models", model, "--output", long),
+        ("measure", "--model", model, *how, "--output", long),
+        ("prune", "--model", model, "--method", "wanda", "--activations", long, "--output", tmp_path / "out"),
+        ("verify", long),
+    ):
+        done = command(*line)
+        assert done.returncode == 2, done.stderr
+        assert "file name too long" in done.stderr
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000])
+def test_numbers_that_python_does_not_read(command: Run, model: Path, text: Path, tmp_path: Path, number: str) -> None:
+    line = ("evaluate", "--model", model, "--suite", f"perplexity,file={text}", "--output", tmp_path / "out.json")
+    done = command(*line, "--batch-size", number)
+    assert done.returncode == 2
+    assert "--batch-size" in done.stderr
+
+
+@pytest.mark.usefixtures("offline")
+def test_names_in_files_cannot_write_to_the_terminal(command: Run, model: Path, tmp_path: Path) -> None:
+    recipe, suite = tmp_path / "recipe.toml", tmp_path / "suite.toml"
+    name = r'"nobody/\u001b[2J\u009b2J\nerror: all is well"'
+    recipe.write_text(f"dataset = {name}")
+    suite.write_text(f"[perplexity]\ndataset = {name}")
+    for line in (("prune", "--calibration", recipe), ("evaluate", "--suite", suite)):
+        done = command(*line, "--model", model, "--output", tmp_path / "out")
+        assert done.returncode == 2
+        assert "the data set cannot be loaded" in done.stderr
+        assert not set(done.stderr) & set("\x1b\x9b")
+        assert "\nerror: all is well" not in done.stderr

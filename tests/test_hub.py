@@ -1,8 +1,11 @@
 """Models by their Hub id, through the unmodified client, from a loopback server and from the cache; retries and errors."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from conftest import Run
 from hub_client import Client
 from hub_server import COMMIT, TOKEN, Hub
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import http_backoff
 from studies import command_job, stand_in, study_of
 
 from emp_llm.cluster.needs import model_size
@@ -254,3 +258,34 @@ def test_models_and_data_are_downloaded_before_the_jobs_are_submitted(
     assert done.returncode == 2
     assert NOTHING in done.stderr
     assert not list((missing / "slurm").glob("*.sh"))
+
+
+@pytest.mark.parametrize("asked", ["²", "9" * 5000, "-1", "soon"])
+def test_a_wait_that_is_no_number(waits: list[float], asked: str) -> None:
+    response: Any = SimpleNamespace(status_code=429, headers={"Retry-After": asked}, request=None)
+    errors = [HfHubHTTPError("answer 429", response=response)]
+
+    def call() -> str:
+        if errors:
+            raise errors.pop()
+        return "done"
+
+    assert with_retries(call) == "done"
+    assert waits == [1]
+
+
+def test_signatures_of_addresses_are_not_logged(
+    hub: Hub, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client logs the address of each upload that it repeats, and its query may be a signature."""
+    shown = StringIO()
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        monkeypatch.setattr(handler, "stream", shown)
+    address = f"{hub.endpoint}/upload/part?X-Amz-Signature=secret&b=c"
+    hub.fail("PUT", "/upload/part", 503, times=9)
+    with suppress(HfHubHTTPError):
+        http_backoff("PUT", address, max_retries=2, base_wait_time=0.01)
+    logging.getLogger("huggingface_hub.another").error("no %s, (%s)", address, f"'{address}'")
+    assert shown.getvalue().count(f"{hub.endpoint}/upload/part") >= 3
+    assert "secret" not in shown.getvalue() + caplog.text
+    assert "retry" in shown.getvalue().lower()

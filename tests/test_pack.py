@@ -343,3 +343,11 @@ def test_words_are_restored_from_their_parts(numbers: list[int], dtype: Any) -> 
     for name in ("BF16", "F32") if words.itemsize in (2, 4) else ("U8",):
         frames = [memoryview(frame) for frame in zstd_frames(split_planes(words, name))]
         assert np.array_equal(join_planes(frames, words.size, name), words)
+
+
+@pytest.mark.parametrize("version", ["²", "9" * 5000, "4" * 10])
+def test_versions_that_are_no_numbers(packed_llama: Path, tmp_path: Path, version: str) -> None:
+    told = Path(shutil.copytree(packed_llama, tmp_path / "packed")) / "emp_pack.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"format": f"emp-llm pack {version}"}))
+    with pytest.raises(UserError, match=r"not a sound packed file \(its format is emp-llm pack"):
+        unpack(tmp_path / "packed", tmp_path / "back")

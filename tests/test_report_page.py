@@ -12,6 +12,7 @@ import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from PIL import Image
 from runs import NAMES, make_sweep, report_of, save_run
 
 from emp_llm.common.errors import UserError
+from emp_llm.common.tables import csv_table
 from emp_llm.evaluation.values import signed
 from emp_llm.report import report
 
@@ -288,3 +290,20 @@ def test_a_missing_input_is_named_before_the_output(runs: Path, command: Run, tm
     assert "--output" not in done.stderr
     done = command("report", "report")
     assert done.stderr.startswith("error: report: it holds neither sweep.json nor emp_report.json")
+
+
+def test_cells_are_no_formulas(runs: Path, tmp_path: Path) -> None:
+    """Names come from checkpoints, and a spreadsheet computes cells that begin with these letters; numbers stay numbers."""
+    name = '=HYPERLINK("http://x")'
+    values = json.loads(json.dumps(report_of(runs / "wanda")).replace("model.layers.0.mlp.down_proj", json.dumps(name)[1:-1]))
+    report([save_run(tmp_path / "run", values)], output=tmp_path / "out", no_plots=True)
+    cells = {cell for row in csv_rows(tmp_path / "out" / "matrices.csv") for cell in row.values()}
+    assert any(cell.startswith(f"'{name}") for cell in cells)
+    assert not any(cell.startswith(tuple("=+-@")) for cell in cells)
+    numbers = ["-1.5", "+2", "-inf", "-", "1e-3", ""]
+    texts = ["=1", "+a", "-a", "@a", "\t=1"]
+    assert list(csv.reader(StringIO(csv_table([numbers, texts, [-1.5]])))) == [
+        numbers,
+        [f"'{text}" for text in texts],
+        ["-1.5"],
+    ]

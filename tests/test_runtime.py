@@ -1,11 +1,13 @@
 """The sparse runtime: products of packed rows against float64, models of every family, and the commands that run them."""
 
 import copy
+import errno
 import json
+import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +20,14 @@ from conftest import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding as llvm
+from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import emp_llm
-from emp_llm.checkpoint.packed_format import PackedFolder
+from emp_llm.checkpoint.headers import StoredTensor
+from emp_llm.checkpoint.packed_format import PackedFolder, PackedShard
 from emp_llm.common.errors import UserError
 from emp_llm.records.base import read_record
 from emp_llm.records.bench import Bench
@@ -387,3 +391,113 @@ def test_bench(sparse_models: Models, command: Run, tmp_path: Path) -> None:
     pushed = ("user/name", "--results", output, "--base-model", "user/base", "--dry-run")
     assert command("push", pruned, *pushed).returncode == 0
     assert "is of other weights than those in" in command("push", sparse_models("opt"), *pushed).stderr
+
+
+class TestMemory:
+    """A small packed folder may declare large tensors, and its config may ask for them: nothing large is expanded."""
+
+    @pytest.fixture
+    def expanded(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of the tensors that are expanded."""
+        names: list[str] = []
+        words = PackedShard.words
+
+        def listed(shard: PackedShard, tensor: StoredTensor) -> Iterator[Any]:
+            names.append(tensor.name)
+            return words(shard, tensor)
+
+        monkeypatch.setattr(PackedShard, "words", listed)
+        return names
+
+    def packed(self, models: Models, folder: Path, **changes: Any) -> Path:
+        """A packed folder of a dense model with more tensors, or others."""
+        shutil.copytree(models("opt"), folder / "model")
+        for shard in (folder / "model").glob("*.safetensors"):
+            tensors = load_file(shard)
+            tensors |= {name: changes.pop(name) for name in list(changes) if name in tensors}
+            save_file(tensors, shard, {"format": "pt"})
+        if changes:
+            save_file(changes, folder / "model" / "more.safetensors", {"format": "pt"})
+            for index in (folder / "model").glob("*.index.json"):
+                told = json.loads(index.read_text())
+                told["weight_map"] |= dict.fromkeys(changes, "more.safetensors")
+                index.write_text(json.dumps(told))
+        emp_llm.pack(folder / "model", folder / "packed", zstd=True)
+        return folder / "packed"
+
+    @pytest.mark.parametrize("check", [False, True])
+    def test_a_tensor_without_use(
+        self, models: Models, expanded: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, check: bool
+    ) -> None:
+        load(self.packed(models, tmp_path, unused=torch.zeros(1 << 20)), check=check)
+        assert expanded
+        assert "unused" not in expanded
+        assert "holds 1 tensor that the model does not use: unused" in caplog.text
+
+    def test_a_tensor_of_another_shape(self, models: Models, expanded: list[str], tmp_path: Path) -> None:
+        name = "model.decoder.layers.0.fc1.bias"
+        folder = self.packed(models, tmp_path, **{name: torch.zeros(1 << 20)})
+        with pytest.raises(UserError, match=rf"packed: the checkpoint does not fit config\.json.*{name} is \[1048576\]"):
+            load(folder)
+        assert not expanded
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_config_of_large_weights(self, sparse_models: Models, tmp_path: Path, packed: bool) -> None:
+        """The machine does not have the petabytes that it asks for."""
+        shutil.copytree(f"{sparse_models('llama')}{'-packed' * packed}", tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"vocab_size": 1 << 45}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=r"the checkpoint does not fit config\.json\. The shapes of 2 weights differ"):
+            load(tmp_path / "model", check=False)
+
+    def test_more_than_the_free_memory(
+        self, models: Models, sparse_models: Models, expanded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        emp_llm.pack(sparse_models("llama"), tmp_path / "packed", zstd=True)
+        for free, names in ((10_000, 0), (40_000, 14)):
+            monkeypatch.setattr("emp_llm.runtime.loader.available_memory", lambda free=free: free)
+            with pytest.raises(UserError, match=r"packed: .* needs [\d.]+ kB of memory, and \d+\.0 kB are free"):
+                load(tmp_path / "packed")
+            assert len(expanded) <= names
+
+
+def test_a_tokenizer_cannot_write_to_the_terminal(sparse_models: Models, tmp_path: Path, command: Run) -> None:
+    """Control characters of a generated text are shown, and not obeyed; Python gets them as they are."""
+    model = Path(shutil.copytree(sparse_models("llama"), tmp_path / "model"))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "Replace", "pattern": {"Regex": ".+"}, "content": "\x1b]0;title\x07\r\x9b2J\u200dé\n"}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    line = ("--model", model, "--prompt", "The lamp", "--max-new-tokens", 12, "--device", "cpu")
+    done = command("generate", *line)
+    assert done.returncode == 0, done.stderr
+    assert "�]0;title��" in done.stdout
+    assert "\u200dé\n" in done.stdout
+    assert not set(done.stdout) & set("\x1b\x07\x9b")
+    assert "\x1b]0;" in emp_llm.generate(str(model), prompt="The lamp", max_new_tokens=12, device="cpu").text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_bench_on_a_failing_disk(
+    sparse_models: Models, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A failure is told before the measurement; one after it still shows the figures."""
+    output = tmp_path / "results" / "bench.json"
+    line = (f"{sparse_models('llama')}-packed", "--prompt-tokens", 8, "--new-tokens", 2, "--repeats", 1, "--device", "cpu")
+    save = emp_llm.bench._Measured.round
+
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for moment in ("before", "after"):
+        if moment == "before":
+            monkeypatch.setattr("emp_llm.bench.write_bytes", fail)
+            monkeypatch.setattr(emp_llm.bench._Measured, "round", None)
+        else:
+            monkeypatch.undo()
+            assert emp_llm.bench._Measured.round is save
+            monkeypatch.setattr(Bench, "save", fail)
+        done = command("bench", *line, "--output", output)
+        assert done.returncode == 2
+        assert f"error: --output {output}: cannot be written there ({os.strerror(number).lower()})" in done.stderr
+        assert ("prefill, tokens/s" in done.stderr) == (moment == "after")
+        assert not list(output.parent.glob("*"))

@@ -16,6 +16,7 @@ from studies import TOKEN, command_job, job, stand_in, study_of
 from emp_llm.cluster.plan_file import Job
 from emp_llm.cluster.site import Site, read_site
 from emp_llm.cluster.slurm import JobArray, grouped_jobs, request_of, script_text
+from emp_llm.common.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "scripts" / "slurm"
@@ -246,3 +247,45 @@ def test_a_streamed_text_cannot_be_cached(command: Run, tmp_path: Path, monkeypa
     assert "allenai/c4/en/train is streamed from the Hub and never in the cache" in done.stderr
     done = command("submit", study, "--site", study / "site.toml", "--no-prepare")
     assert done.returncode == 0, done.stderr
+
+
+# Names and settings that would become lines of a script
+
+
+@pytest.mark.parametrize("name", ["a\n#SBATCH --wrap=id\nid", 'a"b', "a\\b", "a\rb"])
+def test_names_of_folders_that_a_script_cannot_hold(command: Run, tmp_path: Path, name: str) -> None:
+    study = study_of(tmp_path / name, [job("a")], "cpus = 1")
+    done = command("submit", study, "--site", study / "site.toml", "--dry-run")
+    assert done.returncode == 2
+    assert "a batch script cannot hold its name. Rename the folder" in done.stderr
+    assert done.stderr.strip().isprintable()
+
+
+def test_other_names_are_quoted(tmp_path: Path) -> None:
+    text = script_text(arrays_of([job("a")])[0], Site(), tmp_path / "it's #1")
+    assert f'#SBATCH --chdir="{tmp_path}/it\'s #1"\n' in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(rf'{key} = "a\nid"' for key in ("partition", "account", "container", "command", "scratch")),
+        r'gpus = "--gpus={gpus}\nid"',
+        r'memory = "--mem={megabytes}\nid"',
+        r'options = ["--nice", "--comment=a\nid"]',
+        r'modules = ["a\u001bb"]',
+        *(f"{key} = 'a\"b'" for key in ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")),
+    ],
+)
+def test_settings_that_would_be_lines_of_a_script(tmp_path: Path, line: str) -> None:
+    (tmp_path / "site.toml").write_text(line)
+    with pytest.raises(UserError, match=rf"site\.toml: {line.split()[0]}: .* must be one line") as caught:
+        read_site(tmp_path / "site.toml")
+    assert str(caught.value).isprintable()
+
+
+def test_a_prolog_may_have_lines_and_quotation_marks(tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text(
+        """prolog = ["a\\n\\"b\\""]\ncommand = 'python -c "1"'\noptions = ['--comment="a b"']"""
+    )
+    assert read_site(tmp_path / "site.toml").prolog == ['a\n"b"']

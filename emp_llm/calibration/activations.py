@@ -6,7 +6,6 @@ output; each layer has its own.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from emp_llm.checkpoint.files import tensor_bytes, write_bytes
+from emp_llm.checkpoint.files import parse_json, tensor_bytes, write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, reason
 from emp_llm.common.machine import Stopwatch
@@ -99,7 +98,7 @@ class Activations:
             raise UserError(f"{path}: no such activations file. {_REMEDY}")
         try:
             with safe_open(path, framework="pt") as file:
-                metadata: Any = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+                metadata: Any = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}").encode())
                 norms = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path}: not a readable activations file ({reason(error)}). {_REMEDY}") from error

@@ -174,7 +174,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The content of a recipe or suite file; UserError if it cannot be read as TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
 
 

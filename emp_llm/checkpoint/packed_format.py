@@ -25,6 +25,7 @@ than 8 bits are taken as bytes. A word is zero if no bit of it is set; -0.0 is a
 - in a folder of kind "mask": as the mask alone, `NAME.mask` or its frames; a tensor without zeros has no entry.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -360,8 +361,8 @@ def damaged(path: Path, cause: Exception | str) -> NoReturn:
 
 def _check_format(path: Path, name: Any) -> None:
     """Raise UserError for a format that this version does not read."""
-    version = str(name).removeprefix("emp-llm pack ")
-    if version.isdecimal() and int(version) > int(FORMAT.rpartition(" ")[2]):
+    version = re.fullmatch(r"emp-llm pack ([0-9]{1,9})", str(name))
+    if version is not None and int(version[1]) > int(FORMAT.rpartition(" ")[2]):
         raise UserError(
             f"{path}: a newer emp-llm wrote it ({quotable(str(name))}; this version reads up to {FORMAT!r}). Update emp-llm: "
             "pip install --upgrade emp-llm"

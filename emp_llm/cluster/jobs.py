@@ -146,7 +146,7 @@ class JobFiles:
             name = {"prune": REPORT_NAME, "sweep": SWEEP_NAME}.get(self.job.kind, "")
             try:
                 made = msgspec.json.decode((self.output / name).read_bytes(), type=_Made)
-            except (OSError, msgspec.DecodeError):
+            except (OSError, msgspec.DecodeError, RecursionError):
                 return False
         other = made.command if made.command != self.job.command else None
         if other is not None and other.partition(" ")[2] != shlex.join(self.job.arguments):  # the program may differ

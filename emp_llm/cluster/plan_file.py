@@ -107,7 +107,7 @@ def read_plan(folder: Path) -> list[Job]:
 def _job(line: str, where: str) -> Job:
     try:
         values: Any = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise UserError(f"{where}: this line is not JSON ({error}).") from error
     if not isinstance(values, dict):
         raise UserError(f"{where}: a line must be a JSON object with the fields of a job.")

@@ -19,6 +19,8 @@ Hours = Annotated[float, Meta(gt=0, le=8760)]
 Size = Annotated[float, Meta(gt=0)]
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 _SECRET = re.compile(r"(?i)\b(\w*(?:token|secret|password|passwd|api_?key))\s*=\s*\\?[\"']?[^\s\"'$\\]")
+_QUOTED = ("partition", "cpu_partition", "account", "qos", "constraint", "scratch")  # between quotation marks in a script
+_SHELL = ("about", "prolog")  # lines of their own
 # What submit itself says to sbatch.
 _OWN_OPTIONS = {
     *("partition", "account", "qos", "constraint", "time", "signal", "mem", "cpus-per-task", "array", "export", "dependency"),
@@ -112,6 +114,11 @@ class Site(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         return msgspec.structs.replace(job.needs, **{name: value for name, value in own.items() if value is not None})
 
 
+def quotes_well(text: str) -> bool:
+    """Whether a text between quotation marks means itself, to sbatch and to a shell."""
+    return text.isprintable() and not set(text) & set('"\\')
+
+
 def read_site(path: Path) -> Site:
     """Read a site file.
 
@@ -133,6 +140,12 @@ def read_site(path: Path) -> Site:
                 "offline jobs need none."
             )
     site = converted(values, Site, str(path))
+    for name, value in msgspec.structs.asdict(site).items():
+        sound = quotes_well if name in _QUOTED else str.isprintable
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and name not in _SHELL and not sound(text):
+                marks = ", without quotation marks and backslashes" if name in _QUOTED else ""
+                raise UserError(f"{path}: {name}: {quotable(text)} must be one line{marks}.")
     if not (site.gpus.startswith("-") and "{gpus}" in site.gpus):
         raise UserError(f'{path}: gpus must be an option with {{gpus}}, such as "--gres=gpu:{{gpus}}", got "{site.gpus}".')
     if site.memory and not (site.memory.startswith("-") and "{megabytes}" in site.memory):

@@ -184,8 +184,7 @@ def script_text(array: JobArray, site: Site, study: Path) -> str:
     options = []
     for name, value in chosen.items():
         if value is not None:
-            quoted = f'"{value}"' if any(letter.isspace() for letter in value) else value
-            options.append(f"--{name}={quoted}")
+            options.append(f"--{name}={value}" if shlex.quote(value) == value else f'--{name}="{value}"')
     options += [site.gpus.replace("{gpus}", str(request.gpus))] if request.gpus else []
     options += [site.memory.replace("{megabytes}", str(request.megabytes))] if site.memory else []
     options += ["--requeue", "--open-mode=append", "--kill-on-invalid-dep=yes", *site.options]
@@ -239,7 +238,7 @@ def queued_jobs(study: Path) -> dict[str, str]:
     for line in answer.splitlines():
         task, name, where = (*line.strip().split("|", 2), "", "")[:3]
         number = task.partition("_")[2]
-        if where == str(study) and number.isdigit() and int(number) < len(lists.get(name, [])):
+        if where == str(study) and number.isdecimal() and int(number) < len(lists.get(name, [])):
             found[lists[name][int(number)]] = task
     return found
 
@@ -247,7 +246,7 @@ def queued_jobs(study: Path) -> dict[str, str]:
 def next_number(study: Path) -> int:
     """The number of the next array of a study."""
     names = (path.name.partition("-")[0] for path in (study / FOLDER_NAME).glob("*-*.*"))
-    return 1 + max((int(name) for name in names if name.isdigit()), default=0)
+    return 1 + max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def check_sbatch(study: Path) -> None:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
 
 class UserError(ValueError):
     """Wrong input. The message names the field or file, the rule, and the remedy. Commands print it and exit with code 2."""
@@ -66,3 +68,8 @@ def printable(text: str, limit: int = 200) -> str:
     """Text from a file, made safe for a page or figure: no control characters, at most `limit` characters."""
     text = "".join(letter if letter.isprintable() else "�" for letter in text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def visible(text: str) -> str:
+    """Text for a terminal, which obeys no control characters in it but line breaks and tabs."""
+    return text.translate(_CONTROLS)

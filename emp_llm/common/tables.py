@@ -1,9 +1,14 @@
 """Tables as text: aligned for a terminal, Markdown or CSV. The first row is the heading."""
 
 import csv
+import re
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 Rows = list[list[str]]
+_FORMULA = re.compile(
+    r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]"
+)  # its beginning; numbers and signs alone are none
 
 
 def table(rows: Rows) -> str:
@@ -24,10 +29,11 @@ def markdown_table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def csv_table(rows: Rows) -> str:
-    """Comma-separated values, quoted where necessary."""
+def csv_table(rows: Iterable[Sequence[object]]) -> str:
+    """Comma-separated values, quoted where necessary. An apostrophe keeps spreadsheets from computing a text as a formula."""
     text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue().rstrip("\n")
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -24,7 +25,7 @@ import numpy as np
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
-from emp_llm.common.errors import UserError, reason
+from emp_llm.common.errors import UserError, quotable, reason
 from emp_llm.common.progress import progress_bar, shows_bars
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.suites import Task
@@ -39,8 +40,8 @@ def parse_batch_size(text: str) -> int | str:
     """A `--batch-size`: a number of at least 1, or "auto", which lets lm-eval choose; UserError for anything else."""
     if text == "auto":
         return text
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--batch-size {text!r}: expected a number of at least 1, or auto.")
+    if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
+        raise UserError(f"--batch-size {quotable(text)!r}: expected a number of at least 1, or auto.")
     return int(text)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,16 @@ _STATUSES = {
 }
 
 
+def _leave_out_query(record: logging.LogRecord) -> bool:
+    """A filter of the client's log, which names the addresses of uploads: their query is a signature."""
+    record.msg, record.args = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", r"\1", record.getMessage()), None
+    return True
+
+
+for _handler in logging.getLogger("huggingface_hub").handlers:
+    _handler.addFilter(_leave_out_query)
+
+
 def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
     """The result of a call to the Hub, which is repeated after a transient error.
 
@@ -76,7 +87,7 @@ def with_retries(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
             if cause is None or isinstance(cause, OfflineModeIsEnabled) or status not in (None, *_TRANSIENT):
                 raise
             asked = cause.response.headers.get("Retry-After", "") if isinstance(cause, HfHubHTTPError) else ""
-            wait = min(int(asked), _LONGEST_WAIT) if asked.isdigit() else wait
+            wait = min(int(asked), _LONGEST_WAIT) if re.fullmatch("[0-9]{1,9}", asked) else wait
             logger.warning("the Hub %s; next try in %g s.", f"answered {status}" if status else "did not answer", wait)
             time.sleep(wait)
     return call()

@@ -101,7 +101,7 @@ class Masks(Mapping[str, Tensor]):
                     masks._bits[name], masks._shapes[name] = bits, shape
         except UserError:
             raise
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not a readable file of masks ({reason(error)}).") from error
         return masks
 

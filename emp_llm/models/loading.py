@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason, shortened_list
 from emp_llm.common.machine import OutOfMemory, ran_out
 from emp_llm.common.progress import shows_bars
@@ -54,15 +55,13 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
         NoModelClassError: transformers does not know the model type, or has no class that generates text for it.
     """
     version = transformers.__version__
-    try:
-        raw, _ = transformers.PreTrainedConfig.get_config_dict(folder)
-    except (ValueError, OSError) as error:
-        raise NoModelClassError(f"{folder}: config.json cannot be read ({reason(error)}).") from error
+    raw = read_json(folder / "config.json")
     remote = raw.get("auto_map") or {}
-    kind = raw.get("model_type")
+    kind: Any = raw.get("model_type")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
+        name = _auto_class(config, remote if trust_remote_code else {})
+    except Exception as error:  # of any kind: config.json may say anything
         known = not isinstance(kind, str) or kind in transformers.CONFIG_MAPPING
         if known or trust_remote_code:
             problem = f"transformers cannot read its config.json ({reason(error, whole=True)})."
@@ -70,7 +69,6 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any
             remedy = _TRUST if remote else " Install a version that does."
             problem = f"transformers {version} does not know the model type {quotable(kind)!r}.{remedy}"
         raise NoModelClassError(f"{folder}: {problem}") from error
-    name = _auto_class(config, remote if trust_remote_code else {})
     if name is not None:
         return config, getattr(transformers, name)
     hint = _TRUST if remote and not trust_remote_code else ""
@@ -103,7 +101,7 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # of any kind: config.json may say anything
         raise NoModelClassError(
             f"{folder}: transformers cannot build the model of its config.json ({reason(error, whole=True)})."
         ) from error
@@ -132,6 +130,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     placement = parse_device_map(device_map)
+    build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
         raise UserError(
             f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
@@ -180,6 +179,8 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
     Raises:
         UserError: the model cannot be loaded, or memory runs out.
     """
+    if (folder / "generation_config.json").is_file():
+        read_json(folder / "generation_config.json")
     table = ""
     their_logger = logging.getLogger("transformers.modeling_utils")
     level, shown = their_logger.level, their_logger.getEffectiveLevel()
@@ -279,10 +280,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        user_errors = (ValueError, KeyError, OSError, ImportError, AttributeError, RecursionError)
-        if not isinstance(error, user_errors) and type(error) is not Exception:  # tokenizers raises a bare Exception
-            raise
+    except Exception as error:  # of any kind, by what the files say
         raise UserError(
             f"{folder}: no tokenizer that transformers can load ({reason(error, whole=True)}). Copy the model's tokenizer "
             "files into the folder."
@@ -300,7 +298,7 @@ def load_processor(folder: Path, trust_remote_code: bool = False) -> Any:
         processor: Any = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if all(hasattr(processor, part) for part in ("image_processor", "tokenizer")):
             return processor
-    except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # of any kind, by what the files say
         problem = f" ({reason(error, whole=True)})"
     raise UserError(
         f"{folder}: no image processor that transformers can load{problem}. Copy processor_config.json and "

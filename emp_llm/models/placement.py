@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from emp_llm.common.errors import UserError, count_of, reason
+from emp_llm.common.errors import UserError, count_of, quotable, reason
 from emp_llm.common.ranks import ranks
 from emp_llm.records.source import QuantizationRecord
 
@@ -44,8 +44,8 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
         return {"": text}
     try:
         value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--device-map {text}: cannot be read as a JSON object ({reason(error)}).") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--device-map {quotable(text)}: cannot be read as a JSON object ({reason(error)}).") from error
     if not isinstance(value, dict):
         raise UserError(f"--device-map {text}: expected a JSON object of module names and devices.")
     for device in value.values():

@@ -4,7 +4,7 @@ from pathlib import PurePath
 
 import msgspec
 
-from emp_llm.common.errors import UserError
+from emp_llm.common.errors import UserError, printable
 from emp_llm.records.source import TextFields, TextRecord
 
 
@@ -29,9 +29,7 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
     @property
     def source(self) -> str:
         """The source as text, for messages and reports."""
-        if self.file:
-            return self.file
-        return "/".join(part for part in (self.dataset, self.config, self.split) if part)
+        return printable(self.file or "/".join(part for part in (self.dataset, self.config, self.split) if part), 400)
 
     def check(self, where: str) -> "Corpus":
         """Return the corpus; UserError if it names no text, images that it cannot have, or samples or seqlen below 1."""

@@ -1,12 +1,10 @@
 """The files of a report: HTML page, Markdown, figures and CSV tables."""
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
 
 from emp_llm.common.errors import printable
-from emp_llm.common.tables import Rows, table
+from emp_llm.common.tables import Rows, csv_table, table
 from emp_llm.evaluation.comparison import UNPAIRED_NOTE
 from emp_llm.evaluation.values import UNPAIRED
 from emp_llm.records.bench import Bench
@@ -94,10 +92,7 @@ def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], ti
 
 def _csv(records: list[Record]) -> bytes:
     """Rows with all digits, under the names of their columns; what a row lacks is empty."""
-    text = StringIO()
     columns = list(dict.fromkeys(name for record in records for name in record))
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for record in records:
-        writer.writerow({name: str(value).lower() if isinstance(value, bool) else value for name, value in record.items()})
-    return text.getvalue().encode()
+    rows = [[record.get(name) for name in columns] for record in records]
+    cells = [[str(value).lower() if isinstance(value, bool) else value for value in row] for row in rows]
+    return f"{csv_table([columns, *cells])}\n".encode()

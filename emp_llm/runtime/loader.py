@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from emp_llm.checkpoint.headers import StoredTensor
 from emp_llm.checkpoint.matrices import Words, read_words, words_in
 from emp_llm.checkpoint.packed_format import PackedCheckpoint, PackedFolder, PackLayout, damaged
 from emp_llm.common.errors import UserError, count_of, format_bytes, quotable, reason
+from emp_llm.common.machine import OutOfMemory, available_memory
 from emp_llm.common.paths import PACK_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.hub.local_model import find_model
@@ -77,9 +78,13 @@ def load(
         _check(weights.packed)
     skeleton = build_skeleton(folder, trust_remote_code)
     layers = _linear_layers(skeleton, weights.checkpoint)
+    used = _used_tensors(folder, skeleton, weights.checkpoint)
+    weights.check_memory(used - {layer.stored for layer in layers})
     found = {layer: weights.rows(layer.stored, least_zeros) for layer in layers}
     packed = {layer: rows for layer, rows in found.items() if rows is not None}
-    loaded = _load_others(folder, skeleton, weights, list(packed), dtype)
+    used -= {layer.stored for layer in packed}
+    others = {name: weights.dense(name) for name in weights.checkpoint.tensors if name in used}
+    loaded = _load_others(folder, skeleton, others, list(packed), dtype)
     for layer, rows in packed.items():
         hole = loaded.get_submodule(layer.module)
         rows = pack_rows(rows.dense().T) if layer.transposed else rows
@@ -155,16 +160,32 @@ class _StoredWeights:
 
     def dense(self, name: str) -> Tensor:
         """A tensor with its zeros."""
-        tensor, shard = self.checkpoint.tensors[name], self._shards.get(name)
-        if shard is None or (shard.layout.codec == "raw" and shard.forms[name] == "dense"):
+        tensor = self.checkpoint.tensors[name]
+        if not self._expands(tensor):
             return self._map(tensor.shard, name)
-        raw = b"".join(words.tobytes() for words in shard.words(tensor))
+        raw = b"".join(words.tobytes() for words in self._words(tensor))
         header = json.dumps({name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(raw)]}}).encode()
         tensors: dict[str, Tensor] = safetensors_load(len(header).to_bytes(8, "little") + header + raw)
         return tensors[name]
 
+    def check_memory(self, names: Collection[str], copies: int = 1) -> None:
+        """Raise UserError if the tensors that are expanded, with their copies for a while, need more than the free memory."""
+        tensors = [tensor for tensor in map(self.checkpoint.tensors.__getitem__, names) if self._expands(tensor)]
+        needed, free = copies * sum(tensor.end - tensor.start for tensor in tensors), available_memory()
+        if needed > free:
+            what = quotable(tensors[0].name) if len(tensors) == 1 else count_of(len(tensors), "tensor")
+            raise OutOfMemory(
+                f"{self.checkpoint.folder}: {what} needs {format_bytes(needed)} of memory, and {format_bytes(free)} are free."
+            )
+
+    def _expands(self, tensor: StoredTensor) -> bool:
+        """Whether a tensor is not in its file as it is."""
+        shard = self._shards.get(tensor.name)
+        return shard is not None and not (shard.layout.codec == "raw" and shard.forms[tensor.name] == "dense")
+
     def _words(self, tensor: StoredTensor) -> Iterator[Words]:
         if self.packed is not None:
+            self.check_memory([tensor.name], copies=3)
             yield from self._shards[tensor.name].words(tensor)
             return
         with FileReader(tensor.shard) as file:
@@ -231,10 +252,31 @@ class _Hole(nn.Module):
         self.weight = torch.empty(0)  # for models that initialise the weights of their layers by name
 
 
+def _used_tensors(folder: Path, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+    """The names of the stored tensors that the model has, in its shapes: transformers loads them without their values.
+
+    Raises:
+        UserError: a weight of the model is missing, or has another shape.
+    """
+    stored = checkpoint.tensors.values()
+    empty = {each.name: torch.empty(each.shape, dtype=_DTYPES.get(each.dtype), device="meta") for each in stored}
+    with loading(folder):
+        model, info = type(skeleton).from_pretrained(
+            None,
+            config=skeleton.config,
+            state_dict=empty,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,  # listed in `info`, and refused below
+            output_loading_info=True,
+        )
+    check_complete(folder, model, info)
+    return set(checkpoint.tensors) - set(info["unexpected_keys"])
+
+
 def _load_others(
-    folder: Path, skeleton: PreTrainedModel, weights: _StoredWeights, packed: list[_LinearLayer], dtype: str | torch.dtype
+    folder: Path, skeleton: PreTrainedModel, others: dict[str, Tensor], packed: list[_LinearLayer], dtype: str | torch.dtype
 ) -> PreTrainedModel:
-    """The model with its dense weights, and a hole in the place of each packed layer."""
+    """The model with its dense weights, by their stored names, and a hole in the place of each packed layer."""
     kind = type(skeleton)
 
     def build(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -243,17 +285,13 @@ def _load_others(
             self.set_submodule(layer.module, _Hole(self.get_submodule(layer.module)))
 
     with_holes = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-    left = weights.checkpoint.tensors.keys() - {layer.stored for layer in packed}
     with loading(folder):
-        model, info = with_holes.from_pretrained(  # type: ignore[attr-defined]
+        model = with_holes.from_pretrained(  # type: ignore[attr-defined]
             None,
             config=skeleton.config,
-            state_dict={name: weights.dense(name) for name in weights.checkpoint.tensors if name in left},
+            state_dict=others,
             dtype=dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else getattr(torch, dtype),
-            ignore_mismatched_sizes=True,  # listed in `info`, and refused below
-            output_loading_info=True,
         )
-    check_complete(folder, model, info)
     model.__class__ = kind
     if (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
