@@ -6,7 +6,7 @@ A page is one session: its blocks run from top to bottom in an empty folder with
 talk to a loopback server, on which the demo model stands in for large models. A block after a line `<!-- not run: REASON -->`
 is not run; the reasons are printed. After `<!-- run with: OPTIONS -->`, the last command of the block is run with more options,
 if it takes hours without them. In expected output a line `...` stands for any lines, and times are not compared.
-Processors round differently. So a number with a decimal point may differ by 1 % or by 5 in its last digit, and an accuracy, its
+Processors round differently. So a number with a decimal point may differ by 1 % or by 10 in its last digit, and an accuracy, its
 error and its change by two questions; such differences are printed. Words and whole numbers must be equal.
 `--update` puts the real output into the pages. The exit code is 1 if a command fails or an output differs.
 """
@@ -226,7 +226,7 @@ def tolerated(expected: list[str], output: list[str], question: float = 0.0) -> 
     different = []
     for (number, accuracy), real in zip(numbers, match.groups(), strict=True):
         last_digit = 10.0 ** -len(number.partition(".")[2])
-        allowed = max(abs(float(number)) / 100, 5 * last_digit, 2 * question if accuracy else 0)
+        allowed = max(abs(float(number)) / 100, 10 * last_digit, 2 * question if accuracy else 0)
         if abs(float(real) - float(number)) > allowed + 1e-9:
             return None
         if real != number:

@@ -108,6 +108,7 @@ demo_facts acc 84.17, 2,730 weights in 1.6 s
         ("21.20", "19.95", None),  # as far as an accuracy may go
         ("84.17  +2.50", "81.66  +2.50", None),
         ("2.896", "2.926", None),
+        ("+3.38", "+3.49", None),
         ("2,730", "2,731", None),
         ("beta-1.25", "beta-1.26", None),
         ("dense", "dance", None),
