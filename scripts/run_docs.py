@@ -6,7 +6,7 @@ A page is one session: its blocks run from top to bottom in an empty folder with
 talk to a loopback server, on which the demo model stands in for large models. A block after a line `<!-- not run: REASON -->`
 is not run; the reasons are printed. After `<!-- run with: OPTIONS -->`, the last command of the block is run with more options,
 if it takes hours without them. In expected output a line `...` stands for any lines, and times are not compared.
-Processors round differently. So a number with a decimal point may differ by 1 % or by 10 in its last digit, and an accuracy, its
+Processors round differently. So a number with a decimal point may differ by 1 % or by 10 in its last digit, an accuracy, its
 error and its change by two questions; such differences are printed. Words and whole numbers must be equal.
 `--update` puts the real output into the pages. The exit code is 1 if a command fails or an output differs.
 """
@@ -218,8 +218,8 @@ def tolerated(expected: list[str], output: list[str], question: float = 0.0) -> 
             continue
         words = re.escape(_NUMBER.sub("\0", line)).replace("\0", r"([+-]?\d+\.\d+)")
         pattern += re.sub(r"(?:\\ )+", " +", re.sub(r"(?:\\-)+", "-+", words)) + r"\n"  # columns may be wider
-        for number in _NUMBER.finditer(line):
-            numbers.append((number[0], any(start <= number.start() < end for start, end in accuracies)))
+        for found in _NUMBER.finditer(line):
+            numbers.append((found[0], any(start <= found.start() < end for start, end in accuracies)))
     match = re.fullmatch(pattern, "".join(f"{line}\n" for line in _without_times(output)))
     if match is None:
         return None
