@@ -52,7 +52,7 @@ def run(
     *,
     workers: Annotated[
         int | None,
-        Opt("Jobs at the same time, each with its share of the GPUs or cores; default: one for each GPU.", minimum=1),
+        Opt("Jobs at a time, each with its share of the GPUs or cores; default: one for each GPU, or 8 cores.", minimum=1),
     ] = None,
     only: Annotated[str | None, Opt("Ids of the jobs to run, separated by commas; default: all.")] = None,
 ) -> RunSummary:

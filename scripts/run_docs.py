@@ -6,6 +6,8 @@ A page is one session: its blocks run from top to bottom in an empty folder with
 talk to a loopback server, on which the demo model stands in for large models. A block after a line `<!-- not run: REASON -->`
 is not run; the reasons are printed. After `<!-- run with: OPTIONS -->`, the last command of the block is run with more options,
 if it takes hours without them. In expected output a line `...` stands for any lines, and times are not compared.
+Processors round differently. So a number with a decimal point may differ by 1 % or by 10 in its last digit, an accuracy, its
+error and its change by two questions; such differences are printed. Words and whole numbers must be equal.
 `--update` puts the real output into the pages. The exit code is 1 if a command fails or an output differs.
 """
 
@@ -29,6 +31,9 @@ _FENCE = re.compile(r"^( *)```(bash|console|python)\n(.*?)^\1```$", re.MULTILINE
 _NOT_RUN = re.compile(r"<!-- not run: ([^>]*) -->\s*$")
 _RUN_WITH = re.compile(r"<!-- run with: ([^>]*) -->\s*$")
 _TIMES = re.compile(r"\d+(\.\d+)? (s|ms|GB/s)\b")
+_NUMBER = re.compile(r"(?<![\w.-])[+-]?\d+\.\d+(?![\w.])")  # with a decimal point, and not in a name
+_RULE = re.compile(r"-+(?: +-+)+")  # below the heads of a table's columns
+_QUESTIONS = 240  # of each task of the demo suite
 _LINKED = ("scripts", "calibration", "eval", "docs")
 _LARGE = ("meta-llama/Llama-2-7b-hf", "OWNER/DENSE")  # the demo model is served under these names
 
@@ -156,6 +161,7 @@ def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool)
     """Run one page; returns the number of commands that failed or printed something else."""
     text, wrong = page.read_text(encoding="utf-8"), 0
     replaced: list[tuple[Block, str]] = []
+    questions = _QUESTIONS
     for block in blocks_of(text):
         if block.reason is not None:
             print(f"{page.name}: not run ({block.reason}): {block.text.strip().splitlines()[0]}")
@@ -165,9 +171,11 @@ def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool)
             continue
         new: list[str] = []
         for command in commands_of(block):
-            fine, output = _ok(page, command, ["bash", "-o", "pipefail", "-c", command.line], work, environment)
+            questions = min([questions, *map(int, re.findall(r"\blimit[ =](\d+)", command.line))])  # later reports show them
+            line = ["bash", "-o", "pipefail", "-c", command.line]
+            fine, output = _ok(page, command, line, work, environment, 100 / questions)
             wrong += not fine
-            new += command.source + (_shortened(output, command.expected) if command.expected is not None else [])
+            new += command.source + (_shortened(output, command.expected, fine) if command.expected is not None else [])
         if block.kind == "console":
             replaced.append((block, "\n".join(new) + "\n"))
     if update:
@@ -177,31 +185,71 @@ def _run_page(page: Path, work: Path, environment: dict[str, str], update: bool)
     return wrong
 
 
-def _ok(page: Path, command: Command, line: list[str], work: Path, environment: dict[str, str]) -> tuple[bool, list[str]]:
+def _ok(
+    page: Path, command: Command, line: list[str], work: Path, environment: dict[str, str], question: float = 0.0
+) -> tuple[bool, list[str]]:
     """Run a command; whether it succeeded with the expected output, and its output."""
     start = time.perf_counter()
     done = subprocess.run(line, cwd=work, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     output = done.stdout.rstrip("\n").splitlines()
-    fine = done.returncode == 0 and (command.expected is None or matches(command.expected, output))
+    different = [] if command.expected is None else tolerated(command.expected, output, question)
+    fine = done.returncode == 0 and different is not None
     first = command.line.splitlines()[0]
     print(f"{page.name}: {'ok' if fine else 'WRONG'} {time.perf_counter() - start:.1f} s: {first}", flush=True)
     if done.returncode:
         print(f"  exit code {done.returncode}\n  " + "\n  ".join(done.stderr.rstrip().splitlines()[-12:]))
+    elif different:
+        print(f"  tolerated: {', '.join(different)}")
     elif not fine:
         print("  printed:\n    " + "\n    ".join(output))
     return fine, output
 
 
-def matches(expected: list[str], output: list[str]) -> bool:
-    """Whether an output is the expected one; a line `...` stands for any lines, and times differ."""
-    texts = ["\n".join(_without_times(part)) for part in _parts(expected)]
-    pattern = r"[\s\S]*".join(re.escape(text) for text in texts)
-    return re.fullmatch(pattern, "\n".join(_without_times(output)).rstrip()) is not None
+def tolerated(expected: list[str], output: list[str], question: float = 0.0) -> list[str] | None:
+    """The numbers of an output that differ within their tolerance, or None if the output is not the expected one.
+
+    A line `...` stands for any lines, and times differ. `question` is what one question weighs in an accuracy, in points.
+    """
+    pattern, numbers = "", []
+    lines = list(_without_times(expected))
+    for line, accuracies in zip(lines, _accuracies(lines), strict=True):
+        if line.strip() == "...":
+            pattern += r"(?:.*\n)*?"
+            continue
+        words = re.escape(_NUMBER.sub("\0", line)).replace("\0", r"([+-]?\d+\.\d+)")
+        pattern += re.sub(r"(?:\\ )+", " +", re.sub(r"(?:\\-)+", "-+", words)) + r"\n"  # columns may be wider
+        for found in _NUMBER.finditer(line):
+            numbers.append((found[0], any(start <= found.start() < end for start, end in accuracies)))
+    match = re.fullmatch(pattern, "".join(f"{line}\n" for line in _without_times(output)))
+    if match is None:
+        return None
+    different = []
+    for (number, accuracy), real in zip(numbers, match.groups(), strict=True):
+        last_digit = 10.0 ** -len(number.partition(".")[2])
+        allowed = max(abs(float(number)) / 100, 10 * last_digit, 2 * question if accuracy else 0)
+        if abs(float(real) - float(number)) > allowed + 1e-9:
+            return None
+        if real != number:
+            different.append(f"{real} for {number}")
+    return different
 
 
-def _shortened(output: list[str], expected: list[str]) -> list[str]:
+def _accuracies(lines: list[str]) -> Iterator[list[tuple[int, int]]]:
+    """Where accuracies and their changes are in each line: in columns of a table, or in the whole line if it names one."""
+    columns: list[tuple[int, int]] = []
+    for above, line in zip(["", *lines], lines, strict=False):
+        if _RULE.fullmatch(line):
+            columns, head = [], ""
+            for column in re.finditer("-+", line):
+                own = above[slice(*column.span())].strip()
+                head = head if own == "change" else own
+                columns += [column.span()] if " acc" in head else []
+        yield [(0, len(line))] if " acc" in line else columns
+
+
+def _shortened(output: list[str], expected: list[str], fine: bool) -> list[str]:
     """An output for the page: unchanged if it is as expected, and shortened where the expected one is."""
-    if matches(expected, output):
+    if fine:
         return expected
     parts = _parts(expected)
     if len(parts) == 1:

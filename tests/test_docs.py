@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from run_docs import blocks_of, commands_of, pages
+from run_docs import blocks_of, commands_of, pages, tolerated
 
 from emp_llm.cli import COMMANDS, parse
 
@@ -83,3 +83,44 @@ def test_readme_is_a_front_door() -> None:
         assert page.name == "README.md" or "python -m emp_llm." not in page.read_text(encoding="utf-8").replace(
             "-m emp_llm.evaluate", ""
         )
+
+
+TABLE = """
+                      of all %  perplexity          change  mean acc of 3        change
+--------------------  --------  ----------  --------------  -------------  ------------
+dense                     0.00       2.801                          81.67
+emp-wanda-beta-1.25      21.20       2.896  +3.38 ± 0.24 %          84.17  +2.50 ± 1.43
+demo_facts acc 84.17, 2,730 weights in 1.6 s
+""".strip("\n").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "different"),
+    [
+        ("2,730 weights in 1.6 s", "2,730 weights in 9.9 s", []),
+        ("      2.896  +3.38", "      2.899  +3.41", ["2.899 for 2.896", "+3.41 for +3.38"]),
+        ("84.17  +2.50 ± 1.43", "82.92  +1.25 ± 1.10", ["82.92 for 84.17", "+1.25 for +2.50", "1.10 for 1.43"]),
+        ("acc 84.17", "acc 82.92", ["82.92 for 84.17"]),
+        ("21.20", "19.95", None),  # as far as an accuracy may go
+        ("84.17  +2.50", "81.66  +2.50", None),
+        ("2.896", "2.926", None),
+        ("+3.38", "+3.49", None),
+        ("2,730", "2,731", None),
+        ("beta-1.25", "beta-1.26", None),
+        ("dense", "dance", None),
+    ],
+)
+def test_outputs_are_compared_within_tolerances(old: str, new: str, different: list[str] | None) -> None:
+    output = "\n".join(TABLE).replace(old, new).splitlines()
+    question = 100 / 80
+    assert tolerated(TABLE, output, question) == different
+    assert tolerated([*TABLE[:2], "...", *TABLE[3:]], output[:2] + ["more"] * 2 + output[2:], question) == (
+        different if old != "dense" else []
+    )
+
+
+def test_wider_columns_are_no_difference() -> None:
+    expected = ["     change", "-----------", "9.97 ± 0.23"]
+    assert tolerated(expected, ["      change", "------------", "10.02 ± 0.23"]) == ["10.02 for 9.97"]
+    assert tolerated(expected, [*expected, "more"]) is None
+    assert tolerated(["..."], ["more"]) == []
