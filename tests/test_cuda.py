@@ -211,7 +211,6 @@ def test_refit_on_the_gpu_agrees_with_exact_rows(two_streams: bool) -> None:
     ("search", "options"),
     [(sparsegpt, {"count": 32 * 384}), (admm, {"counts": torch.arange(64) * 6})]
     + [(search, {"pattern": (2, 4)}) for search in (sparsegpt, admm)],
-    ids=str,
 )
 def test_searches_on_the_gpu_agree_with_those_on_the_cpu(search: Any, options: dict[str, Any]) -> None:
     """Masks can differ where two costs are equal up to rounding."""
