@@ -54,7 +54,7 @@ def test_counts_are_those_of_the_checkpoint(family: str, models: Callable[[str],
 
 def test_missing_and_unreadable_configs_are_named(tmp_path: Path) -> None:
     for name, config, said in (
-        ("broken", "{", "broken: config.json cannot be read"),
+        ("broken", "{", r"broken/config.json: cannot be read"),
         ("unknown", '{"model_type": "nonesuch"}', "does not know the model type 'nonesuch'"),
         ("vision", '{"model_type": "vit"}', r"found no decoder blocks|no causal language model"),
     ):

@@ -69,7 +69,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_script_is_tried() -> None:
     paper = {name for name, path in NAMES.items() if path.startswith("scripts/paper/")}
-    assert paper == {*QUICK, "gpt2_heads", "image", "token_gating"}  # these have tests of their own
+    assert paper == {*QUICK, "attention_edges", "gpt2_heads", "image", "token_gating"}  # these have tests of their own
 
 
 @pytest.mark.parametrize("name", QUICK)
