@@ -60,9 +60,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     if structure.structure is not None:
         from emp_llm.structure.prune_structure import prune_structure, structure_recipe
 
-        recipe = structure_recipe(recipe, structure)
-        output, overwrite, dry = options.output, options.overwrite, options.dry_run
-        report, path = prune_structure(options, recipe, options, options, options, output, overwrite, dry, options.push_to_hub)
+        report, path = prune_structure(structure_recipe(recipe, structure), options)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
     norms, stopwatch = given_norms(options, recipe), Stopwatch()
     if options.evaluate is not None:

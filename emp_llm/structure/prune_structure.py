@@ -30,8 +30,6 @@ from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
-from emp_llm.options.calibration import NormOptions
-from emp_llm.options.model import LoadingOptions, ModelOptions
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.pruning.counts import read_report
@@ -57,22 +55,12 @@ def structure_recipe(recipe: Recipe, structure: StructureRecipe) -> Recipe:
     return recipe.but(targets=_KINDS[structure.structure], structure=structure)
 
 
-def prune_structure(
-    model: ModelOptions,
-    recipe: Recipe,
-    text: NormOptions,
-    loading: LoadingOptions,
-    evaluation: PruneOptions,
-    output: Path | None,
-    overwrite: bool,
-    dry_run: bool,
-    push_to_hub: str | None,
-) -> tuple[RunReport | DryRun, Path]:
+def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | DryRun, Path]:
     """Prune whole heads or neurons and write the checkpoint without them, or with zeros in their place.
 
     Args:
         recipe: of `structure_recipe`.
-        push_to_hub: repository to which the checkpoint will be pushed; None: none.
+        options: of the command.
 
     Returns:
         The report, or the plan of a dry run; and the folder of the checkpoint.
@@ -82,15 +70,15 @@ def prune_structure(
     """
     structure, taylor, stopwatch = recipe.structure, recipe.name == "taylor", Stopwatch()
     assert structure is not None
-    norms = None if taylor else given_norms(text, recipe)
-    suite = None if evaluation.evaluate is None else find_suite(evaluation.evaluate)
-    source = find_model(model.model, model.revision, model.trust_remote_code, headers_suffice=dry_run)
+    norms = None if taylor else given_norms(options, recipe)
+    suite = None if options.evaluate is None else find_suite(options.evaluate)
+    source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
 
     # Which units.
-    plan = unit_model(source.folder, structure, recipe.blocks, model.trust_remote_code)
-    checkpoint, path = plan.checkpoint, output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
+    plan = unit_model(source.folder, structure, recipe.blocks, options.trust_remote_code)
+    checkpoint, path = plan.checkpoint, options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
     matched = None if recipe.match is None else _matched(Path(recipe.match))
-    if dry_run:
+    if options.dry_run:
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         notes = [_units_line(plan.units)]
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
@@ -101,9 +89,9 @@ def prune_structure(
             coverage=plan.architecture.coverage(plan.targets),
             output=str(path),
             disk_bytes=checkpoint.output_bytes,
-            needs_overwrite=os.path.lexists(path) and not overwrite,
+            needs_overwrite=os.path.lexists(path) and not options.overwrite,
             model_bytes=sum(size for size, _ in checkpoint.states.values()),
-            push_to_hub=push_to_hub,
+            push_to_hub=options.push_to_hub,
             recipe=recipe.method,
             notes=notes,
         )
@@ -117,25 +105,25 @@ def prune_structure(
     data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if recipe.refit or taylor or calibrates:
-        read = calibration_data(text, plan.architecture, model.trust_remote_code)
+        read = calibration_data(options, plan.architecture, options.trust_remote_code)
         if not isinstance(read, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
-        if text.execution == "model" and (taylor or recipe.refit):
+        if options.execution == "model" and (taylor or recipe.refit):
             what = "--method taylor" if taylor else "--refit"
             raise UserError(f"{what} runs block by block; leave out --execution model.")
         data = read
-        made_of |= calibration_signature(data, text) | {"dtype": loading.dtype, "device_map": loading.device_map}
+        made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
     if matched is not None:
         made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
     signature = run_signature(checkpoint, recipe, made_of)
-    prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
-    measured = None if prepared is None else measures_of_baseline(evaluation.baseline, source, prepared, loading)
-    models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
+    prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, options.trust_remote_code))
+    measured = None if prepared is None else measures_of_baseline(options.baseline, source, prepared, options)
+    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
-        out = OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite)
+        out = OutputFolder(path, [source.folder], checkpoint.output_bytes, options.overwrite)
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
@@ -148,9 +136,9 @@ def prune_structure(
                 with stage("taylor"):
                     sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)  # of an interrupted run
                     if sums is None:
-                        runner = BlockwiseModel(models.get(source.folder), recipe.blocks, text.hidden_states)
+                        runner = BlockwiseModel(models.get(source.folder), recipe.blocks, options.hidden_states)
                         with stopwatch("taylor"):
-                            sums = taylor_sums(runner, plan.units, data.tokens, text.batch_size)
+                            sums = taylor_sums(runner, plan.units, data.tokens, options.batch_size)
                         del runner
                         if ranks().main:
                             write_bytes(out.files / TAYLOR_NAME, save(sums))
@@ -162,7 +150,9 @@ def prune_structure(
                     if norms is None:
                         dense, outputs = models.get(source.folder), [units.output.layer for units in plan.units]
                         with stopwatch("calibrate"):
-                            norms = calibrated(dense, data, outputs, text, origin, blocks=recipe.blocks, resume=out.calibration)
+                            norms = calibrated(
+                                dense, data, outputs, options, origin, blocks=recipe.blocks, resume=out.calibration
+                            )
                         del dense
                         if ranks().main:
                             keep_norms(out, norms, stopwatch)
@@ -188,8 +178,8 @@ def prune_structure(
                                 recipe.update,
                                 moved,
                                 mask_of=lambda target: masks[target.name],
-                                batch_size=text.batch_size,
-                                hidden_states=text.hidden_states,
+                                batch_size=options.batch_size,
+                                hidden_states=options.hidden_states,
                                 blocks=recipe.blocks,
                             )
                         del dense
@@ -210,7 +200,7 @@ def prune_structure(
                     dense, small = models.get(source.folder), None
                     with stopwatch("compare"):
                         if not is_offloaded(dense):
-                            small = load_model(out.files, loading.device_map, loading.dtype, model.trust_remote_code)
+                            small = load_model(out.files, options.device_map, options.dtype, options.trust_remote_code)
                         if small is not None and not is_offloaded(small):
                             compare(dense, small, choices, moved, record)
                         else:
@@ -222,7 +212,7 @@ def prune_structure(
                 if norms is not None and not calibrates:
                     warn_if_foreign(norms, identity, source.folder)
                 fits = {} if moved is None else moved.records()
-                about = norms.about if norms is not None else None if data is None else fit_origin(data, text, origin)
+                about = norms.about if norms is not None else None if data is None else fit_origin(data, options, origin)
                 report = RunReport(
                     source=ModelSource(model=source.name, revision=source.revision, identity=identity),
                     command=command_line(),
@@ -236,8 +226,8 @@ def prune_structure(
                     warnings=[] if recipe.update is None else update_warnings(fits, fitted, recipe.update),
                     fits=fits,
                     structure=record,
-                    dtype=loading.dtype,
-                    device_map=loading.device_map,
+                    dtype=options.dtype,
+                    device_map=options.device_map,
                 )
                 report.save(out.files / REPORT_NAME)
                 digest = None if norms is None else norms.digest
@@ -249,7 +239,7 @@ def prune_structure(
         log_warnings(report.warnings)
 
     if prepared is not None:
-        report = evaluate_checkpoint(path, source, report, prepared, models, loading, stopwatch, measured)
+        report = evaluate_checkpoint(path, source, report, prepared, models, options, stopwatch, measured)
     return report, path
 
 
