@@ -347,7 +347,7 @@ class Attempt:
     Args:
         study: folder of the study.
         job: of its plan.
-        gpus, threads: as for `launches`.
+        gpus: numbers of the GPUs for it; threads: cores for its processes on this node; None: all of them.
 
     Attributes:
         files: of the job.

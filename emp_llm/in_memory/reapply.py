@@ -36,8 +36,8 @@ def masks_in(
         folder: the pruned checkpoint, or its packed folder, with weights or a mask alone.
         model: loaded from the checkpoint, or from a model derived from it; on any device, of any floating-point dtype. LoRA
             adapters must be merged, and weights whole (not quantised, offloaded to disk or sharded over processes).
-        targets: layers, as for `prune`; None: those of the run that pruned it.
-        blocks: name of the list of decoder blocks, as for `prune`; None: that of the run.
+        targets: name suffixes, a regular expression, or "mlp" or "all-linear"; None: the layers of the run that pruned it.
+        blocks: name of the list of decoder blocks; None: that of the run.
 
     Raises:
         UserError: the folder is no checkpoint or one of another model, its targets are unknown, or a weight of the model is not
@@ -91,7 +91,7 @@ def reapply_mask(
         model: on any device, of any floating-point dtype; adapters merged, and weights whole, as `masks_in` says.
         masks: a pruned checkpoint or its packed folder; `Masks`, or a file of them; or bool tensors by parameter name, true
             where a weight stays.
-        targets: for a folder: layers, as for `prune`; None: those of the run that pruned it.
+        targets: for a folder: names of layers (see `masks_in`); None: those of the run that pruned it.
         blocks: for a folder: name of the list of decoder blocks; None: that of the run.
 
     Returns:

@@ -30,7 +30,7 @@ class MeasureEntry(Part, kw_only=True, omit_defaults=False):
     """One criterion and one order, and the result of EMP with beta 1 for them.
 
     Attributes:
-        score, count_by: as for `Recipe`.
+        score: whose norms scored the weights; count_by: whose effective numbers set the counts.
         curve: the sparsity at other betas; empty in older files.
     """
 

@@ -53,7 +53,7 @@ class Results(FileRecord, kw_only=True, omit_defaults=False):
         pruned: recipe and sparsity of a pruned model; null for a dense one.
         suite, command: name of the suite, and the command line; made_by: everything that the numbers depend on.
         complete: whether the whole suite is measured.
-        perplexity, tasks: as for `Measures`.
+        perplexity, tasks: what was measured so far.
     """
 
     KIND: ClassVar[str] = "results"

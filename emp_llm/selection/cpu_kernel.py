@@ -421,7 +421,7 @@ def cut(
     """Keep the weights of the largest keys of each row; set the others to zero, in place.
 
     Args:
-        weights, norms, form, like: as for `sums`.
+        weights, norms, form, like: those of `sums`.
         nu, counts: int64, shape (rows,): floor(N_eff) of a row, and how many weights are kept.
         n, m: keep n of every m; m is 0 for the other rules.
         zeros: int64, shape (rows,), an output: how many weights of the row are now zero.

@@ -60,7 +60,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
 
     Args:
         recipe: of `structure_recipe`.
-        options: of the command.
+        options: the model, its calibration, the output, the evaluation.
 
     Returns:
         The report, or the plan of a dry run; and the folder of the checkpoint.
