@@ -69,7 +69,7 @@ class CalibrationRecord(Part, kw_only=True):
         text, tokens: the calibration text, and the number of tokens; seed: of a shuffled text only.
         texts: for a mix, its parts in place of `text`; each has its number of samples.
         dtype, quantization, batch_size, ranks: of the forward passes.
-        execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned"; hidden_states: where they were kept.
+        execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned"; hidden_states: their place.
         pruned_by: for pruned propagation, the recipe of the masks.
         versions: of the packages.
     """
