@@ -27,7 +27,9 @@ from emp_llm.verify import verify
 
 Models = Callable[[str], Path]
 UP = "model.layers.0.mlp.up_proj"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e8m0fnu: "F8_E8M0"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    DTYPES[torch.float8_e8m0fnu] = "F8_E8M0"
 Edit = Callable[[dict[str, Tensor]], object]
 
 

@@ -24,7 +24,7 @@ Words = NDArray[Any]  # uint8, uint16, uint32 or uint64, little-endian
 WORD: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 PRUNABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 FP8_DTYPE = "F8_E4M3"
-_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_SCALE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def word_bytes(tensor: StoredTensor) -> int:
@@ -128,10 +128,14 @@ def _values(stored: StoredTensor) -> "Tensor":
     """Scales as float32, shape (blocks of rows, blocks of columns)."""
     import torch
 
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+    dtype = getattr(torch, _SCALE_DTYPES[stored.dtype], None)
+    if dtype is None:
+        raise UserError(
+            f"{stored.shard}: its scales are stored as {stored.dtype}, which needs torch 2.7. Update it."
+        )
     with FileReader(stored.shard) as file:
         words = read_words(file, stored, 0, stored.numel)
-    scales = torch.from_numpy(words).view(dtypes[_SCALE_DTYPES.index(stored.dtype)]).float()
+    scales = torch.from_numpy(words).view(dtype).float()
     if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
         raise UserError(f"{stored.shard}: {stored.name} holds NaN, infinity or a scale below zero. Download the model again.")
     # A block of zeros may have the scale zero. Above it, a score is zero only where the weight's bits are.
