@@ -130,9 +130,7 @@ def _values(stored: StoredTensor) -> "Tensor":
 
     dtype = getattr(torch, _SCALE_DTYPES[stored.dtype], None)
     if dtype is None:
-        raise UserError(
-            f"{stored.shard}: its scales are stored as {stored.dtype}, which needs torch 2.7. Update it."
-        )
+        raise UserError(f"{stored.shard}: its scales are stored as {stored.dtype}, which needs torch 2.7. Update it.")
     with FileReader(stored.shard) as file:
         words = read_words(file, stored, 0, stored.numel)
     scales = torch.from_numpy(words).view(dtype).float()
