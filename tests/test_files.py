@@ -217,3 +217,22 @@ def test_a_model_folder_with_an_empty_file(models: Callable[[str], Path], tmp_pa
     prune(model=source, output=out, method="emp-magnitude")
     assert (out / "added_vocabulary.txt").read_bytes() == b""
     assert verify(out, source=str(source)).differences == []
+
+
+def test_pages_of_a_file_are_written_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of `take` go past the page cache, all but those of the first and the last page; other bytes do not."""
+    (tmp_path / "source").write_bytes(CONTENT * 8)
+    direct, pwrite = [], os.pwrite
+
+    def noted(file: int, raw: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.append((offset, len(raw)))
+        return pwrite(file, raw, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    with FileWriter(tmp_path / "copy") as output, FileReader(tmp_path / "source") as source:
+        if output._direct < 0:
+            pytest.skip("the file system has no direct writes")
+        output.write(source.take(5, 5 * PAGE).data, 5)
+        output.write(memoryview(bytearray(CONTENT)), 5 * PAGE + 5)
+    assert direct == [(PAGE, 4 * PAGE)]
