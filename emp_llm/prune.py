@@ -10,7 +10,7 @@ from emp_llm.common.machine import Stopwatch
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
-from emp_llm.options.prune import PruneOptions, check_options
+from emp_llm.options.prune import PruneOptions, check_options, structured
 from emp_llm.options.recipe import Recipe, StructureRecipe
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource, stage_records
@@ -58,9 +58,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         if ranks().main and not options.dry_run:
             check_login(destination)
     if structure.structure is not None:
-        from emp_llm.structure.prune_structure import prune_structure, structure_recipe
+        from emp_llm.structure.prune_structure import prune_structure
 
-        report, path = prune_structure(structure_recipe(recipe, structure), options)
+        report, path = prune_structure(structured(recipe, structure), options)
         return report if isinstance(report, DryRun) else _pushed(report, path, destination)
     norms, stopwatch = given_norms(options, recipe), Stopwatch()
     if options.evaluate is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of
-from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, TAYLOR_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, SUMS_NAME
 from emp_llm.hub.local_model import find_model
 from emp_llm.options.base import Opt
 from emp_llm.options.criterion import criterion_origin
@@ -112,8 +112,8 @@ def _check_units(
     if recipe.structure is None or record is None:
         raise UserError(f"{options.folder}: its report names no heads or neurons. Download it again.")
     model = unit_model(dense.folder, recipe.structure, options.blocks or recipe.blocks, options.trust_remote_code)
-    if recipe.name == "taylor":
-        feature: Any = read_tensors(options.folder / TAYLOR_NAME).get
+    if recipe.name not in ("magnitude", "wanda"):
+        feature: Any = read_tensors(options.folder / SUMS_NAME).get
     else:
         norms = _norms(options, manifest)
         feature = None if norms is None else norms.norm

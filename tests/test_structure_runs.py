@@ -31,7 +31,7 @@ from emp_llm.records.run_report import RunReport, StructureRecord
 from emp_llm.report import report
 from emp_llm.structure import prune_structure, writing
 from emp_llm.structure.choice import choose_units
-from emp_llm.structure.units import Units, unit_model
+from emp_llm.structure.units import Parts, unit_model
 from emp_llm.verify import verify
 
 # What cannot be removed: config.json has no number of heads apart from the width, or the heads share a norm.
@@ -196,7 +196,7 @@ def test_taylor_scores_are_gradients_of_the_whole_model(models: Any, tmp_path: P
     source, out = models("gemma2"), tmp_path / "out"
     options: dict[str, Any] = {"calibration": "demo", "samples": 6, "seqlen": 40, "batch_size": 4}
     removed(source, out, structure="both", method="emp-taylor", beta=0.5, width_multiple=8, **options)
-    sums = load_file(out / "emp_llm" / "taylor.safetensors")
+    sums = load_file(out / "emp_llm" / "sums.safetensors")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokens = token_ids(find_corpus("demo,samples=6,seqlen=40"), tiny.make_tokenizer())
     seen: dict[str, torch.Tensor] = {}
@@ -395,9 +395,9 @@ def test_choice_against_a_float64_reference(scores: list[list[float]], beta: flo
     assert {len(choice.kept) for choice in ratio} == {size - size // 2}
 
 
-def _plain_units(size: int, block: int) -> Units:
+def _plain_units(size: int, block: int) -> Parts:
     each = np.arange(size)[:, None]
     layer = Layer(f"model.layers.{block}.mlp.down_proj", "mlp", block)
     stored = StoredTensor(f"{layer.name}.weight", Path("x"), "F32", (1, size), 0, 4 * size)
     output = Target(layer, Matrix(stored))
-    return Units("neurons", output, each, {}, np.zeros(size, dtype=np.int64))
+    return Parts.of("neurons", output, each, {})

@@ -383,7 +383,7 @@ class StoredNames:
     """The weights of a model in a checkpoint.
 
     Attributes:
-        names: parameter -> stored tensor, for parameters stored one to one.
+        names: parameter or buffer -> stored tensor, for those stored one to one.
         experts: the layer and the stored matrix of each matrix of an expert, in the model's order.
         missing: parameters without a counterpart in the checkpoint.
     """
@@ -418,7 +418,9 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
         checkpoint: its weights.
         stacks: the result of `find_stacks`.
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    saved = model.state_dict().keys()
+    own: dict[str, Tensor] = parameters | {name: each for name, each in model.named_buffers() if name in saved}
     prefix = getattr(model, "base_model_prefix", "")
     names: dict[str, str] = {}
     renamed: list[str] = []
@@ -438,7 +440,7 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     stored_as: dict[Any, str] = {}
     for name, key in names.items():
         stored_as[tied.get(name, name)] = stored_as[id(own[name])] = key
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         stored = stored_as.get(tied.get(name, name)) or stored_as.get(id(parameter))
         if name not in names and stored is not None:
             names[name] = stored
@@ -447,7 +449,7 @@ def find_names(model: nn.Module, checkpoint: Checkpoint, stacks: dict[str, Exper
     # A tensor of unknown use may become an absent parameter by an unsupported conversion.
     if _not_ignored(model, "unexpected", (key for key in renamed if key not in used)):
         return StoredNames(names, experts, [])
-    absent = (name for name in own if name not in names and name not in pieces)
+    absent = (name for name in parameters if name not in names and name not in pieces)
     return StoredNames(names, experts, _not_ignored(model, "missing", absent))
 
 
@@ -457,9 +459,7 @@ def _not_ignored(model: nn.Module, problem: str, names: Iterable[str]) -> list[s
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
-def _converted(
-    model: Any, keys: list[str], own: dict[str, nn.Parameter]
-) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
+def _converted(model: Any, keys: list[str], own: dict[str, Tensor]) -> tuple[dict[str, str], defaultdict[str, list[_Piece]]]:
     """Stored tensors that transformers renames or merges while loading (it stores GPT-NeoX's lm_head as embed_out)."""
     names: dict[str, str] = {}
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)

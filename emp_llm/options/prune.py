@@ -10,7 +10,17 @@ from emp_llm.options.calibration import NormOptions, Propagate
 from emp_llm.options.model import LoadingOptions, MaskDevice, ModelOptions, QuantizationOptions
 from emp_llm.options.recipe import SEARCHES, Recipe, StructureRecipe
 
-STRUCTURE_CRITERIA = ("magnitude", "wanda", "taylor")
+_OF_PARTS = ("magnitude", "wanda", "taylor")
+# Structure -> the scores of its units. The first of experts and of layers is the default.
+STRUCTURE_CRITERIA = {
+    "heads": _OF_PARTS,
+    "neurons": _OF_PARTS,
+    "both": _OF_PARTS,
+    "experts": ("reap", "man", "frequency", "mass", "magnitude"),
+    "layers": ("cosine",),
+}
+_OF_UNITS = tuple({name for names in STRUCTURE_CRITERIA.values() for name in names} - {"magnitude", "wanda"})
+_KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear", "experts": "mlp", "layers": "all-linear"}
 # Options that are for weights and not for units.
 _OF_WEIGHTS = (
     *("pattern", "criterion", "scores", "score_map", "score", "count_by", "shares", "neff_dtype", "match_by", "ignore"),
@@ -41,9 +51,10 @@ def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOpti
     """Raise UserError for invalid or conflicting options."""
     structure.check()
     if structure.structure is not None:
-        _check_structured(recipe.but(structure=structure), options)
-    elif recipe.name == "taylor":
-        raise UserError(f"--method {recipe.method} scores heads and neurons, not weights. Add --structure, or use emp-wanda.")
+        _check_structured(recipe, structured(recipe, structure), options)
+    elif recipe.name in _OF_UNITS:
+        units = "heads and neurons" if recipe.name == "taylor" else "layers" if recipe.name == "cosine" else "experts"
+        raise UserError(f"--method {recipe.method} scores {units}, not weights. Add --structure, or use emp-wanda.")
     else:
         recipe.check()
     if options.baseline is not None and options.evaluate is None:
@@ -78,21 +89,36 @@ def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOpti
             )
 
 
-def _check_structured(recipe: Recipe, options: PruneOptions) -> None:
-    """Raise UserError for options that do not go with --structure."""
+def structured(recipe: Recipe, structure: StructureRecipe) -> Recipe:
+    """The recipe of a structured run: of the units in place of weights. The default method is that of the structure."""
+    default, method = STRUCTURE_CRITERIA[structure.structure][0], recipe.method
+    if method == "emp-wanda" and default != "magnitude":
+        method = f"emp-{default}"
+    return recipe.but(method=method, targets=_KINDS[structure.structure], structure=structure)
+
+
+def _check_structured(given: Recipe, recipe: Recipe, options: PruneOptions) -> None:
+    """Raise UserError for options that do not go with --structure; `given` is the recipe before it was made structured."""
     usual = Recipe(method=recipe.method, match=recipe.match)  # what nobody asked for
     instead = {"group": "Use --structure-group", "targets": "Use --structure heads, neurons or both"}
     for name in _OF_WEIGHTS:
-        if getattr(recipe, name) not in (None, getattr(usual, name)):
+        if getattr(given, name) not in (None, getattr(usual, name)):
             flag = options_of(Recipe)[name].flag
             raise UserError(f"{flag} does not go with --structure. {instead.get(name, 'Leave it out')}.")
     if options.propagate != "dense":
         raise UserError("--propagate does not go with --structure. Leave it out.")
     if options.load_in_8bit or options.load_in_4bit:
         raise UserError("--structure needs the original weights; leave out --load-in-8bit and --load-in-4bit.")
-    if recipe.name not in STRUCTURE_CRITERIA:
-        known = ", ".join(f"emp-{each}, {each}" for each in STRUCTURE_CRITERIA)
-        raise UserError(f"--method {recipe.method} does not score heads or neurons. Use one of {known}.")
+    assert recipe.structure is not None
+    units, known = recipe.structure.structure, STRUCTURE_CRITERIA[recipe.structure.structure]
+    if recipe.name not in known:
+        names = ", ".join(f"emp-{each}, {each}" for each in known)
+        scored = "heads or neurons" if known is _OF_PARTS else units
+        raise UserError(f"--method {recipe.method} does not score {scored}. Use one of {names}.")
+    if units in ("experts", "layers") and options.activations is not None:
+        raise UserError(f"--activations holds norms of inputs, which do not score {units}. Leave it out.")
+    if units == "layers" and recipe.refit:
+        raise UserError("--refit moves weights within layers, and --structure layers removes whole ones. Leave it out.")
     if options.activations is not None and recipe.name == "taylor":
         raise UserError("--activations holds norms, and --method taylor needs gradients. Leave it out, or use --method wanda.")
     if options.activations is not None and recipe.refit:

@@ -41,31 +41,29 @@ def always(value: Any) -> Any:
 
 
 class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"structure_group": "group"}):
-    """Heads and neurons removed in place of weights.
+    """Heads, neurons, experts or layers removed in place of weights.
 
     None stands for the default. It is replaced when the recipe is made; a field that the structure does not use stays None.
 
     Attributes:
         structure: None: weights are pruned.
-        structure_group: those that compete: of a layer, or of all layers.
+        structure_group: those that compete: of a layer, or of all layers. Whole layers always compete with each other.
         head_unit: "group": query heads together with the keys and values that they share; "query": single query heads.
-        keep_shapes: they are set to zero where they are; else they are removed, and all layers get one width.
+        keep_shapes: they are set to zero where they are, and experts are closed in their routers; else they are removed, and
+            all layers get one width.
         width_multiple: the number of neurons that stay is rounded up to a multiple of this.
     """
 
     structure: Annotated[
-        Literal["heads", "neurons", "both"], Opt("Remove whole attention heads, MLP neurons, or both, in place of weights.")
+        Literal["heads", "neurons", "both", "experts", "layers"],
+        Opt("Remove whole attention heads, MLP neurons, both, experts of a mixture, or decoder layers, in place of weights."),
     ] = None  # type: ignore[assignment]
-    structure_group: Annotated[Literal["layer", "all"], Opt("Heads or neurons that compete: of a layer, or of all layers.")] = (
-        "layer"
-    )
+    structure_group: Annotated[Literal["layer", "all"], Opt("Units that compete: of a layer, or of all layers.")] = "layer"
     head_unit: Annotated[
         Literal["group", "query"] | None,
         Opt("With shared keys and values: whole groups of query heads, or query heads within groups; default: group."),
     ] = None
-    keep_shapes: Annotated[bool, Opt("With --structure, set heads or neurons to zero and keep every shape and the config.")] = (
-        False
-    )
+    keep_shapes: Annotated[bool, Opt("With --structure, set units to zero and keep every shape and the config.")] = False
     width_multiple: Annotated[
         int | None, Opt("Round the width of the MLP up to a multiple of this; default: 64.", minimum=1)
     ] = None
@@ -82,10 +80,14 @@ class StructureRecipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         for name, option in options_of(StructureRecipe).items():
             if self.structure is None and getattr(self, name) != option.parameter.default:
                 raise UserError(f"{option.flag} has no effect without --structure. Add that, or leave it out.")
-        if self.structure == "heads" and self.width_multiple is not None:
-            raise UserError("--width-multiple is for neurons, and --structure heads removes none. Leave it out.")
-        if self.structure == "neurons" and self.head_unit is not None:
-            raise UserError("--head-unit is for heads, and --structure neurons removes none. Leave it out.")
+        if self.structure not in (None, "neurons", "both") and self.width_multiple is not None:
+            raise UserError(f"--width-multiple is for neurons, and --structure {self.structure} removes none. Leave it out.")
+        if self.structure not in (None, "heads", "both") and self.head_unit is not None:
+            raise UserError(f"--head-unit is for heads, and --structure {self.structure} removes none. Leave it out.")
+        if self.structure == "layers" and self.keep_shapes:
+            raise UserError(
+                "--structure layers removes whole layers, so that no shape is left to keep. Leave out --keep-shapes."
+            )
         if self.width_multiple is not None and self.keep_shapes:
             raise UserError("--keep-shapes keeps the width of the MLP; leave out --width-multiple.")
 
@@ -125,8 +127,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     method: Annotated[
         str,
         Opt(
-            "wanda, magnitude, relative, ria, sparsegpt, admm, taylor (heads), own; emp-NAME: N_eff sets counts; "
-            "default: emp-wanda."
+            "wanda, magnitude, relative, ria, sparsegpt, admm, own; taylor (heads, neurons), reap, man, frequency, mass "
+            "(experts), cosine (layers); emp-NAME: N_eff sets counts; default: emp-wanda, emp-reap, emp-cosine."
         ),
     ] = None  # type: ignore[assignment]  # __post_init__ sets it
     beta: Annotated[float | None, Opt("Keep beta x N_eff (emp methods); default: 1.")] = None

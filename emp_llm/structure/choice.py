@@ -27,7 +27,7 @@ Removed = Mapping[tuple[str, str], tuple[int, int]]  # kind and role of units ->
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The kept units of one attention, MLP or expert.
+    """The kept units of one attention, MLP, expert or mixture, or the kept layers.
 
     Attributes:
         units, scores: of the dense model.
@@ -39,6 +39,11 @@ class Choice:
     scores: Scores
     kept: Indices
     record: UnitsRecord
+
+    @property
+    def gone(self) -> Indices:
+        """Numbers of the removed units."""
+        return np.setdiff1d(np.arange(len(self.units)), self.kept)
 
     def removed(self, table: Indices) -> torch.Tensor:
         """The inputs or outputs of removed units, int64; `table` holds those of each unit."""
@@ -76,6 +81,8 @@ def choose_units(
         by_role.setdefault((units.kind, units.role), []).append(number)
     for (kind, role), members in by_role.items():
         rows = [torch.from_numpy(scores[number])[None] for number in members]
+        if kind == "experts" and structure.structure_group == "all":  # layers differ in the size of their outputs
+            rows = [row / row.sum() for row in rows]
         groups = [torch.cat(rows, 1)] if structure.structure_group == "all" else rows
         moments = [Moments.of_rows(group, order) for group in groups]
         sizes = np.array([group.shape[1] for group in groups])
@@ -95,13 +102,22 @@ def choose_units(
         mean = -(-sum(counts) // len(counts))
         for number, row, mask, count in zip(members, rows, masks, counts, strict=True):
             units = every[number]
-            if not structure.keep_shapes:
-                mask = _widened(units, row, count if width_by_block else mean, structure.width_multiple or 1)
+            size = count if width_by_block else mean
+            if not structure.keep_shapes and kind != "layers":
+                mask = _widened(units, row, size, structure.width_multiple or 1)
+            if kind == "experts":
+                needed = units.least * len(np.unique(units.places))
+                if size < needed and not structure.keep_shapes:
+                    raise UserError(
+                        f"{units.name}: {size} of {len(units)} experts would stay, and its router needs at least {needed}. Raise "
+                        "--beta, or lower --sparsity."
+                    )
+                mask |= _widened(units, row, needed, 1)
             n_eff = float(Moments.of_rows(row, order).number()[0])
             record = UnitsRecord(
                 kind=kind,
                 role=role,
-                block=units.output.layer.block or 0,
+                block=units.block,
                 units=len(units),
                 kept=int(mask.sum()),
                 rule=count,

@@ -1,4 +1,4 @@
-"""Structured pruning: a smaller dense model without whole attention heads or MLP neurons."""
+"""Structured pruning: a smaller model without whole attention heads, MLP neurons, experts or decoder layers."""
 
 import logging
 import os
@@ -20,18 +20,19 @@ from emp_llm.checkpoint.files import write_bytes
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, command_line, versions
-from emp_llm.common.paths import REPORT_NAME, STRUCTURE_NAME, TAYLOR_NAME
+from emp_llm.common.paths import REPORT_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
 from emp_llm.evaluation.suites import find_suite
 from emp_llm.hub.local_model import find_model
+from emp_llm.models.architecture import Target
 from emp_llm.models.blockwise import BlockwiseModel
 from emp_llm.models.loading import load_model, load_tokenizer
 from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.prune import PruneOptions
-from emp_llm.options.recipe import Recipe, StructureRecipe
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.outcome import log_warnings
@@ -39,27 +40,23 @@ from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
+from emp_llm.structure.experts import Experts, expert_sums, refit_experts
+from emp_llm.structure.layers import Layers, layer_sums
 from emp_llm.structure.scores import taylor_sums, unit_scores
-from emp_llm.structure.units import Changes, UnitModel, Units, config_changes, unit_model
-from emp_llm.structure.writing import compare, kept_parts, size_of, write_checkpoint
+from emp_llm.structure.units import Changes, Parts, UnitModel, Units, config_changes, unit_model
+from emp_llm.structure.writing import Cut, compare, cut_of, fitted, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import update_warnings
 from emp_llm.update.walk import update_model
 
 logger = logging.getLogger(__name__)
-_KINDS = {"heads": "attention", "neurons": "mlp", "both": "all-linear"}
-
-
-def structure_recipe(recipe: Recipe, structure: StructureRecipe) -> Recipe:
-    """The recipe of a structured run: of the units in place of weights."""
-    return recipe.but(targets=_KINDS[structure.structure], structure=structure)
 
 
 def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | DryRun, Path]:
-    """Prune whole heads or neurons and write the checkpoint without them, or with zeros in their place.
+    """Prune whole heads, neurons, experts or layers and write the checkpoint without them, or with zeros in their place.
 
     Args:
-        recipe: of `structure_recipe`.
+        recipe: of `options.prune.structured`.
         options: the model, its calibration, the output, the evaluation.
 
     Returns:
@@ -68,9 +65,10 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     Raises:
         UserError: the options do not fit the model or the output.
     """
-    structure, taylor, stopwatch = recipe.structure, recipe.name == "taylor", Stopwatch()
+    structure, stopwatch = recipe.structure, Stopwatch()
     assert structure is not None
-    norms = None if taylor else given_norms(options, recipe)
+    summed = recipe.name == "taylor" or (structure.structure in ("experts", "layers") and recipe.name != "magnitude")
+    norms = None if summed else given_norms(options, recipe)
     suite = None if options.evaluate is None else find_suite(options.evaluate)
     source = find_model(options.model, options.revision, options.trust_remote_code, headers_suffice=options.dry_run)
 
@@ -98,18 +96,18 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
         return planned, path
 
     # What is needed later is checked now: the text, the suite, the output.
-    routed = next((units for units in plan.units if units.output.layer.routed), None)
-    if taylor and routed is not None:
+    routed = next((units for units in plan.units if isinstance(units, Parts) and units.output.layer.routed), None)
+    if recipe.name == "taylor" and routed is not None:
         raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
     calibrates = recipe.name == "wanda" and norms is None
     data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
-    if recipe.refit or taylor or calibrates:
+    if recipe.refit or summed or calibrates:
         read = calibration_data(options, plan.architecture, options.trust_remote_code)
         if not isinstance(read, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
-        if options.execution == "model" and (taylor or recipe.refit):
-            what = "--method taylor" if taylor else "--refit"
+        if options.execution == "model" and (summed or recipe.refit):
+            what = f"--method {recipe.method}" if summed else "--refit"
             raise UserError(f"{what} runs block by block; leave out --execution model.")
         data = read
         made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
@@ -129,26 +127,29 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             if ranks().main:
                 out.begin(signature)
 
-            # A number for each input of a last layer: the sum of gradients times inputs, or the norm.
+            # What the scores need: sums over the text, or the norms of the inputs of last layers.
             sums: dict[str, Tensor] | None = None
-            if taylor:
+            if summed:
                 assert data is not None
-                with stage("taylor"):
+                with stage("score"):
                     sums = ranks().share(_kept_sums(out, stopwatch) if ranks().main else None)  # of an interrupted run
                     if sums is None:
                         runner = BlockwiseModel(models.get(source.folder), recipe.blocks, options.hidden_states)
-                        with stopwatch("taylor"):
-                            sums = taylor_sums(runner, plan.units, data.tokens, options.batch_size)
+                        with stopwatch("score"):
+                            sums = _sums(runner, plan.units, data.tokens, options.batch_size)
                         del runner
                         if ranks().main:
-                            write_bytes(out.files / TAYLOR_NAME, save(sums))
-                            out.note(taylor=dict(stopwatch.record))
+                            write_bytes(out.files / SUMS_NAME, save(sums))
+                            out.note(sums=dict(stopwatch.record))
             if calibrates:
                 assert data is not None
                 with stage("calibrate"):
                     norms = ranks().share(kept_norms(out, stopwatch) if ranks().main else None)
                     if norms is None:
-                        dense, outputs = models.get(source.folder), [units.output.layer for units in plan.units]
+                        dense, outputs = (
+                            models.get(source.folder),
+                            [units.output.layer for units in plan.units if isinstance(units, Parts)],
+                        )
                         with stopwatch("calibrate"):
                             norms = calibrated(
                                 dense, data, outputs, options, origin, blocks=recipe.blocks, resume=out.calibration
@@ -162,26 +163,28 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             with stage("choose"):
                 feature = sums.get if sums is not None else norms.norm if norms is not None else None
                 choices, beta, changes = _chosen(plan, recipe, matched, feature)
-            moved, fitted = None, [each.units.output for each in choices if each.record.kept < each.record.units]
+            moved, moving = None, [target for each in choices for target in fitted(each)]
             if recipe.update is not None:
                 assert data is not None
                 with stage("refit"):
                     moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
                     done = ranks().share(out.get("refitted") if ranks().main else None)
                     if done is None:
-                        dense, masks = models.get(source.folder), {choice.units.name: _mask(choice) for choice in choices}
+                        dense = models.get(source.folder)
                         with stopwatch("refit"):
-                            update_model(
-                                dense,
-                                fitted,
-                                data.tokens,
-                                recipe.update,
-                                moved,
-                                mask_of=lambda target: masks[target.name],
-                                batch_size=options.batch_size,
-                                hidden_states=options.hidden_states,
-                                blocks=recipe.blocks,
-                            )
+                            how: dict[str, Any] = {
+                                "batch_size": options.batch_size,
+                                "hidden_states": options.hidden_states,
+                                "blocks": recipe.blocks,
+                            }
+                            if structure.structure == "experts":
+                                stays = {each.units: each.kept for each in choices if isinstance(each.units, Experts)}
+                                refit_experts(dense, stays, data.tokens, recipe.update, moved, **how)
+                            else:
+                                masks = {each.units.name: _mask(each) for each in choices}
+                                update_model(
+                                    dense, moving, data.tokens, recipe.update, moved, mask_of=lambda t: masks[t.name], **how
+                                )
                         del dense
                         if ranks().main:
                             out.note(refitted=dict(stopwatch.record))
@@ -223,7 +226,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=[] if recipe.update is None else update_warnings(fits, fitted, recipe.update),
+                    warnings=[] if recipe.update is None else update_warnings(fits, moving, recipe.update),
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,
@@ -253,11 +256,21 @@ def _matched(run: Path) -> Removed:
 
 def _kept_sums(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | None:
     """The sums of an interrupted run of the same command; None if it did not finish them."""
-    if out.get("taylor") is None:
+    if out.get("sums") is None:
         return None
-    stopwatch.record |= out.get("taylor")
-    sums: dict[str, Tensor] = load_file(out.files / TAYLOR_NAME)
+    stopwatch.record |= out.get("sums")
+    sums: dict[str, Tensor] = load_file(out.files / SUMS_NAME)
     return sums
+
+
+def _sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, batch_size: int) -> dict[str, Tensor]:
+    """What a pass of the text collects for the scores of heads and neurons (Taylor), experts or layers."""
+    if isinstance(every[0], Layers):
+        return layer_sums(runner, every[0], tokens, batch_size)
+    experts = [units for units in every if isinstance(units, Experts)]
+    if experts:
+        return expert_sums(runner, experts, tokens, batch_size)
+    return taylor_sums(runner, [units for units in every if isinstance(units, Parts)], tokens, batch_size)
 
 
 def _chosen(
@@ -275,25 +288,44 @@ def _chosen(
             f"the rule keeps {rule} of {total}, and rounded up to one width for all layers nothing is removed. Use "
             "--keep-shapes, which sets them to zero where they are, a lower --beta, --sparsity, or a smaller --width-multiple."
         )
-    counts = [choice.record.kept for choice in choices]
-    return choices, beta, None if structure.keep_shapes else config_changes(plan, counts)
+    if not structure.keep_shapes:
+        return choices, beta, config_changes(plan, [choice.kept for choice in choices])
+    open_ = next((each.units for each in choices if isinstance(each.units, Experts) and not each.units.closes), None)
+    if open_ is not None:
+        raise UserError(
+            f"--keep-shapes: the router of {open_.name} has no bias, so that no expert can be closed in it. Leave it out; "
+            "every layer then keeps as many experts."
+        )
+    return choices, beta, None
 
 
 def _mask(choice: Choice) -> Tensor:
-    """Which weights of the last layer read units that stay: bool, shape (outputs, inputs)."""
-    matrix = choice.units.output.matrix
-    kept = torch.ones(matrix.columns, dtype=torch.bool)
-    kept[choice.removed(choice.units.columns)] = False
-    return kept.expand(matrix.rows, -1)
+    """Which weights of the last layer of heads or neurons read units that stay: bool, shape (outputs, inputs)."""
+    units = choice.units
+    assert isinstance(units, Parts)
+    kept = torch.ones(units.output.matrix.columns, dtype=torch.bool)
+    kept[choice.removed(units.columns)] = False
+    return kept.expand(units.output.matrix.rows, -1)
 
 
 def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
-    kept_of, checkpoint, coverage = kept_parts(plan, choices), plan.checkpoint, plan.architecture.coverage(plan.targets)
-    kept, weights = 0, coverage.target_parameters
+    checkpoint, coverage = plan.checkpoint, plan.architecture.coverage(plan.targets)
+    gone = {
+        (target.matrix.stored.name, target.matrix.expert)
+        for choice in choices
+        for target in choice.units.targets
+        if (number := _unit_of(choice.units, target)) is not None and number in choice.gone
+    }
+    done, kept, weights = cut_of(plan, choices, remove=True), 0, coverage.target_parameters
     for target in plan.targets:
-        rows, columns = kept_of[target.matrix.stored.name][target.matrix.expert]
-        kept += int(rows.sum()) * int(columns.sum())
+        place = target.matrix.stored.name, target.matrix.expert
+        if place not in gone:
+            rows, columns = done.kept.get(place[0], {}).get(place[1]) or (
+                torch.ones(target.matrix.rows),
+                torch.ones(target.matrix.columns),
+            )
+            kept += int(rows.sum()) * int(columns.sum())
     targets = TargetsRecord(
         matrices=coverage.targets,
         matrices_in_blocks=coverage.matrices,
@@ -306,7 +338,7 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         share_of_all_parameters=weights / coverage.parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
-    sizes = [size_of(checkpoint, {}), size_of(checkpoint, {} if changes is None else kept_of)]
+    sizes = [size_of(checkpoint, Cut()), size_of(checkpoint, Cut() if changes is None else done)]
     dense, pruned = (CostRecord(parameters=parameters, bytes=size) for parameters, size in sizes)
     structure = StructureRecord(
         layers={choice.units.name: choice.record for choice in choices},
@@ -315,6 +347,13 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         config={".".join(path): value for path, value in (changes or {}).items()},
     )
     return targets, structure
+
+
+def _unit_of(units: Units, target: Target) -> int | None:
+    """The unit to which a matrix belongs as a whole; None if units are rows and columns of it."""
+    if isinstance(units, Experts):
+        return None if target.layer.expert is None else target.layer.expert.expert
+    return target.layer.block if isinstance(units, Layers) else None
 
 
 def _units_line(every: Sequence[Units]) -> str:
@@ -344,4 +383,4 @@ def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[st
 
 
 def _words(units: Units) -> str:
-    return f"groups of {units.heads} heads" if units.heads > 1 else units.kind
+    return f"groups of {units.heads} heads" if isinstance(units, Parts) and units.heads > 1 else units.kind

@@ -30,7 +30,8 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
 from emp_llm.models.offload import execution_device, loaded_blocks
-from emp_llm.structure.units import Units
+from emp_llm.structure.experts import Experts, expert_scores
+from emp_llm.structure.units import Parts, Units
 
 Scores = NDArray[np.float64]
 _BLOCK = 1 << 22  # weights read at a time
@@ -40,21 +41,34 @@ def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str],
     """The score of every unit: float64, shape (units,), for each element of `every`.
 
     Args:
-        every: heads and neurons.
-        criterion: "magnitude", "wanda" or "taylor". For "taylor", no weight is read.
-        feature: name of an output layer -> a number for each of its inputs, shape (inputs,), or None if there are none:
-            norms for "wanda"; sums of |dL/dY * Y| for "taylor".
+        every: heads and neurons, experts, or layers.
+        criterion: of the recipe. Weights are read for "magnitude" and "wanda".
+        feature: name of the units -> what a calibration has collected: for "wanda" the norms of the inputs of an output layer,
+            shape (inputs,); for "taylor" the sums of |dL/dY * Y| for each of them; the result of `expert_sums`, or of
+            `layer_sums`. None if there is nothing for this name.
 
     Raises:
         UserError: features of a layer are missing, or weights are not finite.
     """
-    numbers = [None if feature is None else _feature_numbers(units, feature(units.name)) for units in every]
+    if every[0].kind in ("experts", "layers") and criterion != "magnitude":
+        found = [(units, None if feature is None else feature(units.name)) for units in every]
+        return [_score_of_sums(units, criterion, sums) for units, sums in found]
+    parts = [units for units in every if isinstance(units, Parts)]
+    numbers = [None if feature is None else _feature_numbers(units, feature(units.name)) for units in parts]
     if criterion == "taylor":
-        return [each[units.columns].sum(1) for units, each in zip(every, numbers, strict=True) if each is not None]
-    read = [target for units in every for target in (units.targets if units.kind == "neurons" else [units.output])]
+        return [each[units.columns].sum(1) for units, each in zip(parts, numbers, strict=True) if each is not None]
+    read = [
+        target for units in every for target in ([units.output] if isinstance(units, Parts) and units.heads else units.targets)
+    ]
     scores = []
     with FilePool() as files, progress_bar(sum(target.matrix.numel for target in read), "scores", "W") as bar:
-        for units, each in zip(every, numbers, strict=True):
+        for experts in (units for units in every if isinstance(units, Experts)):
+            sums = np.zeros(len(experts))
+            for target in experts.matrices:
+                assert target.layer.expert is not None
+                sums[target.layer.expert.expert] += _squares(target.matrix, files, 0, bar).sum()
+            scores.append(_finite(experts, np.sqrt(sums)))
+        for units, each in zip(parts, numbers, strict=True):
             squares = _squares(units.output.matrix, files, 0, bar)
             if each is not None:
                 squares = squares * each**2
@@ -63,13 +77,27 @@ def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str],
                 for target, rows in units.rows.items():
                     norms = np.sqrt(_squares(target.matrix, files, 1, bar))
                     score = score * norms[rows].prod(1)
-            if not np.isfinite(score).all():
-                raise UserError(f"{units.name}: the weights of its {units.kind} hold NaN or infinity.")
-            scores.append(score)
+            scores.append(_finite(units, score))
     return scores
 
 
-def _feature_numbers(units: Units, numbers: Tensor | None) -> Scores:
+def _finite(units: Units, score: Scores) -> Scores:
+    if not np.isfinite(score).all():
+        raise UserError(f"{units.name}: the weights of its {units.kind} hold NaN or infinity.")
+    return score
+
+
+def _score_of_sums(units: Units, criterion: str, sums: Tensor | None) -> Scores:
+    """The score of experts or layers by what a calibration has collected."""
+    if sums is None:
+        raise UserError(f"{units.name}: the calibration did not reach it, so its {units.kind} have no scores.")
+    if isinstance(units, Experts):
+        return expert_scores(units, criterion, sums)
+    change, tokens = sums.double().numpy()
+    return change / np.maximum(tokens, 1)  # type: ignore[no-any-return]
+
+
+def _feature_numbers(units: Parts, numbers: Tensor | None) -> Scores:
     """The numbers of the inputs of a layer; zeros for an expert that saw no token."""
     if numbers is None and units.output.layer.routed:
         return np.zeros(units.output.matrix.columns)

@@ -1,4 +1,6 @@
-"""Units: the attention heads and MLP neurons of a language model, found from config.json by the names and shapes of its layers.
+"""Units: what goes as a whole. Here, attention heads and MLP neurons, found by the names and shapes of layers.
+
+Experts are found in `structure.experts`, whole decoder layers in `structure.layers`.
 
 A head is known by `num_attention_heads`, its output layer (o_proj, out_proj, c_proj, dense) and the layers that make queries,
 keys and values, apart or in one matrix. A neuron is known by its shapes alone: one layer of an MLP maps hidden states to
@@ -47,37 +49,67 @@ _MISSING = {
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The heads of one attention, or the neurons of one MLP or expert.
+    """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or all decoder layers.
 
     Attributes:
         kind: what they are.
+        name: of the layer that reads heads or neurons; of the module of all experts; of the list of layers.
+        role: the name within the block, shared by the units of all blocks.
+        block: number of their block.
+        places: number of the group to which each belongs, shape (units,). Where units are removed, as many stay in every
+            group. All 0 if units are taken from all.
+        least: how many stay at least in every group.
+    """
+
+    kind: Literal["heads", "neurons", "experts", "layers"]
+    name: str
+    role: str
+    block: int
+    places: Indices
+    least: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def targets(self) -> list[Target]:
+        """All matrices of which a part goes with a unit."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(Units):
+    """The heads of one attention, or the neurons of one MLP or expert: rows and columns of layers.
+
+    Attributes:
         output: the layer that reads them (o_proj, down_proj).
         columns: inputs of `output` that belong to each unit, shape (units, columns).
         rows: layer -> outputs that belong to each unit, shape (units, rows).
-        places: number of the group of heads that share keys and values, shape (units,); all 0 if units are taken from all.
         heads: attention heads in a unit; 0 for neurons.
         keys: heads of keys and values in a unit.
     """
 
-    kind: Literal["heads", "neurons"]
     output: Target
     columns: Indices
     rows: dict[Target, Indices]
-    places: Indices
     heads: int = 0
     keys: int = 0
 
-    @property
-    def name(self) -> str:
-        return self.output.name
-
-    @property
-    def role(self) -> str:
-        """The name within the block, shared by the units of all blocks."""
-        return self.output.layer.role
-
-    def __len__(self) -> int:
-        return len(self.columns)
+    @classmethod
+    def of(
+        cls,
+        kind: Literal["heads", "neurons"],
+        output: Target,
+        columns: Indices,
+        rows: dict[Target, Indices],
+        places: Indices | None = None,
+        heads: int = 0,
+        keys: int = 0,
+    ) -> "Parts":
+        """The units that a layer reads; arguments are the attributes."""
+        layer, one = output.layer, np.zeros(len(columns), dtype=np.int64)
+        where = one if places is None else places
+        return cls(kind, output.name, layer.role, layer.block or 0, where, 1, output, columns, rows, heads, keys)
 
     @property
     def targets(self) -> list[Target]:
@@ -87,11 +119,18 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class UnitModel:
-    """A checkpoint and its units, in the model's order; `skeleton` is its model without weights."""
+    """A checkpoint and its units.
+
+    Attributes:
+        skeleton: its model without weights.
+        units: in the model's order.
+        width_by_block: whether config.json has a number of neurons, or of experts, for each block.
+    """
 
     skeleton: PreTrainedModel
     architecture: Architecture
     units: list[Units]
+    width_by_block: bool = False
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -99,19 +138,14 @@ class UnitModel:
 
     @property
     def targets(self) -> list[Target]:
-        """All layers with rows or columns of units."""
+        """All matrices of which a part goes with a unit."""
         return list(dict.fromkeys(target for units in self.units for target in units.targets))
-
-    @property
-    def width_by_block(self) -> bool:
-        """Whether config.json has a width of the MLP for each block."""
-        return isinstance(getattr(self.skeleton.config.get_text_config(), "intermediate_size", None), list)
 
 
 def unit_model(
     folder: Path, structure: StructureRecipe, blocks: str | None = None, trust_remote_code: bool = False
 ) -> UnitModel:
-    """The heads and neurons of a model. No weight is read.
+    """The heads, neurons, experts or layers of a model. No weight is read.
 
     Args:
         folder: of the model.
@@ -129,6 +163,15 @@ def unit_model(
     if getattr(skeleton.config, "is_encoder_decoder", False):
         raise UserError(f"{folder}: --structure is for decoder-only models, and this one has an encoder.")
     architecture = Architecture.of_model(checkpoint, skeleton, blocks)
+    if structure.structure == "experts":
+        from emp_llm.structure.experts import find_experts
+
+        experts = find_experts(skeleton, architecture)
+        return UnitModel(skeleton, architecture, [*experts], experts[0].by_block)
+    if structure.structure == "layers":
+        from emp_llm.structure.layers import find_layers
+
+        return UnitModel(skeleton, architecture, [find_layers(skeleton, architecture, blocks)])
     config = skeleton.config.get_text_config()
     stored = {target.layer: target for target in architecture.select("all-linear", tower="all")}
     wanted = {"heads": ("attention",), "neurons": ("mlp",)}.get(structure.structure, ("attention", "mlp"))
@@ -142,7 +185,7 @@ def unit_model(
             raise UserError(f"{layer.name} is stored in FP8, and --structure needs plain weights. Use the unquantised model.")
         module = "" if layer.kind == "attention" else layer.name.rpartition(".")[0]
         groups.setdefault((layer.block, layer.kind == "mlp", layer.expert is not None, module), []).append(stored[layer])
-    units = []
+    units: list[Units] = []
     for (_, is_mlp, _, _), members in sorted(groups.items(), key=lambda item: item[0][:3]):
         by_query = structure.head_unit == "query"
         found = _neurons(members, config) if is_mlp else _heads(members, config, architecture.shapes, by_query)
@@ -150,10 +193,10 @@ def unit_model(
     for kind, missing in _MISSING.items():
         if structure.structure in (kind, "both") and not any(each.kind == kind for each in units):
             raise UserError(f"--structure {kind}: {type(skeleton).__name__} has {missing}.")
-    return UnitModel(skeleton, architecture, units)
+    return UnitModel(skeleton, architecture, units, isinstance(getattr(config, "intermediate_size", None), list))
 
 
-def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool) -> Units | None:
+def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_query: bool) -> Parts | None:
     """The heads of a block's attention; None if its layers have other names, or its shapes do not fit."""
     by_leaf = {target.layer.leaf: target for target in targets}
     output = next((by_leaf[leaf] for leaf in _OUTPUTS if leaf in by_leaf), None)
@@ -198,10 +241,10 @@ def _heads(targets: list[Target], config: Any, shapes: Mapping[str, Shape], by_q
         own = part.reshape(number // together, -1)
         rows_of[target] = np.concatenate([rows_of[target], own], 1) if target in rows_of else own
     columns = np.arange(number * width, dtype=np.int64).reshape(number // together, -1)
-    return Units("heads", output, columns, rows_of, places, together, int(len(parts) > 1))
+    return Parts.of("heads", output, columns, rows_of, places, together, int(len(parts) > 1))
 
 
-def _neurons(targets: list[Target], config: Any) -> Units | None:
+def _neurons(targets: list[Target], config: Any) -> Parts | None:
     """The neurons of an MLP or expert: some of its layers map hidden states to features, and a later one maps them back."""
     hidden, routed = int(config.hidden_size), targets[0].layer.expert is not None
     output = next((each for each in reversed(targets[1:]) if each.matrix.rows == hidden), None)
@@ -217,32 +260,38 @@ def _neurons(targets: list[Target], config: Any) -> Units | None:
             target.matrix.columns == hidden and target.matrix.rows == 2 * width and target.layer.leaf in _HALVES and not routed
         ):
             rows[target] = np.concatenate([each, each + width], 1)
-    return Units("neurons", output, each, rows, np.zeros(width, dtype=np.int64)) if rows else None
+    return Parts.of("neurons", output, each, rows) if rows else None
 
 
-def config_changes(model: UnitModel, kept: Sequence[int]) -> Changes:
+def config_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
     """The fields of config.json that change if only some units stay.
 
     Args:
         model: dense.
-        kept: how many units stay, of each of `model.units`.
+        kept: the numbers of the units that stay, of each of `model.units`.
 
     Raises:
         UserError: config.json has no number for such units, or the smaller model would need other shapes.
     """
-    stored, config = model.checkpoint.config, model.skeleton.config
-    text, changes = config.get_text_config(), Changes()
-    part = ("text_config",) if isinstance(stored.get("text_config"), dict) else ()
+    if model.units[0].kind == "experts":
+        from emp_llm.structure.experts import expert_changes
+
+        return expert_changes(model, kept)
+    if model.units[0].kind == "layers":
+        from emp_llm.structure.layers import layer_changes
+
+        return layer_changes(model, kept[0])
+    stored, text, changes = model.checkpoint.config, model.skeleton.config.get_text_config(), Changes()
 
     def put(name: str, value: Any) -> None:
-        name = getattr(text, "attribute_map", {}).get(name, name)
-        if (stored["text_config"] if part else stored).get(name) != value:
-            changes[*part, name] = value
+        path = field_path(model, name)
+        if (stored[path[0]] if len(path) > 1 else stored).get(path[-1]) != value:
+            changes[path] = value
 
-    roles: dict[str, list[tuple[Units, int]]] = {}
-    for units, stay in zip(model.units, kept, strict=True):
-        if stay < len(units):
-            roles.setdefault(units.role, []).append((units, stay))
+    roles: dict[str, list[tuple[Parts, int]]] = {}
+    for units, stays in zip(model.units, kept, strict=True):
+        if len(stays) < len(units) and isinstance(units, Parts):
+            roles.setdefault(units.role, []).append((units, len(stays)))
     for role, members in sorted(roles.items(), key=lambda each: each[1][0][0].kind, reverse=True):  # neurons, then heads
         units, stay = members[0]
         if units.kind == "heads":
@@ -255,7 +304,7 @@ def config_changes(model: UnitModel, kept: Sequence[int]) -> Changes:
         for name in names:
             before = getattr(text, name, 0)
             if isinstance(before, list) and len(units) in before:
-                by_block = {each.output.layer.block: stays for each, stays in members}
+                by_block = {each.block: stays for each, stays in members}
                 put(name, [by_block.get(number, value) for number, value in enumerate(before)])
                 break
             if before is None or before == len(units):  # None: left to the default of the model
@@ -264,17 +313,35 @@ def config_changes(model: UnitModel, kept: Sequence[int]) -> Changes:
         else:
             raise _no_number(units)
     changed = [units for members in roles.values() for units, _ in members]
-    try:
-        with torch.device("meta"):
-            smaller: Any = type(model.skeleton)(type(config).from_dict(changed_config(stored, changes)))
-    except Exception as error:  # of the model's own code, for numbers that do not fit together
-        raise _no_number(changed[0]) from error
-    shapes = {name: tuple(each.shape) for name, each in smaller.named_parameters(remove_duplicate=False)}
+    shapes = smaller_model(model.skeleton, stored, changes)
+    if shapes is None:
+        raise _no_number(changed[0])
     for name, shape in _smaller_shapes(model, kept).items():
         if shapes.get(name) != shape:
             owner = next((each for each in changed if name in {t.layer.parameter for t in each.targets}), changed[0])
             raise _no_number(owner, f" (its model would need another {name})")
     return changes
+
+
+def field_path(model: UnitModel, name: str) -> tuple[str, ...]:
+    """The path in config.json of a field of the text model."""
+    name = getattr(model.skeleton.config.get_text_config(), "attribute_map", {}).get(name, name)
+    return ("text_config", name) if isinstance(model.checkpoint.config.get("text_config"), dict) else (name,)
+
+
+def smaller_model(skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes) -> dict[str, Shape] | None:
+    """The shapes of the tensors of a changed config.json's model; None if its numbers do not fit together."""
+    try:
+        with torch.device("meta"):
+            smaller: Any = type(skeleton)(type(skeleton.config).from_dict(changed_config(config, changes)))
+    except Exception:  # of the model's own code
+        return None
+    return shapes_of(smaller)
+
+
+def shapes_of(model: PreTrainedModel) -> dict[str, Shape]:
+    """The shapes of all stored parameters and buffers of a model, tied ones under each of their names."""
+    return {name: tuple(each.shape) for name, each in model.state_dict().items()}
 
 
 def _no_number(units: Units, why: str = "") -> UserError:
@@ -295,11 +362,12 @@ def changed_config(config: Mapping[str, Any], changes: Changes) -> dict[str, Any
     return changed
 
 
-def _smaller_shapes(model: UnitModel, kept: Sequence[int]) -> dict[str, Shape]:
+def _smaller_shapes(model: UnitModel, kept: Sequence[Indices]) -> dict[str, Shape]:
     """The shape of every parameter of transformers' model after the removal."""
     wanted = dict(model.architecture.shapes)
-    for units, stay in zip(model.units, kept, strict=True):
-        gone = len(units) - stay
+    for units, stays in zip(model.units, kept, strict=True):
+        gone = len(units) - len(stays)
+        assert isinstance(units, Parts)
         for target in units.targets:
             layer, expert = target.layer, target.layer.expert
             if expert is not None and expert.expert > 0:

@@ -21,7 +21,7 @@ from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice, choose_units, removed_by_role
 from emp_llm.structure.scores import unit_scores
 from emp_llm.structure.units import UnitModel, changed_config
-from emp_llm.structure.writing import cut, kept_parts
+from emp_llm.structure.writing import cut, cut_of, fitted_at
 
 
 def check_units(
@@ -53,7 +53,9 @@ def check_units(
     for units, found, noted in zip(model.units, unit_scores(model.units, recipe.name, feature), stored_scores, strict=True):
         if found.shape != noted.shape or not np.allclose(found, noted, rtol=1e-9, atol=0):
             say(f"{units.name}: its scores are not those of {recipe.method}.")
-    findings.checked["heads or neurons"] += sum(len(units) for units in model.units)
+    findings.checked[" or ".join(dict.fromkeys(units.kind for units in model.units))] += sum(
+        len(units) for units in model.units
+    )
 
     by_rule = [msgspec.structs.replace(each, kept=each.rule) for each in record.layers.values()]
     chosen, _ = choose_units(model.units, stored_scores, recipe, model.width_by_block, removed_by_role(by_rule))
@@ -68,34 +70,38 @@ def check_units(
 
 def _check_tensors(model: UnitModel, pruned: Checkpoint, recipe: Recipe, choices: list[Choice], findings: Findings) -> None:
     """Compare every tensor with the rows and columns of the dense model. Kept weights of a refitted layer may differ."""
-    say, kept = findings.differences.append, kept_parts(model, choices)
+    say = findings.differences.append
     remove = recipe.structure is None or not recipe.structure.keep_shapes
-    refitted = {choice.units.output.matrix.stored.name for choice in choices if recipe.refit}
+    done, refitted = cut_of(model, choices, remove), {name for name, _ in fitted_at(choices)} if recipe.refit else set()
+    expected = {name: done.names.get(name, name) for name in model.checkpoint.tensors}
     for shard, tensors in groupby(model.checkpoint.tensors.values(), lambda tensor: tensor.shard):
         with safe_open(shard, framework="pt") as source:
             for tensor in tensors:
-                theirs, name = pruned.tensors.get(tensor.name), tensor.name
+                name = expected[tensor.name]
+                if name is None:
+                    continue
+                theirs = pruned.tensors.get(name)
                 findings.checked["tensors of the source"] += 1
                 if theirs is None or theirs.dtype != tensor.dtype:
                     say(f"{name}: it is missing, or has another dtype.")
                     continue
-                wanted = source.get_tensor(name)
+                wanted, fill = source.get_tensor(tensor.name), done.fills.get(tensor.name, 0.0)
                 parts = [
-                    cut(wanted if expert is None else wanted[expert], stays, remove)
-                    for expert, stays in sorted(kept.get(name, {}).items(), key=lambda item: item[0] or 0)
+                    cut(wanted if expert is None else wanted[expert], stays, remove, fill)
+                    for expert, stays in sorted(done.kept.get(tensor.name, {}).items(), key=lambda item: item[0] or 0)
                 ]
                 if parts:
-                    wanted = torch.stack(parts) if len(tensor.shape) == 3 else parts[0]
+                    wanted = torch.stack(parts) if len(parts[0].shape) < len(tensor.shape) else parts[0]
                 with safe_open(theirs.shard, framework="pt") as file:
                     got = file.get_tensor(name)
                 if wanted.shape != got.shape:
                     say(f"{name}: it has the shape {list(got.shape)}; {list(wanted.shape)} are kept.")
-                elif name in refitted:
+                elif tensor.name in refitted:
                     if not remove and bool((got[wanted == 0] != 0).any()):
                         say(f"{name}: weights of removed units are not zero.")
                 elif not torch.equal(*(each.contiguous().view(torch.uint8) for each in (wanted, got))):
                     say(f"{name}: its values are not those of the source.")
-    for name in pruned.tensors.keys() - model.checkpoint.tensors.keys():
+    for name in pruned.tensors.keys() - set(expected.values()):
         say(f"{name}: the source has no such tensor.")
 
 
@@ -109,7 +115,7 @@ def _check_side_files(dense: Checkpoint, pruned: Checkpoint, record: StructureRe
             findings.differences.append(f"{relative}: it is missing.")
         elif str(relative) == "config.json" and changes:
             if read_json(ours) != changed_config(read_json(theirs), changes):
-                findings.differences.append(f"{relative}: it has other changes than the numbers of heads and neurons.")
+                findings.differences.append(f"{relative}: it has other changes than those that the run records.")
         elif str(relative) != INDEX_NAME and ours.read_bytes() != theirs.read_bytes():
             findings.differences.append(f"{relative}: differs from the source.")
 

@@ -6,39 +6,45 @@ written again.
 
 import json
 import math
+import re
 import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
 import torch
 from blake3 import blake3
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.files import INDEX_LIMIT, read_json, sync_path, tensor_bytes, write_json
 from emp_llm.checkpoint.headers import BITS, StoredTensor, header_text
+from emp_llm.checkpoint.matrices import torch_dtype
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import INDEX_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Target
-from emp_llm.models.modules import weight_of
+from emp_llm.models.modules import find_blocks, weight_of
 from emp_llm.models.offload import input_device
 from emp_llm.models.placement import max_context
 from emp_llm.records.run_report import StructureRecord
 from emp_llm.structure.choice import Choice
-from emp_llm.structure.units import Changes, UnitModel, changed_config
+from emp_llm.structure.experts import Experts, closed_routers
+from emp_llm.structure.layers import Layers, passed_by
+from emp_llm.structure.units import Changes, Parts, UnitModel, changed_config
 from emp_llm.update.moved import MovedWeights
 
-# Stored tensor -> expert (None: one matrix, or a bias) -> for each dimension, which of its indices stay: bool.
+# Stored tensor -> expert (None: the tensor as a whole, or a bias) -> for each dimension, which of its indices stay: bool.
 Kept = dict[str, dict[int | None, list[Tensor]]]
+_CLOSED = -1e30  # added to what a router chooses by, or the lowest number of the dtype
 _ALIGNMENT = 8  # of the first tensor, as in safetensors
 _PROMPT = 512  # tokens
 _ROUNDS = 7
@@ -46,29 +52,70 @@ _SECONDS = 15.0  # no new round of passes begins after this time
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-def kept_parts(model: UnitModel, choices: Sequence[Choice]) -> Kept:
-    """What stays of each stored tensor with rows or columns of units."""
-    kept: Kept = {}
+@dataclass
+class Cut:
+    """What becomes of the stored tensors.
+
+    Attributes:
+        kept: what stays of those of which a part goes.
+        names: the new name of those that get one; None: the tensor goes.
+        fills: tensor -> the value in the place of what does not stay, where shapes stay; others have 0.
+    """
+
+    kept: Kept = field(default_factory=dict)
+    names: dict[str, str | None] = field(default_factory=dict)
+    fills: dict[str, float] = field(default_factory=dict)
+
+
+def cut_of(model: UnitModel, choices: Sequence[Choice], remove: bool) -> Cut:
+    """What becomes of the stored tensors if only some units stay.
+
+    Args:
+        model: dense.
+        choices: the kept units.
+        remove: the others are removed; else they are set to zero, and experts are closed in their router.
+    """
+    done, tensors = Cut(), model.checkpoint.tensors
+    kept = done.kept
     for choice in choices:
-        parts = [(choice.units.output, choice.units.columns, False)]
-        parts += [(target, table, True) for target, table in choice.units.rows.items()]
-        for target, table, outputs in parts:
-            matrix, removed = target.matrix, choice.removed(table)
-            whole = [torch.ones(size, dtype=torch.bool) for size in matrix.stored.shape[-2:]]
-            stays = kept.setdefault(matrix.stored.name, {}).setdefault(matrix.expert, whole)
-            stays[int(outputs == matrix.transposed)][removed] = False
-            bias = model.architecture.stored_names.get(f"{target.name}.bias")
-            if outputs and bias in model.checkpoint.tensors and matrix.expert is None:
-                kept.setdefault(bias, {None: [torch.ones(matrix.rows, dtype=torch.bool)]})[None][0][removed] = False
-    return kept
+        units, stays = choice.units, [int(each) for each in choice.kept]
+        if isinstance(units, Layers):
+            new = {name: units.new_name(name, stays) for name in units.stored}
+            done.names |= {name: other for name, other in new.items() if name != other}
+        elif isinstance(units, Experts):
+            for name, dimension in units.together.items():
+                masks = [torch.ones(size, dtype=torch.bool) for size in tensors[name].shape]
+                masks[dimension][choice.gone] = False
+                kept[name] = {None: masks}
+            for name, expert in units.own.items():
+                if not remove and expert not in stays:
+                    kept[name] = {None: [torch.zeros(tensors[name].shape[0], dtype=torch.bool)]}
+                elif remove:
+                    numbers = [*re.finditer(r"\.(\d+)(?=\.)", name)][-1]  # the last number is the expert's
+                    after = f"{name[: numbers.start(1)]}{{}}{name[numbers.end(1) :]}"
+                    done.names[name] = after.format(stays.index(expert)) if expert in stays else None
+            for name in units.closes:
+                dtype = torch_dtype(tensors[name].dtype)
+                done.fills[name] = max(_CLOSED, torch.finfo(dtype).min / 4)
+        elif isinstance(units, Parts):
+            parts = [(units.output, units.columns, False)] + [(target, table, True) for target, table in units.rows.items()]
+            for target, table, outputs in parts:
+                matrix, removed = target.matrix, choice.removed(table)
+                whole = [torch.ones(size, dtype=torch.bool) for size in matrix.stored.shape[-2:]]
+                masks = kept.setdefault(matrix.stored.name, {}).setdefault(matrix.expert, whole)
+                masks[int(outputs == matrix.transposed)][removed] = False
+                bias = model.architecture.stored_names.get(f"{target.name}.bias")
+                if outputs and bias in tensors and matrix.expert is None:
+                    kept.setdefault(bias, {None: [torch.ones(matrix.rows, dtype=torch.bool)]})[None][0][removed] = False
+    return done
 
 
-def cut(tensor: Tensor, kept: Sequence[Tensor], remove: bool) -> Tensor:
-    """A stored matrix or bias without what does not stay, or with zeros in its place."""
+def cut(tensor: Tensor, kept: Sequence[Tensor], remove: bool, fill: float = 0.0) -> Tensor:
+    """A stored tensor without what does not stay, or with another value in its place."""
     for dimension, stays in enumerate(kept):
         if not bool(stays.all()):
             places = (stays if remove else ~stays).nonzero()[:, 0]
-            tensor = tensor.index_select(dimension, places) if remove else tensor.index_fill(dimension, places, 0)
+            tensor = tensor.index_select(dimension, places) if remove else tensor.index_fill(dimension, places, fill)
     return tensor
 
 
@@ -80,9 +127,10 @@ def smaller_shape(tensor: StoredTensor, kept: Kept) -> tuple[int, ...]:
     return (*tensor.shape[: len(tensor.shape) - len(sizes)], *sizes)
 
 
-def size_of(checkpoint: Checkpoint, kept: Kept) -> tuple[int, int]:
+def size_of(checkpoint: Checkpoint, done: Cut) -> tuple[int, int]:
     """(elements, bytes) of all tensors after the removal."""
-    sizes = [(math.prod(smaller_shape(tensor, kept)), BITS[tensor.dtype]) for tensor in checkpoint.tensors.values()]
+    stay = [tensor for tensor in checkpoint.tensors.values() if done.names.get(tensor.name, "") is not None]
+    sizes = [(math.prod(smaller_shape(tensor, done.kept)), BITS[tensor.dtype]) for tensor in stay]
     return sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes)
 
 
@@ -100,7 +148,8 @@ def write_checkpoint(
     Returns:
         BLAKE3 of each shard.
     """
-    checkpoint, folder, kept = model.checkpoint, out.files, kept_parts(model, choices)
+    checkpoint, folder, remove = model.checkpoint, out.files, changes is not None
+    done = cut_of(model, choices, remove)
     hashes: dict[str, str] = dict(out.get("shards") or {})
     for relative in checkpoint.side_files():
         source, path = checkpoint.folder / relative, folder / relative
@@ -108,42 +157,59 @@ def write_checkpoint(
         if changes is not None and str(relative) == "config.json":
             write_json(path, changed_config(read_json(source), changes))
         elif changes is not None and str(relative) == INDEX_NAME:
-            index, (parameters, size) = read_json(source, limit=INDEX_LIMIT), size_of(checkpoint, kept)
+            index, (parameters, size) = read_json(source, limit=INDEX_LIMIT), size_of(checkpoint, done)
             metadata, new = index.get("metadata") or {}, {"total_size": size, "total_parameters": parameters}
+            named = {done.names.get(name, name): shard for name, shard in index["weight_map"].items()}
+            index |= {"weight_map": {name: shard for name, shard in named.items() if name is not None}}
             write_json(path, index | {"metadata": metadata | {name: new[name] for name in new if name in metadata}})
         else:
             shutil.copyfile(source, path)
-    outputs = [] if moved is None else [choice.units.output for choice in choices]
-    refitted = {(target.matrix.stored.name, target.matrix.expert): target for target in outputs}
-    remove = changes is not None
     with progress_bar(sum(shard.stat().st_size for shard in checkpoint.shards), "write", "B") as bar:
         for shard in checkpoint.shards:
             if shard.name not in hashes or not (folder / shard.name).is_file():
                 tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.shard == shard]
                 tensors.sort(key=lambda tensor: tensor.start)
-                shapes = [smaller_shape(tensor, kept if remove else {}) for tensor in tensors]
-                content = _content(shard, tensors, kept, remove, refitted, moved)
-                hashes[shard.name] = write_shard(shard, tensors, shapes, content, folder / shard.name)
+                tensors = [tensor for tensor in tensors if done.names.get(tensor.name, "") is not None]
+                shapes = [smaller_shape(tensor, done.kept if remove else {}) for tensor in tensors]
+                names = [done.names.get(tensor.name) or tensor.name for tensor in tensors]
+                content = _content(shard, tensors, done, remove, fitted_at(choices), moved)
+                hashes[shard.name] = write_shard(shard, tensors, names, shapes, content, folder / shard.name)
                 out.note(shards=hashes)
             bar.update(shard.stat().st_size)
     checkpoint.check_unchanged()
     return hashes
 
 
+def fitted(choice: Choice) -> list[Target]:
+    """The matrices whose weights a refit moves: those that read heads or neurons, and the last ones of the kept experts."""
+    if isinstance(choice.units, Experts):
+        return [choice.units.outputs[number] for number in choice.kept]
+    return [choice.units.output] if isinstance(choice.units, Parts) and len(choice.gone) else []
+
+
+def fitted_at(choices: Sequence[Choice]) -> dict[tuple[str, int | None], Target]:
+    """Stored tensor and number of an expert in it -> the matrix there that a refit moves."""
+    targets = [target for choice in choices for target in fitted(choice)]
+    return {(target.matrix.stored.name, target.matrix.expert): target for target in targets}
+
+
 def write_shard(
     shard: Path,
     tensors: Sequence[StoredTensor],
+    names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
     content: Iterator[memoryview],
     path: Path,
 ) -> str:
-    """Write a shard with other shapes; returns its BLAKE3. The tensors keep their order in the file and in its header."""
+    """Write a shard with other names and shapes; returns its BLAKE3. Tensors keep their order in the file and its header."""
     digest, offset, entries = blake3(), 0, {}
-    for tensor, shape in zip(tensors, shapes, strict=True):
+    for tensor, name, shape in zip(tensors, names, shapes, strict=True):
         end = offset + math.prod(shape) * BITS[tensor.dtype] // 8
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        entries[tensor.name] = (name, {"dtype": tensor.dtype, "shape": list(shape), "data_offsets": [offset, end]})
         offset = end
-    header = {name: entries.get(name, each) for name, each in json.loads(header_text(shard)).items()}
+    stored = json.loads(header_text(shard))
+    header = {name: each for name, each in stored.items() if name == "__metadata__"}
+    header |= dict(entries[name] for name in stored if name in entries)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
@@ -157,24 +223,24 @@ def write_shard(
 def _content(
     shard: Path,
     tensors: Sequence[StoredTensor],
-    kept: Kept,
+    done: Cut,
     remove: bool,
-    refitted: Mapping[tuple[str, int | None], Target],
+    moves: Mapping[tuple[str, int | None], Target],
     moved: MovedWeights | None,
 ) -> Iterator[memoryview]:
     """The bytes of the tensors of a shard, one matrix at a time. What stays whole is read from the file as it is written."""
     with safe_open(shard, framework="pt") as file:
         for tensor in tensors:
-            stored = file.get_tensor(tensor.name)
-            if tensor.name not in kept:
-                yield tensor_bytes(stored)
-                continue
-            for expert, stays in sorted(kept[tensor.name].items(), key=lambda item: item[0] or 0):
-                part, target = stored if expert is None else stored[expert], refitted.get((tensor.name, expert))
+            stored, masks = file.get_tensor(tensor.name), done.kept.get(tensor.name, {None: []})
+            experts = range(len(stored)) if moved is not None and (tensor.name, 0) in moves else []
+            for expert in (None, *experts):
+                target = moves.get((tensor.name, expert))
                 weight = None if moved is None or target is None else moved.rows(target, 0, target.matrix.rows)
                 if weight is not None and target is not None:
-                    part = weight.T if target.matrix.transposed else weight
-                yield tensor_bytes(cut(part, stays, remove).contiguous())
+                    (stored if expert is None else stored[expert]).copy_(weight.T if target.matrix.transposed else weight)
+            for number, stays in sorted(masks.items(), key=lambda item: item[0] or 0):
+                part = stored if number is None else stored[number]
+                yield tensor_bytes(cut(part, stays, remove, done.fills.get(tensor.name, 0.0)).contiguous())
 
 
 def compare(
@@ -223,18 +289,26 @@ def compare(
 
 @contextmanager
 def _without_units(model: PreTrainedModel, choices: Sequence[Choice], moved: MovedWeights | None) -> Iterator[None]:
-    """Inside this context, the columns that read removed units are zero, and the others have their fitted values."""
+    """Inside this context, nothing reads or reaches the removed units, and fitted weights have their new values."""
     before: list[tuple[Tensor, Tensor]] = []
+    removed: list[nn.Module] = []
     try:
         for choice in choices:
-            target = choice.units.output
-            weight = weight_of(model, target.layer)
-            new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
-            before.append((weight, weight.clone()))
-            if new is not None:
-                weight.copy_(new)
-            weight[:, choice.removed(choice.units.columns).to(weight.device)] = 0
-        yield
+            if isinstance(choice.units, Layers):
+                removed = [find_blocks(model, choice.units.name)[1][number] for number in choice.gone]
+            for target in fitted(choice):
+                weight = weight_of(model, target.layer)
+                new = None if moved is None else moved.rows(target, 0, target.matrix.rows)
+                before.append((weight, weight.clone()))
+                if new is not None:
+                    weight.copy_(new)
+                if isinstance(choice.units, Parts):
+                    weight[:, choice.removed(choice.units.columns).to(weight.device)] = 0
+        with (
+            passed_by(model, removed),
+            closed_routers(model, {c.units: c.kept for c in choices if isinstance(c.units, Experts)}),
+        ):
+            yield
     finally:
         for weight, values in before:
             weight.copy_(values)

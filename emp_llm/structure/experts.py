@@ -1,0 +1,591 @@
+"""Experts of a mixture: found, scored by a calibration pass, removed or closed in their routers, and what is left refitted.
+
+They are found by structure. A field of config.json is their number if a model with one expert less has exactly these smaller
+tensors: the stacks of all experts, the router, its biases. So no family is named here.
+
+Scores of expert e, over the tokens t routed to it, with g_te the weight that the router gives it and f_e its output:
+
+reap: mean_t g_te ||f_e(x_t)||     (REAP, arXiv 2510.13999)        mass: sum_t g_te ||f_e(x_t)||
+man: mean_t ||f_e(x_t)||           frequency: number of tokens     magnitude: ||W_e||_F of all its weights
+"""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from emp_llm.calibration.passes import own_batches
+from emp_llm.checkpoint.matrices import torch_dtype
+from emp_llm.common.errors import UserError, shortened_list
+from emp_llm.common.ranks import ranks
+from emp_llm.models.architecture import Architecture, Target
+from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Step, Walk
+from emp_llm.models.hooks import layer_hooks
+from emp_llm.models.layers import Layer, Shape
+from emp_llm.models.modules import find_blocks, find_stacks, weight_of
+from emp_llm.options.calibration import Place
+from emp_llm.options.update import Update
+from emp_llm.records.run_report import FitRecord
+from emp_llm.selection.rule import NonFiniteError
+from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
+from emp_llm.update.least_squares import output_error, refit_rows
+from emp_llm.update.moved import Moved, MovedWeights
+from emp_llm.update.update import MOMENT_BYTES
+
+logger = logging.getLogger(__name__)
+EXPERT_SCORES = ("reap", "man", "frequency", "mass", "magnitude")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_GROUPS = ("n_group", "num_expert_group")
+_LINEAR = (nn.functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+_SWEEPS = 3
+_DIFFERENCE = 0.05  # between the output of a module of experts and the weighted sum of theirs, relative; rounding of bfloat16
+
+
+@dataclass(frozen=True, eq=False)
+class Experts(Units):
+    """The routed experts of a block.
+
+    Attributes:
+        module: name of the smallest module that holds experts and router.
+        field: of config.json that holds their number; by_block: it may have a number for each block.
+        parts: parameter or buffer of the model -> its dimension of experts.
+        own: stored tensor of one expert -> its number.
+        together: stored tensor of all experts -> its dimension of experts.
+        closes: stored tensors that are added to what the router chooses by; a low value there closes an expert.
+        matrices: of all experts.
+        outputs: number of an expert -> its last matrix.
+    """
+
+    module: str
+    field: str
+    by_block: bool
+    parts: dict[str, int]
+    own: dict[str, int]
+    together: dict[str, int]
+    closes: tuple[str, ...]
+    matrices: list[Target]
+    outputs: list[Target]
+
+    @property
+    def targets(self) -> list[Target]:
+        return self.matrices
+
+
+def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[Experts]:
+    """The experts of every block that has some.
+
+    Raises:
+        UserError: the model has no routed experts, or they are stored in an unknown form.
+    """
+    config: Any = skeleton.config.get_text_config()
+    path, blocks = find_blocks(skeleton)
+    stacks = [stack for stack in find_stacks(skeleton).values() if stack.name.startswith(f"{path}.")]
+    dense, kind = shapes_of(skeleton), type(skeleton).__name__
+    found: tuple[str, dict[str, int], int] | None = None
+    for field, number in config.to_dict().items():
+        if "expert" not in field or type(number) is not int or number not in {stack.shape[0] for stack in stacks}:
+            continue
+        changes = {_path(architecture, field): number - 1}
+        smaller = smaller_model(skeleton, architecture.checkpoint.config, changes)
+        parts = None if smaller is None else _shrunk(dense, smaller, number)
+        if parts and all(stack.name in parts for stack in stacks if stack.shape[0] == number):
+            found = field, parts, number
+            break
+    if found is None:
+        raise UserError(
+            f"--structure experts: {kind} has no routed experts whose number a field of its config sets. Use --structure "
+            "neurons, or leave it out."
+        )
+    field, parts, number = found
+    by_block = "list" in str(
+        next((own.__annotations__[field] for own in type(config).__mro__ if field in getattr(own, "__annotations__", {})), "")
+    )
+    top_k = next((value for name in _TOP_K if type(value := getattr(config, name, None)) is int), None)
+    if top_k is None:
+        raise UserError(f"--structure experts: the config of {kind} does not say how many experts a token needs.")
+    groups = next((value for name in _GROUPS if type(value := getattr(config, name, None)) is int), 1)
+    used = getattr(config, "topk_group", None) or 1
+    least = top_k if groups == 1 else max(2, -(-top_k // used))  # a group is chosen by its two best
+    if number <= least * groups:
+        raise UserError(f"--structure experts: each token needs {top_k} of {number} experts, so none can go.")
+    every = []
+    for block in range(len(blocks)):
+        inside = {name: dimension for name, dimension in parts.items() if name.startswith(f"{path}.{block}.")}
+        if not inside:
+            continue
+        modules = {stack.module for stack in stacks if stack.name in inside}
+        if len(modules) != 1:
+            raise UserError(f"{path}.{block}: it has {len(modules)} modules of experts, and one number for all. They stay.")
+        every.append(
+            _experts(architecture, block, modules.pop(), inside, field, by_block, np.arange(number) * groups // number, least)
+        )
+    outside = [name for name in parts if not any(name in each.parts for each in every)]
+    if outside:
+        raise UserError(
+            f"--structure experts: {shortened_list(outside)} belong to no decoder block, and have a part for each expert."
+        )
+    tensors, named = architecture.checkpoint.tensors, {name for each in every for name in (*each.own, *each.together)}
+    for name in (name for name in tensors if ".experts." in name and name not in named):
+        # A layer that predicts several tokens follows the blocks. The model of transformers does not load it.
+        last, number_of = every[-1], re.compile(rf"\.{len(blocks)}\.")
+        alike = number_of.sub(f".{last.block}.", name, count=1)
+        if alike not in last.own and alike not in last.together:
+            raise UserError(f"--structure experts: {name} is of no expert that the model loads. Remove it from the checkpoint.")
+        for stored in (last.own, last.together):
+            stored |= {each: stored[number_of.sub(f".{last.block}.", each, count=1)] for each in tensors
+                       if each not in named and number_of.sub(f".{last.block}.", each, count=1) in stored}  # fmt: skip
+        logger.warning(
+            "warning: layer %d, which predicts several tokens, was not scored; it loses the experts that the last layer loses.",
+            len(blocks),
+        )
+        break
+    return every
+
+
+def _path(architecture: Architecture, field: str) -> tuple[str, ...]:
+    return ("text_config", field) if isinstance(architecture.checkpoint.config.get("text_config"), dict) else (field,)
+
+
+def _shrunk(dense: Mapping[str, Shape], smaller: Mapping[str, Shape], number: int) -> dict[str, int] | None:
+    """The tensors that are one smaller in one dimension, which had `number`; None if others differ too."""
+    parts = {}
+    for name, shape in dense.items():
+        other = smaller.get(name, ())
+        if other == shape:
+            continue
+        differ = [each for each, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
+        if len(other) != len(shape) or len(differ) != 1 or (shape[differ[0]], other[differ[0]]) != (number, number - 1):
+            return None
+        parts[name] = differ[0]
+    return parts if smaller.keys() <= dense.keys() else None
+
+
+def _experts(
+    architecture: Architecture,
+    block: int,
+    name: str,
+    parts: dict[str, int],
+    field: str,
+    by_block: bool,
+    places: Indices,
+    least: int,
+) -> Experts:
+    """The experts of a block: where their tensors are stored. UserError if some are not stored as they are or one by one."""
+    own: dict[str, int] = {}
+    together: dict[str, int] = {}
+    outputs: dict[int, Target] = {}
+    matrices = [
+        target
+        for target in architecture.select("all-linear")
+        if target.layer.expert is not None and target.layer.expert.parameter in parts and target.layer.block == block
+    ]
+    for target in matrices:
+        assert target.layer.expert is not None
+        if target.matrix.scales is not None:
+            raise UserError(f"{target.name} is stored in FP8, and --structure needs plain weights. Use the unquantised model.")
+        if target.matrix.expert is None:
+            own[target.matrix.stored.name] = target.layer.expert.expert
+        else:
+            together[target.matrix.stored.name] = 0
+        outputs[target.layer.expert.expert] = target  # the last one stays
+    stacked = {target.layer.parameter for target in matrices}
+    for part, dimension in parts.items():
+        stored = architecture.stored_names.get(part)
+        if part in stacked:
+            continue
+        if stored is None or architecture.checkpoint.tensors[stored].shape[dimension] != len(places):
+            raise UserError(f"{part}: it has a part for each expert, and is stored in an unknown form, so no expert can go.")
+        together[stored] = dimension
+    common = [level[0] for level in zip(*(part.split(".")[:-1] for part in parts), strict=False) if len(set(level)) == 1]
+    closes = [architecture.stored_names[part] for part in parts if part not in stacked and "bias" in part.rpartition(".")[2]]
+    closes = [stored for stored in closes if len(architecture.checkpoint.tensors[stored].shape) == 1]
+    role = matrices[0].layer.role.rpartition(".*.")[0] if matrices else name
+    ordered = [outputs[number] for number in sorted(outputs)]
+    return Experts(
+        "experts",
+        name,
+        role,
+        block,
+        places,
+        least,
+        ".".join(common),
+        field,
+        by_block,
+        parts,
+        own,
+        together,
+        tuple(closes),
+        matrices,
+        ordered,
+    )
+
+
+def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:
+    """The field of config.json that changes, with its new value; arguments and errors are those of `config_changes`."""
+    every = [units for units in model.units if isinstance(units, Experts)]
+    counts = [len(stays) for stays in kept]
+    value: Any = counts[0]
+    if len(set(counts)) > 1:
+        by_block = {units.block: count for units, count in zip(every, counts, strict=True)}
+        value = [by_block.get(block, counts[0]) for block in range(len(find_blocks(model.skeleton)[1]))]
+    changes: Changes = {field_path(model, every[0].field): value}
+    wanted = shapes_of(model.skeleton)
+    for units, count in zip(every, counts, strict=True):
+        for name, dimension in units.parts.items():
+            wanted[name] = (*wanted[name][:dimension], count, *wanted[name][dimension + 1 :])
+    if smaller_model(model.skeleton, model.checkpoint.config, changes) != wanted:
+        raise UserError(
+            f"config.json with {every[0].field} = {value} gives a model of other shapes. Keep all shapes and close the removed "
+            "experts in their routers: --keep-shapes."
+        )
+    return changes
+
+
+def expert_sums(runner: BlockwiseModel, every: Sequence[Experts], tokens: Tensor, batch_size: int) -> dict[str, Tensor]:
+    """What the experts did on a text: float64, shape (4, experts), by the name of their module.
+
+    The rows are the number of tokens, sum g ||f||, sum ||f|| and sum g, with g the weight of the router and f the output.
+
+    Args:
+        runner: the dense model.
+        every: its experts.
+        tokens: int64, shape (samples, length).
+        batch_size: sequences per forward pass.
+
+    Raises:
+        UserError: memory runs out, a sum is not finite, or the model combines the outputs in another way.
+    """
+    sums = {units.name: torch.zeros(4, len(units), dtype=torch.float64) for units in every}
+
+    def see(seen: Seen) -> None:
+        norms = torch.linalg.vector_norm(seen.outputs, dim=1, dtype=torch.float32).double()
+        found = [torch.ones_like(norms), seen.gates * norms, norms, seen.gates.double()]
+        sums[seen.units.name][:, seen.number] += torch.stack([each.sum() for each in found]).cpu()
+
+    batches = own_batches(tokens, batch_size)
+    with runner.walk(batches, "experts") as walk:
+        for step in walk.steps():
+            own = [units for units in every if units.name.startswith(f"{step.name}.")]
+            with _expert_hooks(runner.model, own, see):
+                step.run()
+    shares = ranks().gather(sums)
+    total = {name: sum(share[name] for share in shares) for name in sums}
+    for name, each in total.items():
+        if not bool(torch.isfinite(each).all()):
+            raise UserError(f"{name}: the outputs of its experts are not finite. Load the model with --dtype float32.")
+    return total
+
+
+class Seen(NamedTuple):
+    """An expert and what it did with the tokens of a batch that reached it.
+
+    Attributes:
+        units, number: the expert.
+        tokens: numbers of its tokens in the batch, int64, shape (tokens,); None if the router scaled their inputs.
+        gates: their weights, float32, shape (tokens,).
+        inputs: of its last matrix, shape (tokens, features).
+        outputs: with a bias, shape (tokens, hidden).
+    """
+
+    units: Experts
+    number: int
+    tokens: Tensor | None
+    gates: Tensor
+    inputs: Tensor
+    outputs: Tensor
+
+
+@contextmanager
+def _expert_hooks(model: nn.Module, every: Sequence[Experts], see: Callable[[Seen], None]) -> Iterator[None]:
+    """Call `see` for each expert that a batch reaches, while the model runs.
+
+    The gates are those that the router gives to the module of all experts, in the order in which transformers' loop over the
+    experts takes the tokens. That they belong to these outputs is checked: their weighted sum must be the module's output.
+
+    Raises:
+        UserError: in the forward pass, if it is not.
+    """
+    handles: list[Any] = []
+    by_name: dict[str, tuple[Experts, int]] = {
+        target.name: (units, number) for units in every for number, target in enumerate(units.outputs)
+    }
+    routing: dict[str, tuple[Tensor, Tensor] | None] = {}
+    totals: dict[str, Tensor] = {}
+
+    def observe(layers: list[Layer], inputs: Tensor, outputs: Any) -> None:
+        units, expert = by_name[layers[0].name]
+        given = routing[units.name]
+        if given is None:  # the router scaled the inputs
+            see(Seen(units, expert, None, torch.ones(len(inputs), device=inputs.device), inputs, outputs))
+            return
+        position, token = given[0].T.eq(expert).nonzero(as_tuple=True)
+        if len(token) != len(inputs):
+            raise _unknown(units)
+        gates = given[1][token, position].float()
+        totals[units.name].index_add_(0, token, outputs.float() * gates[:, None])
+        see(Seen(units, expert, token, gates, inputs, outputs))
+
+    for units in every:
+
+        def enter(module: nn.Module, args: Any, kwargs: Any, units: Experts = units) -> None:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            chosen = next((each for each in tensors if not each.is_floating_point() and each.dim() == 2), None)
+            gates = [each for each in tensors if chosen is not None and each.is_floating_point() and each.shape == chosen.shape]
+            if chosen is None and (len(tensors) != 1 or tensors[0].numel() % len(units)):
+                raise _unknown(units)
+            if chosen is not None and len(gates) != 1:
+                raise _unknown(units)
+            routing[units.name] = None if chosen is None else (chosen, gates[0])
+            totals[units.name] = torch.zeros(tensors[0].flatten(0, -2).shape, device=tensors[0].device)
+
+        def leave(module: nn.Module, args: Any, output: Any, units: Experts = units) -> None:
+            total = totals.pop(units.name)
+            if routing.pop(units.name) is None:
+                return
+            if not isinstance(output, Tensor) or output.numel() != total.numel():
+                raise _unknown(units)
+            wanted = output.reshape(total.shape).float()
+            if float((total - wanted).norm()) > _DIFFERENCE * float(wanted.norm()):
+                raise _unknown(units)
+
+        module = model.get_submodule(units.name)
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        with layer_hooks(model, [target.layer for units in every for target in units.outputs], observe):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unknown(units: Experts) -> UserError:
+    return UserError(
+        f"{units.name}: the outputs of its experts are not weighted by the router in a known way, so they cannot be scored. "
+        "Use --method magnitude or emp-magnitude."
+    )
+
+
+def expert_scores(units: Experts, criterion: str, sums: Tensor) -> NDArray[np.float64]:
+    """The score of each expert, float64, shape (experts,); `sums` is an element of `expert_sums`."""
+    tokens, weighted, plain, _ = sums.double().numpy()
+    scores: Any = {
+        "reap": weighted / np.maximum(tokens, 1),
+        "man": plain / np.maximum(tokens, 1),
+        "frequency": tokens,
+        "mass": weighted,
+    }[criterion]
+    if not scores.any():
+        raise UserError(f"{units.name}: no token of the calibration reached it. Use another text, or --method emp-magnitude.")
+    return scores  # type: ignore[no-any-return]
+
+
+class _Closed(TorchFunctionMode):
+    """While the module of a mixture runs, the logits of some experts are -inf, and so is what is added to choose them."""
+
+    def __init__(self, module: nn.Module, units: Experts, removed: Tensor) -> None:
+        super().__init__()
+        own = {
+            part: value for part in units.parts if (value := _value(module, part.removeprefix(f"{units.module}."))) is not None
+        }
+        self._removed = removed
+        self._routers = {tuple(value.shape) for part, value in own.items() if value.dim() == 2 and not part.endswith("bias")}
+        self._biases = {
+            id(value): value.masked_fill(removed.to(value.device), -math.inf)
+            for part, value in own.items()
+            if value.dim() == 1 and "bias" in part.rpartition(".")[2]
+        }
+        self._done = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        args = tuple(self._biases.get(id(each), each) for each in args)
+        result = func(*args, **(kwargs or {}))
+        if (
+            not self._done
+            and func in _LINEAR
+            and any(
+                isinstance(each, Tensor) and (tuple(each.shape) in self._routers or tuple(each.shape[::-1]) in self._routers)
+                for each in args[1:2]
+            )
+        ):
+            self._done = True
+            result = result.masked_fill(self._removed.to(result.device), -math.inf)
+        return result
+
+
+def _value(module: nn.Module, path: str) -> Tensor | None:
+    """A parameter or buffer of a module; None if it lies in another."""
+    *around, leaf = path.split(".")
+    try:
+        found = getattr(module.get_submodule(".".join(around)), leaf)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+@contextmanager
+def closed_routers(model: nn.Module, kept: Mapping[Experts, Indices]) -> Iterator[None]:
+    """Inside this context, no token is routed to removed experts: the model computes what the smaller one will.
+
+    Args:
+        model: dense, on any devices.
+        kept: the numbers of the experts that stay.
+    """
+    handles: list[Any] = []
+    for units, stays in kept.items():
+        removed = torch.ones(len(units), dtype=torch.bool)
+        removed[torch.from_numpy(stays)] = False
+        running: list[_Closed] = []
+
+        def enter(
+            module: nn.Module, args: Any, units: Experts = units, removed: Tensor = removed, running: Any = running
+        ) -> None:
+            running.append(_Closed(module, units, removed))
+            running[-1].__enter__()
+
+        def leave(module: nn.Module, args: Any, output: Any, running: Any = running) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        module = model.get_submodule(units.module)
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refit_experts(
+    model: PreTrainedModel,
+    kept: Mapping[Experts, Indices],
+    tokens: Tensor,
+    update: Update,
+    moved: MovedWeights,
+    *,
+    batch_size: int = 8,
+    hidden_states: Place = "auto",
+    blocks: str | None = None,
+) -> None:
+    """Move the last matrices of the kept experts, so that each block returns what the dense one does. A collective call.
+
+    Dense and smaller model run side by side, block by block. With r_t what is missing in the output of the smaller block for
+    token t, and h_te the inputs of the last matrix of expert e, each of the experts that t reaches takes its share of r_t:
+
+        min over V of sum_t ||g_te V h_te - g_te W h_te - g_te^2 / (sum_e' g_te'^2) r_t||^2 + lambda ||V - W||^2
+
+    These shares make the smallest changes that add up to r_t. It is done several times, each with what is still missing.
+
+    Args:
+        model: dense, on any devices; unchanged afterwards.
+        kept: the numbers of the experts that stay.
+        tokens: the calibration text, int64, shape (samples, length).
+        update: damping, and how many tokens an expert must see.
+        moved: receives the weights; the blocks that it holds are not fitted again.
+        batch_size: sequences per forward pass.
+        hidden_states: where they are stored between blocks.
+        blocks: name of the list of decoder blocks; None: detected.
+
+    Raises:
+        UserError: memory runs out, a moment is not finite, or the router scales the inputs of experts.
+    """
+    runner, at_block = BlockwiseModel(model, blocks, hidden_states), {units.block: units for units in kept}
+    batches = own_batches(tokens, batch_size)
+    with runner.walk(batches, "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
+        for number in range(len(batches)):
+            pruned.put(number, walk.hidden.get(number, walk.device))
+        for step in walk.steps():
+            step.run()
+            units = at_block.get(step.index)
+            targets = [] if units is None else [units.outputs[number] for number in kept[units]]
+            before = {target.name: weight_of(model, target.layer).clone() for target in targets}
+            with closed_routers(model, {} if units is None else {units: kept[units]}):
+                if ranks().share(moved.has(step.index)):
+                    found = ranks().share(moved.block(step.index) if ranks().main else None)
+                    for target in targets:
+                        if found[target.name].weight is not None:
+                            weight_of(model, target.layer).copy_(found[target.name].weight)
+                elif units is not None:
+                    found = _refit_block(model, units, targets, step, walk, pruned, update)
+                    if ranks().main:
+                        moved.put(step.index, found)
+                for number in range(len(batches)):
+                    pruned.put(number, step.output(number, pruned))
+            for target in targets:
+                weight_of(model, target.layer).copy_(before[target.name])
+
+
+def _refit_block(
+    model: PreTrainedModel,
+    units: Experts,
+    targets: Sequence[Target],
+    step: Step,
+    walk: Walk,
+    pruned: HiddenStates,
+    update: Update,
+) -> dict[str, Moved]:
+    """Move the last matrices of a block's kept experts, in the model too; returns what became of them, by name."""
+    dense = {target.name: weight_of(model, target.layer).float() for target in targets}
+    found = {target.name: Moved(None, FitRecord(tokens=0)) for target in targets}
+    numbers = {units.outputs.index(target): target for target in targets}
+    together = max(1, MOMENT_BYTES // (8 * targets[0].matrix.columns ** 2))
+    parts = [list(numbers)[first : first + together] for first in range(0, len(numbers), together)]
+    for part in parts * _SWEEPS:
+        sums: dict[int, list[Tensor]] = {}
+        for number in range(len(walk.batches)):
+            seen: list[Seen] = []
+            with _expert_hooks(model, [units], seen.append):
+                output = step.output(number, pruned)
+            missing = (walk.hidden.get(number, output.device).float() - output.float()).flatten(0, -2)
+            squares = torch.zeros(len(missing), device=missing.device)
+            for each in seen:
+                if each.tokens is None:
+                    raise UserError(f"{units.name}: its router scales the inputs of experts, so they cannot be refitted.")
+                squares.index_add_(0, each.tokens, each.gates.square())
+            for each in seen:
+                if each.number in part and each.tokens is not None:
+                    x = each.inputs.float() * each.gates[:, None]
+                    share = each.gates.square() / squares[each.tokens].clamp(min=torch.finfo(torch.float32).tiny)
+                    weight = weight_of(model, numbers[each.number].layer).float()
+                    y = x @ weight.T + share[:, None] * missing[each.tokens]
+                    own = [torch.tensor(float(len(x)), device=x.device), x.T @ x, y.T @ x, y.square().sum(0).double()]
+                    sums[each.number] = (
+                        [a + b for a, b in zip(sums[each.number], own, strict=True)] if each.number in sums else own
+                    )
+        shares = ranks().gather({number: [each.cpu() for each in own] for number, own in sums.items()})
+        for number in part:
+            held = [share[number] for share in shares if number in share]
+            target, count = numbers[number], int(sum(each[0] for each in held))
+            if count < max(1, update.min_expert_tokens):
+                found[target.name] = Moved(None, FitRecord(tokens=count))
+                continue
+            weight = dense[target.name]
+            gram, right, energy = (torch.stack([each[place] for each in held]).sum(0).to(weight.device) for place in (1, 2, 3))
+            damping = update.damping_of(target.matrix.columns, count)
+            try:
+                new = refit_rows(weight, torch.ones_like(weight, dtype=torch.bool), gram, right, damping=damping, energy=energy)
+            except NonFiniteError as error:
+                raise UserError(f"{target.name}: it cannot be fitted: {error}. Try --dtype float32.") from error
+            errors = [
+                float(output_error(each, weight, gram, right, energy).sum() / energy.sum()) for each in (weight, new.weight)
+            ]
+            dtype = torch_dtype(target.matrix.stored.dtype)
+            most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+            stored = new.weight.clamp(-most, most).to(dtype)
+            weight_of(model, target.layer).copy_(stored)
+            record = FitRecord(
+                tokens=count, damping=new.damping, error_before=max(0.0, errors[0]), error_after=max(0.0, errors[1])
+            )
+            found[target.name] = Moved(stored.cpu(), record)
+    return found

@@ -1,0 +1,188 @@
+"""Experts and whole layers removed: the smaller checkpoint has the dense model's tensors, and computes what it should."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from emp_llm.common.errors import UserError
+from emp_llm.prune import prune
+from emp_llm.records.run_report import StructureRecord
+from emp_llm.verify import verify
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8, "num_hidden_layers": 3}
+COUNTS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPED = LATENT | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": {},
+    "olmoe": {"num_key_value_heads": 4},
+    "deepseek_v2": GROUPED | {"n_group": 1, "topk_group": 1},
+    "deepseek_v3": GROUPED,
+    "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1},
+    "granitemoe": {},
+    "gpt_oss": {},
+    "llama4_text": {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
+    "nemotron_h": {"hybrid_override_pattern": "E*E"},
+}
+CLOSED = ("deepseek_v3", "glm4_moe", "gpt_oss")  # routers with a bias
+SHORT: dict[str, Any] = {"calibration": "demo", "samples": 4, "seqlen": 32, "dtype": "float32", "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def call(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **SIZES | COUNTS | EXPERTS | FAMILIES[family])
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if "bias" in name:
+                buffer.normal_(0, 0.01)
+        model.save_pretrained(folder)
+        tiny.make_tokenizer().save_pretrained(folder)
+        return folder
+
+    return call
+
+
+def loaded(folder: Path) -> Any:
+    model, about = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    return model.eval()
+
+
+def structure_of(report: Any) -> StructureRecord:
+    assert report.structure is not None
+    return report.structure  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_smaller_mixture_has_the_tensors_of_its_experts(family: str, make: Any, tmp_path: Path) -> None:
+    """Every tensor of the loaded smaller model is the dense model's, but for the experts that went."""
+    out = tmp_path / "out"
+    report = prune(make(family), output=out, structure="experts", method="mass", sparsity=0.5, **SHORT)
+    record, kept = structure_of(report), load_file(out / "emp_llm" / "structure.safetensors")
+    dense, small = loaded(make(family)).state_dict(), loaded(out).state_dict()
+    assert dense.keys() == small.keys()
+    changed = set()
+    for name, before in dense.items():
+        after, module = small[name], next((each for each in record.layers if name.startswith(each.rpartition(".")[0])), None)
+        if before.shape != after.shape:
+            dimension = next(d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b)
+            before = before.index_select(dimension, kept[f"{module}.kept"])
+            changed.add(name)
+        assert torch.equal(before, after), name
+    assert {each.kept for each in record.layers.values()} == {4}
+    assert len(changed) >= 3 * len(record.layers) - (family == "nemotron_h")
+    assert record.difference is not None and record.difference < 1e-4
+    assert not verify(out, source=str(make(family)), quiet=True).differences
+
+
+@pytest.mark.parametrize("family", CLOSED)
+def test_closed_routers(family: str, make: Any, tmp_path: Path) -> None:
+    """Each layer keeps its own number of experts in the same shapes, and computes what a model without the others does."""
+    out = tmp_path / "out"
+    report = prune(make(family), output=out, structure="experts", method="emp-mass", beta=0.6, keep_shapes=True, **SHORT)
+    record = structure_of(report)
+    assert record.config == {}
+    assert record.difference is not None and record.difference < 1e-4
+    assert not verify(out, source=str(make(family)), quiet=True).differences
+    used: dict[str, set[int]] = {}
+
+    def see(module: Any, args: Any, kwargs: Any, name: str) -> None:
+        chosen = next(each for each in (*args, *kwargs.values()) if not each.is_floating_point())
+        used.setdefault(name, set()).update(chosen.unique().tolist())
+
+    model = loaded(out)
+    for name in record.layers:
+        model.get_submodule(name).register_forward_pre_hook(lambda m, a, k, n=name: see(m, a, k, n), with_kwargs=True)
+    with torch.no_grad():
+        model(torch.arange(256).reshape(4, 64))
+    kept = load_file(out / "emp_llm" / "structure.safetensors")
+    for name, numbers in used.items():
+        assert numbers <= set(kept[f"{name}.kept"].tolist()), name
+
+
+@pytest.mark.parametrize("method", ["reap", "man", "frequency", "mass", "magnitude"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_scores_are_those_of_their_equations(family: str, method: str, make: Any, tmp_path: Path) -> None:
+    """Each expert is called alone for its tokens, in float64."""
+    out = tmp_path / "out"
+    prune(make(family), output=out, structure="experts", method=method, sparsity=0.5, **SHORT)
+    found = load_file(out / "emp_llm" / "structure.safetensors")
+    model = loaded(make(family)).double()
+    sums: dict[str, Tensor] = {}
+
+    def see(module: Any, args: Any, kwargs: Any, name: str) -> None:
+        hidden, chosen, gates = (*args, *kwargs.values())[:3]
+        for token in range(len(hidden)):
+            for place in range(chosen.shape[1]):
+                expert = chosen[token, place].reshape(1, 1)
+                norm = module.forward(hidden[token][None], expert, torch.ones_like(gates[:1, :1])).norm()
+                own = sums.setdefault(name, torch.zeros(3, 8, dtype=torch.float64))[:, expert.item()]
+                own += torch.stack([torch.ones_like(norm), gates[token, place] * norm, norm])
+
+    names = [name.removesuffix(".kept") for name in found if name.endswith(".kept")]
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(lambda m, a, k, n=name: see(m, a, k, n), with_kwargs=True)
+    from emp_llm.calibration.data import token_ids
+    from emp_llm.calibration.texts import find_corpus
+
+    if method != "magnitude":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(make(family))
+        ids = token_ids(tokenizer, find_corpus("demo"), 4, 32, 0)
+        with torch.no_grad():
+            model(ids.tokens if hasattr(ids, "tokens") else ids)
+    for name in names:
+        if method == "magnitude":
+            own = [each for part, each in model.get_submodule(name).named_parameters() if each.dim() == 3]
+            wanted = torch.stack([each.detach().flatten(1).square().sum(1) for each in own]).sum(0).sqrt()
+        else:
+            tokens, weighted, plain = sums[name]
+            each = {"frequency": tokens, "mass": weighted, "reap": weighted / tokens, "man": plain / tokens}
+            wanted = each[method].nan_to_num()
+        np.testing.assert_allclose(found[f"{name}.scores"].numpy(), wanted.numpy(), rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3_moe"])
+def test_whole_layers(family: str, models: Any, tmp_path: Path) -> None:
+    """The layers that change their inputs least go; the others have the dense model's tensors."""
+    source = tiny.make_model(tmp_path / "model", family, num_hidden_layers=4) if False else None
+    del source
+    out = tmp_path / "out"
+    report = prune(models(family), output=out, structure="layers", method="cosine", sparsity=0.5, **SHORT)
+    record = structure_of(report)
+    (only,) = record.layers.values()
+    assert (only.units, only.kept) == (2, 1) and record.difference is not None and record.difference < 1e-4
+    loaded(out)
+    assert not verify(out, source=str(models(family)), quiet=True).differences
+
+
+def test_refit_makes_up_for_removed_experts(make: Any, tmp_path: Path) -> None:
+    """The error of the blocks' outputs falls on the calibration text."""
+    report = prune(make("qwen3_moe"), output=tmp_path / "out", structure="experts", sparsity=0.5, refit=True, **SHORT)
+    assert report.recipe.method == "emp-reap"
+    assert report.fits and all(fit.error_after <= fit.error_before for fit in report.fits.values() if fit.error_before)
+    assert not verify(tmp_path / "out", source=str(make("qwen3_moe")), quiet=True).differences
