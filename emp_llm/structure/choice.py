@@ -109,8 +109,8 @@ def choose_units(
                 needed = units.least * len(np.unique(units.places))
                 if size < needed and not structure.keep_shapes:
                     raise UserError(
-                        f"{units.name}: {size} of {len(units)} experts would stay, and its router needs at least {needed}. Raise "
-                        "--beta, or lower --sparsity."
+                        f"{units.name}: {size} of {len(units)} experts would stay, and its router needs at least {needed}. "
+                        "Raise --beta, or lower --sparsity."
                     )
                 mask |= _widened(units, row, needed, 1)
             n_eff = float(Moments.of_rows(row, order).number()[0])

@@ -115,8 +115,8 @@ def layer_changes(model: UnitModel, kept: Indices) -> Changes:
         if smaller_model(model.skeleton, model.checkpoint.config, tried) == wanted:
             return tried
     raise UserError(
-        f"--structure layers: no number in config.json gives {type(model.skeleton).__name__} these {len(stays)} of its {number} "
-        "layers."
+        f"--structure layers: no number in config.json gives {type(model.skeleton).__name__} these {len(stays)} of "
+        f"its {number} layers."
     )
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
+from emp_llm.checkpoint.files import write_json
 from emp_llm.common.errors import UserError
 from emp_llm.models.architecture import Architecture, Target
 from emp_llm.models.layers import Shape
@@ -331,11 +333,13 @@ def field_path(model: UnitModel, name: str) -> tuple[str, ...]:
 
 def smaller_model(skeleton: PreTrainedModel, config: Mapping[str, Any], changes: Changes) -> dict[str, Shape] | None:
     """The shapes of the tensors of a changed config.json's model; None if its numbers do not fit together."""
-    try:
-        with torch.device("meta"):
-            smaller: Any = type(skeleton)(type(skeleton.config).from_dict(changed_config(config, changes)))
-    except Exception:  # of the model's own code
-        return None
+    with TemporaryDirectory() as folder:
+        write_json(Path(folder) / "config.json", changed_config(config, changes))
+        try:
+            with torch.device("meta"):
+                smaller: Any = type(skeleton)(type(skeleton.config).from_pretrained(folder))
+        except Exception:  # of the model's own code
+            return None
     return shapes_of(smaller)
 
 
