@@ -9,7 +9,8 @@ from emp_llm.common.errors import UserError, did_you_mean
 from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
-from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe
+from emp_llm.options.prune import STRUCTURE_CRITERIA, structured
+from emp_llm.options.recipe import METHODS, SCORE_FIELDS, SEARCHES, TARGET_FIELDS, Recipe, StructureRecipe
 from emp_llm.records.measure import Measure, MeasureEntry
 from emp_llm.records.source import ModelSource
 
@@ -21,6 +22,7 @@ CURVE_BETAS = "0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3,1.4,1.5,1.75,2"
 def measure(
     model: ModelOptions,
     shared: Annotated[Recipe, Some((*TARGET_FIELDS, *SCORE_FIELDS))],
+    structure: StructureRecipe,
     text: NormOptions,
     loading: LoadingOptions,
     *,
@@ -35,9 +37,15 @@ def measure(
     The table shows, for every criterion and order, N_eff/N with its distribution over the rows, s_eff, and for order 2 the
     lower bound on s_eff. Each matrix is read once. The weights that EMP keeps at beta 1 are reported as by prune.
 
+    With --structure, heads, neurons, experts or layers are measured: how many the rule keeps in each layer at each beta, and
+    the size of the model that is left.
+
     Returns the content of the output.
     """
-    recipes, curve = _recipes(criteria, orders, shared), sorted(set(parse_numbers(betas, "--betas")))
+    structure.check()
+    units = structure.structure is not None
+    recipes = _recipes(criteria, orders, shared, structure)
+    curve = sorted(set(parse_numbers(betas, "--betas")))
     for beta in curve:
         Recipe(beta=beta).check()
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
@@ -56,10 +64,26 @@ def measure(
     if ranks().count > 1:
         raise UserError("measure runs in one process. Calibrate with torchrun first, and give the file as --activations.")
     leading = next((recipe for recipe in recipes if recipe.needs_activations), recipes[0])
-    norms = given_norms(text, leading)
+    norms = None if units else given_norms(text, leading)
     source = find_model(model.model, model.revision, model.trust_remote_code)
     path = output or Path(f"{source.short_name}-measure.json")
     check_output_file(path, overwrite)
+    if units:
+        from emp_llm.structure.measuring import measure_units
+
+        with OutputFile(path) as out:
+            of_units = [measure_units(source, recipe, text, loading, model.trust_remote_code, curve) for recipe in recipes]
+            record = Measure(
+                source=ModelSource(model=source.name, revision=source.revision, identity=None),
+                command=command_line(),
+                recipe=recorded(recipes[-1]),
+                calibration=next((about for _, about in of_units if about is not None), None),
+                versions=versions(),
+                measures=[entry for entry, _ in of_units],
+            )
+            record.save(path)
+            out.complete()
+        return record
     images = leading.needs_activations and may_reach_images(text)
     chosen = targets_of_folder(source.folder, source.name, leading, model.trust_remote_code, images)
     checkpoint, targets, calibrates = chosen.checkpoint, chosen.targets, leading.needs_activations and norms is None
@@ -122,9 +146,22 @@ def measure(
     return record
 
 
-def _recipes(given: str | None, orders: str, shared: Recipe) -> list[Recipe]:
+def _recipes(given: str | None, orders: str, shared: Recipe, structure: StructureRecipe) -> list[Recipe]:
     """A recipe at beta 1 for each criterion and order."""
     recipes = []
+    if structure.structure is not None:
+        known = STRUCTURE_CRITERIA[structure.structure]
+        for criterion in parse_words(given or known[0], "--criteria"):
+            if criterion not in known:
+                raise UserError(
+                    f"--criteria: {criterion!r} does not score {structure.structure}. Use {', '.join(known)}."
+                    f"{did_you_mean(criterion, known)}"
+                )
+            recipes += [
+                structured(Recipe(method=f"emp-{criterion}", order=order), structure)
+                for order in parse_numbers(orders, "--orders")
+            ]
+        return recipes
     own = shared.name if shared.criterion is not None or shared.scores is not None else None
     criteria = parse_words(",".join(filter(None, ("magnitude", "wanda", own))) if given is None else given, "--criteria")
     for criterion in dict.fromkeys(criteria):

@@ -38,6 +38,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
+    from emp_llm.pruning.budget import Budget, with_budget
     from emp_llm.pruning.chosen import targets_of_folder
     from emp_llm.pruning.counts import check_groups, counts_of, matched, read_report
     from emp_llm.pruning.dry_run import DryRun, dry_run
@@ -46,6 +47,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     from emp_llm.pruning.scores import Scores, input_norms, recorded
     from emp_llm.pruning.writing import run_signature, write_checkpoint, write_manifest
 
+    budget = Budget.of(options.parameters, options.memory)
     check_device(options.mask_device)
     if options.device_map != "auto":
         parse_device_map(options.device_map)
@@ -75,6 +77,9 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     images = recipe.needs_activations and may_reach_images(options)
     chosen = targets_of_folder(source.folder, source.name, recipe, options.trust_remote_code, images)
     targets, checkpoint = chosen.targets, chosen.checkpoint
+    if budget is not None:
+        recipe = with_budget(recipe, budget, checkpoint, targets)
+        logger.info("%s is a sparsity of %.4f of the targets.", budget.flag, recipe.sparsity)
     recipe = matched(recipe, targets)
     check_groups(recipe, targets)
     update, scores = recipe.update, Scores(checkpoint, targets, recipe)

@@ -14,6 +14,7 @@ CARD_NAME = "README.md"
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
+EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"  # what a calibration has collected for Taylor scores, experts or layers
 # Other formats of weights. A copy of such a file would add the dense model to a pruned one.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".safetensors", ".npz")

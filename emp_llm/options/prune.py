@@ -34,6 +34,10 @@ class PruneOptions(QuantizationOptions, LoadingOptions, NormOptions, ModelOption
 
     propagate: Annotated[Propagate, Opt("Calibrate each block on the outputs of dense or of pruned blocks.")] = "dense"
     mask_device: MaskDevice = "cpu"
+    parameters: Annotated[str | None, Opt("Keep at most so many parameters, such as 6e9, in place of a sparsity.")] = None
+    memory: Annotated[str | None, Opt("Keep at most so many bytes of weights, such as 24GB (packed, without --structure).")] = (
+        None
+    )
     evaluate: Annotated[
         str | None,
         Opt("Evaluate the dense and the pruned model with this suite (name or file); ,limit=N shortens it."),
@@ -57,6 +61,12 @@ def check_options(recipe: Recipe, structure: StructureRecipe, options: PruneOpti
         raise UserError(f"--method {recipe.method} scores {units}, not weights. Add --structure, or use emp-wanda.")
     else:
         recipe.check()
+    if options.parameters is not None or options.memory is not None:
+        for name in ("sparsity", "pattern", "match", "beta"):
+            if getattr(recipe, name) != getattr(Recipe(method=recipe.method), name):
+                raise UserError(f"--parameters and --memory set the sparsity; leave out --{name}, or both of them.")
+        if structure.keep_shapes:
+            raise UserError("--keep-shapes keeps the size of the model; leave it out, or --parameters and --memory.")
     if options.baseline is not None and options.evaluate is None:
         raise UserError("--baseline needs an evaluation; add --evaluate SUITE.")
     if options.push_to_hub is None and (options.private or options.push_revision is not None):

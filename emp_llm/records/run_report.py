@@ -137,13 +137,15 @@ class PointRecord(Part, kw_only=True, omit_defaults=False):
 
 
 class UnitsRecord(Part, kw_only=True):
-    """The heads of one attention, or the neurons of one MLP or expert.
+    """The heads of one attention, the neurons of one MLP or expert, the experts of one block, or all layers.
 
     Attributes:
-        kind: "heads" or "neurons"; role: name of their last layer within the block; block: its number.
+        kind: "heads", "neurons", "experts" or "layers"; role: name of their last layer within the block, of the module of the
+            experts, or of the list of layers; block: its number.
         units, kept: numbers in the dense and in the pruned model; groups of heads count as one.
         rule: the number that the rule keeps; where all layers get one width, `kept` may differ.
         n_eff, s_eff, s_eff_bound: effective number and effective mass of the scores, and its lower bound (order 2 only).
+        tokens_lost, mass_lost: of experts, the share of the routed tokens, and of their gates times outputs, that lose theirs.
         n_eff_together: effective number of the scores of all layers with this role, if they are one group.
     """
 
@@ -157,6 +159,8 @@ class UnitsRecord(Part, kw_only=True):
     s_eff: float
     s_eff_bound: float | None = None
     n_eff_together: float | None = None
+    tokens_lost: Share | None = None
+    mass_lost: Share | None = None
 
 
 class CostRecord(Part, kw_only=True):
@@ -164,18 +168,20 @@ class CostRecord(Part, kw_only=True):
 
     Attributes:
         parameters: number of elements of all stored tensors; bytes: their size.
+        active_parameters: of a mixture, those that a token reaches.
         flops_per_token: floating-point operations of a forward pass over the prompt, divided by its tokens.
         tokens_per_second: of the same pass, the median of several.
     """
 
     parameters: Count
     bytes: Count
+    active_parameters: Count | None = None
     flops_per_token: float | None = None
     tokens_per_second: float | None = None
 
 
 class StructureRecord(Part, kw_only=True):
-    """The removed heads and neurons.
+    """The removed heads, neurons, experts or layers.
 
     Attributes:
         layers: by the name of the layer that reads them.

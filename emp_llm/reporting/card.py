@@ -39,8 +39,19 @@ _UNIT_SCORES = {
     "magnitude": "the norms of their weights",
     "wanda": "the norms of their weights and activations",
     "taylor": "their first-order effect on the loss (Taylor)",
+    "reap": "the mean norm of their outputs times the router's weight (REAP)",
+    "man": "the mean norm of their outputs",
+    "frequency": "how many tokens reach them",
+    "mass": "the norms of their outputs times the router's weight, added up",
+    "cosine": "how much they turn the hidden states (1 - cosine)",
 }
-_UNITS = {"both": "attention heads and MLP neurons", "heads": "attention heads", "neurons": "MLP neurons"}
+_UNITS = {
+    "both": "attention heads and MLP neurons",
+    "heads": "attention heads",
+    "neurons": "MLP neurons",
+    "experts": "experts",
+    "layers": "decoder layers",
+}
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
 _MARK = "<!-- emp-llm writes this card again at every push. Delete this line to keep your own changes. -->"
 

@@ -194,7 +194,9 @@ def structure_rows(structure: StructureRecord) -> Rows:
     by_role: dict[tuple[str, str], list[UnitsRecord]] = defaultdict(list)
     for entry in structure.layers.values():
         by_role[entry.kind, entry.role].append(entry)
+    routed = any(entry.tokens_lost is not None for entry in structure.layers.values())
     rows = [["layers", "units", "of", "stay", "by the rule", "least", "most", "N_eff/N %", "s_eff", "bound"]]
+    rows[0] += ["tokens lost %", "mass lost %"] * routed
     for (kind, role), entries in by_role.items():
         total, kept = sum(entry.units for entry in entries), sum(entry.kept for entry in entries)
         bounds = [entry.s_eff_bound for entry in entries if entry.s_eff_bound is not None]
@@ -210,9 +212,15 @@ def structure_rows(structure: StructureRecord) -> Rows:
                 percent_cell(sum(entry.n_eff for entry in entries) / total),
                 number_cell(sum(entry.s_eff for entry in entries) / len(entries)),
                 number_cell(sum(bounds) / len(bounds) if len(bounds) == len(entries) else None),
+                *[percent_cell(_mean_lost(entries, name)) for name in ("tokens_lost", "mass_lost") * routed],
             ]
         )
     return rows
+
+
+def _mean_lost(entries: list[UnitsRecord], name: str) -> float | None:
+    known = [lost for entry in entries if (lost := getattr(entry, name)) is not None]
+    return sum(known) / len(known) if known else None
 
 
 def cost_rows(structure: StructureRecord) -> Rows:
@@ -220,6 +228,7 @@ def cost_rows(structure: StructureRecord) -> Rows:
     rows = [["", "dense", "pruned", "ratio"]]
     for name, field, cell in (
         ("parameters", "parameters", "{:,.0f}".format),
+        ("active parameters per token", "active_parameters", "{:,.0f}".format),
         ("weights", "bytes", format_bytes),
         ("FLOPs per token", "flops_per_token", lambda number: f"{number / 1e6:,.2f} M"),
         ("tokens/s", "tokens_per_second", "{:,.0f}".format),
@@ -295,6 +304,8 @@ def measure_table(record: Measure) -> str:
 
 def _measure(measure: MeasureEntry) -> str:
     name = f"{measure.criterion}, order {measure.order:g}"
+    if measure.units:
+        return _measure_of_units(name, measure)
     blocks = sorted({entry.block for entry in measure.matrices.values() if entry.block is not None})
     depths = [part.tolist() for part in np.array_split(blocks, _DEPTHS) if len(part)]
     heads = [str(depth[0]) if len(depth) == 1 else f"{depth[0]}-{depth[-1]}" for depth in depths]
@@ -316,6 +327,30 @@ def _measure(measure: MeasureEntry) -> str:
     removed = f"{100 * targets.sparsity_of_targets:.2f} % of these {targets.weights or 0:,} weights"
     lines = [table(rows), f"EMP at beta 1 would remove {removed}"]
     return "\n".join(lines + ([curve_table(name, measure.curve)] if measure.curve else []))
+
+
+def _measure_of_units(name: str, measure: MeasureEntry) -> str:
+    """What the rule keeps of each layer at each beta, and the size of the model that is left."""
+    before, first = measure.targets.parameters or 0, next(iter(measure.units.values()))
+    rows: Rows = [[f"{name}: beta", f"{first.kind} kept", "least", "most", "in each", "parameters", "%", "active", "weights"]]
+    for point in measure.unit_curve:
+        rows.append(
+            [
+                f"{point.beta:g}",
+                f"{sum(point.kept):,}",
+                f"{min(point.kept):,}",
+                f"{max(point.kept):,}",
+                f"{point.width:,}",
+                f"{point.parameters:,}",
+                percent_cell(point.parameters / (before or 1)),
+                f"{point.active_parameters:,}",
+                format_bytes(point.bytes),
+            ]
+        )
+    total = sum(each.units for each in measure.units.values())
+    layers = count_of(len(measure.units), "layer")
+    note = f"{total:,} {first.kind} in {layers}; least and most: of a layer, by the rule; in each: one number for all layers"
+    return "\n".join([table(rows), note])
 
 
 def main_measures(names: Iterable[str]) -> list[str]:

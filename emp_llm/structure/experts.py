@@ -58,6 +58,7 @@ class Experts(Units):
     Attributes:
         module: name of the smallest module that holds experts and router.
         field: of config.json that holds their number; by_block: it may have a number for each block.
+        top_k: how many of them a token reaches.
         parts: parameter or buffer of the model -> its dimension of experts.
         own: stored tensor of one expert -> its number.
         together: stored tensor of all experts -> its dimension of experts.
@@ -69,6 +70,7 @@ class Experts(Units):
     module: str
     field: str
     by_block: bool
+    top_k: int
     parts: dict[str, int]
     own: dict[str, int]
     together: dict[str, int]
@@ -126,9 +128,8 @@ def find_experts(skeleton: PreTrainedModel, architecture: Architecture) -> list[
         modules = {stack.module for stack in stacks if stack.name in inside}
         if len(modules) != 1:
             raise UserError(f"{path}.{block}: it has {len(modules)} modules of experts, and one number for all. They stay.")
-        every.append(
-            _experts(architecture, block, modules.pop(), inside, field, by_block, np.arange(number) * groups // number, least)
-        )
+        places = np.arange(number) * groups // number
+        every.append(_experts(architecture, block, modules.pop(), inside, (field, by_block, top_k), places, least))
     outside = [name for name in parts if not any(name in each.parts for each in every)]
     if outside:
         raise UserError(
@@ -175,8 +176,7 @@ def _experts(
     block: int,
     name: str,
     parts: dict[str, int],
-    field: str,
-    by_block: bool,
+    settings: tuple[str, bool, int],
     places: Indices,
     least: int,
 ) -> Experts:
@@ -211,23 +211,8 @@ def _experts(
     closes = [stored for stored in closes if len(architecture.checkpoint.tensors[stored].shape) == 1]
     role = matrices[0].layer.role.rpartition(".*.")[0] if matrices else name
     ordered = [outputs[number] for number in sorted(outputs)]
-    return Experts(
-        "experts",
-        name,
-        role,
-        block,
-        places,
-        least,
-        ".".join(common),
-        field,
-        by_block,
-        parts,
-        own,
-        together,
-        tuple(closes),
-        matrices,
-        ordered,
-    )
+    where = ("experts", name, role, block, places, least, ".".join(common), *settings)
+    return Experts(*where, parts, own, together, tuple(closes), matrices, ordered)  # type: ignore[arg-type]
 
 
 def expert_changes(model: UnitModel, kept: Sequence[Indices]) -> Changes:

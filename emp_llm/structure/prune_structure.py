@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -16,11 +17,11 @@ from emp_llm.calibration.data import CalibrationText, calibration_data
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 from emp_llm.checkpoint.checkpoint import identity_of
-from emp_llm.checkpoint.files import write_bytes
+from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.machine import Stopwatch, command_line, versions
-from emp_llm.common.paths import REPORT_NAME, STRUCTURE_NAME, SUMS_NAME
+from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
@@ -33,6 +34,7 @@ from emp_llm.models.offload import is_offloaded
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
+from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.outcome import log_warnings
@@ -40,11 +42,11 @@ from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.structure.choice import Choice, Removed, choose_units, removed_by_role
-from emp_llm.structure.experts import Experts, expert_sums, refit_experts
-from emp_llm.structure.layers import Layers, layer_sums
-from emp_llm.structure.scores import taylor_sums, unit_scores
+from emp_llm.structure.experts import Experts, refit_experts
+from emp_llm.structure.layers import Layers
+from emp_llm.structure.scores import unit_scores, unit_sums
 from emp_llm.structure.units import Changes, Parts, UnitModel, Units, config_changes, unit_model
-from emp_llm.structure.writing import Cut, compare, cut_of, fitted, size_of, write_checkpoint
+from emp_llm.structure.writing import Cut, active_parameters, compare, cut_of, fitted, size_of, write_checkpoint
 from emp_llm.update.moved import MovedWeights
 from emp_llm.update.update import update_warnings
 from emp_llm.update.walk import update_model
@@ -75,12 +77,15 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     # Which units.
     plan = unit_model(source.folder, structure, recipe.blocks, options.trust_remote_code)
     checkpoint, path = plan.checkpoint, options.output or Path(f"{source.short_name}-{structure.structure}-{recipe.method}")
-    matched = None if recipe.match is None else _matched(Path(recipe.match))
+    matched, budget = (
+        None if recipe.match is None else _matched(Path(recipe.match)),
+        Budget.of(options.parameters, options.memory),
+    )
     if options.dry_run:
         OutputFolder(path, [source.folder], checkpoint.output_bytes, overwrite=True)  # is only checked
         notes = [_units_line(plan.units)]
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
-            choices, _, changes = _chosen(plan, recipe, matched)
+            _, choices, changes = _chosen(plan, recipe, matched, budget)
             notes += _choice_lines(choices, changes)
         planned = DryRun(
             layers=planned_layers(plan.targets),
@@ -111,6 +116,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             raise UserError(f"{what} runs block by block; leave out --execution model.")
         data = read
         made_of |= calibration_signature(data, options) | {"dtype": options.dtype, "device_map": options.device_map}
+    if budget is not None:
+        made_of |= {"budget": budget.flag}
     if matched is not None:
         made_of |= {"matched": [[*role, *counts] for role, counts in matched.items()]}
     signature = run_signature(checkpoint, recipe, made_of)
@@ -136,7 +143,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     if sums is None:
                         runner = BlockwiseModel(models.get(source.folder), recipe.blocks, options.hidden_states)
                         with stopwatch("score"):
-                            sums = _sums(runner, plan.units, data.tokens, options.batch_size)
+                            sums = unit_sums(runner, plan.units, data.tokens, options.batch_size)
                         del runner
                         if ranks().main:
                             write_bytes(out.files / SUMS_NAME, save(sums))
@@ -162,7 +169,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             # Which units stay, and the values of the last layers.
             with stage("choose"):
                 feature = sums.get if sums is not None else norms.norm if norms is not None else None
-                choices, beta, changes = _chosen(plan, recipe, matched, feature)
+                recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
             moved, moving = None, [target for each in choices for target in fitted(each)]
             if recipe.update is not None:
                 assert data is not None
@@ -200,6 +207,14 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                         tensors |= {f"{choice.units.name}.scores": torch.from_numpy(choice.scores) for choice in choices}
                         write_bytes(out.files / STRUCTURE_NAME, save(tensors))
                     targets, record = _records(plan, choices, changes)
+                    for choice in choices:
+                        if isinstance(choice.units, Experts) and sums is not None:
+                            tokens, mass, *_ = sums[choice.units.name]
+                            choice.record.tokens_lost = float(tokens[choice.gone].sum() / tokens.sum())
+                            choice.record.mass_lost = float(mass[choice.gone].sum() / mass.sum())
+                    if structure.structure == "experts":
+                        kept = {choice.units.name: choice.kept.tolist() for choice in choices}
+                        write_json(out.files / EXPERTS_NAME, {"num_experts": len(plan.units[0]), "kept_experts": kept})
                     dense, small = models.get(source.folder), None
                     with stopwatch("compare"):
                         if not is_offloaded(dense):
@@ -219,7 +234,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                 report = RunReport(
                     source=ModelSource(model=source.name, revision=source.revision, identity=identity),
                     command=command_line(),
-                    recipe=recipe.but(beta=beta) if recipe.adaptive else recipe,
+                    recipe=recipe,
                     calibration=about,
                     versions=versions(),
                     stages=stage_records(stopwatch.record),
@@ -263,23 +278,29 @@ def _kept_sums(out: OutputFolder, stopwatch: Stopwatch) -> dict[str, Tensor] | N
     return sums
 
 
-def _sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, batch_size: int) -> dict[str, Tensor]:
-    """What a pass of the text collects for the scores of heads and neurons (Taylor), experts or layers."""
-    if isinstance(every[0], Layers):
-        return layer_sums(runner, every[0], tokens, batch_size)
-    experts = [units for units in every if isinstance(units, Experts)]
-    if experts:
-        return expert_sums(runner, experts, tokens, batch_size)
-    return taylor_sums(runner, [units for units in every if isinstance(units, Parts)], tokens, batch_size)
-
-
 def _chosen(
-    plan: UnitModel, recipe: Recipe, matched: Removed | None, feature: Callable[[str], Tensor | None] | None = None
-) -> tuple[list[Choice], float | None, Changes | None]:
-    """The choices and the beta of `choose_units`, and the fields of config.json that change; None if all shapes stay."""
+    plan: UnitModel,
+    recipe: Recipe,
+    matched: Removed | None,
+    budget: Budget | None,
+    feature: Callable[[str], Tensor | None] | None = None,
+) -> tuple[Recipe, list[Choice], Changes | None]:
+    """The recipe with its beta and sparsity in force, the choices, and the fields of config.json that change, if any do."""
     structure, scores = recipe.structure, unit_scores(plan.units, recipe.name, feature)
     assert structure is not None
+    if budget is not None:
+        all_units = sum(len(units) for units in plan.units)
+
+        def size_at(removed: int) -> tuple[int, int]:
+            if removed == 0:
+                return size_of(plan.checkpoint, Cut())
+            asked = recipe.but(sparsity=removed / all_units, beta=None)
+            return size_of(plan.checkpoint, cut_of(plan, choose_units(plan.units, scores, asked, plan.width_by_block)[0], True))
+
+        fewest = sum(units.least * len(np.unique(units.places)) for units in plan.units)
+        recipe = recipe.but(sparsity=budget.least(all_units - fewest, size_at) / all_units, beta=None)
     choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
+    recipe = recipe.but(beta=beta) if recipe.adaptive else recipe
     total, rule, kept = (sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept"))
     if rule == total:
         raise UserError(f"the rule keeps all {total} {structure.structure}. Give a lower --beta, or --sparsity.")
@@ -289,14 +310,14 @@ def _chosen(
             "--keep-shapes, which sets them to zero where they are, a lower --beta, --sparsity, or a smaller --width-multiple."
         )
     if not structure.keep_shapes:
-        return choices, beta, config_changes(plan, [choice.kept for choice in choices])
+        return recipe, choices, config_changes(plan, [choice.kept for choice in choices])
     open_ = next((each.units for each in choices if isinstance(each.units, Experts) and not each.units.closes), None)
     if open_ is not None:
         raise UserError(
             f"--keep-shapes: the router of {open_.name} has no bias, so that no expert can be closed in it. Leave it out; "
             "every layer then keeps as many experts."
         )
-    return choices, beta, None
+    return recipe, choices, None
 
 
 def _mask(choice: Choice) -> Tensor:
@@ -339,7 +360,11 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         share_of_blocks=coverage.share_of_blocks,
     )
     sizes = [size_of(checkpoint, Cut()), size_of(checkpoint, Cut() if changes is None else done)]
-    dense, pruned = (CostRecord(parameters=parameters, bytes=size) for parameters, size in sizes)
+    active = [active_parameters(plan, [], sizes[0][0]), active_parameters(plan, choices, sizes[1][0])]
+    dense, pruned = (
+        CostRecord(parameters=parameters, bytes=size, active_parameters=reached if reached < parameters else None)
+        for (parameters, size), reached in zip(sizes, active, strict=True)
+    )
     structure = StructureRecord(
         layers={choice.units.name: choice.record for choice in choices},
         dense=dense,

@@ -30,11 +30,22 @@ from emp_llm.common.progress import progress_bar
 from emp_llm.common.ranks import ranks
 from emp_llm.models.blockwise import BlockwiseModel, HiddenStates, Walk, choose_place
 from emp_llm.models.offload import execution_device, loaded_blocks
-from emp_llm.structure.experts import Experts, expert_scores
+from emp_llm.structure.experts import Experts, expert_scores, expert_sums
+from emp_llm.structure.layers import Layers, layer_sums
 from emp_llm.structure.units import Parts, Units
 
 Scores = NDArray[np.float64]
 _BLOCK = 1 << 22  # weights read at a time
+
+
+def unit_sums(runner: BlockwiseModel, every: Sequence[Units], tokens: Tensor, batch_size: int) -> dict[str, Tensor]:
+    """What one pass of the text collects: `expert_sums` of experts, `layer_sums` of layers, else `taylor_sums`."""
+    if isinstance(every[0], Layers):
+        return layer_sums(runner, every[0], tokens, batch_size)
+    experts = [units for units in every if isinstance(units, Experts)]
+    if experts:
+        return expert_sums(runner, experts, tokens, batch_size)
+    return taylor_sums(runner, [units for units in every if isinstance(units, Parts)], tokens, batch_size)
 
 
 def unit_scores(every: Sequence[Units], criterion: str, feature: Callable[[str], Tensor | None] | None = None) -> list[Scores]:

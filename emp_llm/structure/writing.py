@@ -134,6 +134,22 @@ def size_of(checkpoint: Checkpoint, done: Cut) -> tuple[int, int]:
     return sum(count for count, _ in sizes), sum(count * bits // 8 for count, bits in sizes)
 
 
+def active_parameters(model: UnitModel, choices: Sequence[Choice], parameters: int) -> int:
+    """How many of a model's parameters a token reaches, if these units of the dense model stay.
+
+    Args:
+        model: the dense one.
+        choices: the kept units; empty for the dense model.
+        parameters: of the model with these units.
+    """
+    stay = {choice.units: len(choice.kept) for choice in choices}
+    for units in model.units:
+        if isinstance(units, Experts):
+            each = sum(target.matrix.numel for target in units.matrices) // len(units)
+            parameters -= (stay.get(units, len(units)) - units.top_k) * each
+    return parameters
+
+
 def write_checkpoint(
     model: UnitModel, choices: Sequence[Choice], changes: Changes | None, moved: MovedWeights | None, out: OutputFolder
 ) -> dict[str, str]:
