@@ -5,7 +5,6 @@ width, because config.json has one number for all: the mean of the rule's counts
 best.
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from emp_llm.selection.rule import beta_keeping, floor_count, spread_counts, uni
 from emp_llm.structure.scores import Scores
 from emp_llm.structure.units import Indices, Units
 
-logger = logging.getLogger(__name__)
 Removed = Mapping[tuple[str, str], tuple[int, int]]  # kind and role of units -> (removed, total) in all blocks
 
 
@@ -148,9 +146,7 @@ def _beta_of(recipe: Recipe, moments: list[Moments]) -> float | None:
     kept = total - floor_count(recipe.sparsity * total)
     if kept < len(moments):
         raise UserError(f"--sparsity {recipe.sparsity:g}: every layer keeps at least one unit. Lower it.")
-    beta = beta_keeping(kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments])
-    logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
-    return beta
+    return beta_keeping(kept, [(each.number().numpy(), each.total.numpy(), each.size) for each in moments])
 
 
 def _widened(units: Units, row: torch.Tensor, size: int, multiple: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from emp_llm.calibration.passes import calibrated, calibration_signature, delete
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
-from emp_llm.common.errors import UserError, count_of
+from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line, versions
 from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
@@ -87,6 +87,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
         if recipe.name == "magnitude" and ranks().main and not source.hollow:
             _, choices, changes = _chosen(plan, recipe, matched, budget)
             notes += _choice_lines(choices, changes)
+        elif ranks().main and structure.structure in ("experts", "layers"):
+            notes += _sizes_by_share(plan, recipe)
         planned = DryRun(
             layers=planned_layers(plan.targets),
             coverage=plan.architecture.coverage(plan.targets),
@@ -300,6 +302,8 @@ def _chosen(
         fewest = sum(units.least * len(np.unique(units.places)) for units in plan.units)
         recipe = recipe.but(sparsity=budget.least(all_units - fewest, size_at) / all_units, beta=None)
     choices, beta = choose_units(plan.units, scores, recipe, plan.width_by_block, matched)
+    if recipe.adaptive and recipe.beta is None and beta is not None:
+        logger.info("sparsity %g is that of beta %.6g.", recipe.sparsity, beta)
     recipe = recipe.but(beta=beta) if recipe.adaptive else recipe
     total, rule, kept = (sum(getattr(each.record, name) for each in choices) for name in ("units", "rule", "kept"))
     if rule == total:
@@ -383,6 +387,8 @@ def _unit_of(units: Units, target: Target) -> int | None:
 
 def _units_line(every: Sequence[Units]) -> str:
     """The numbers of heads and neurons of a model."""
+    if every[0].kind == "layers":
+        return f"found: {count_of(len(every[0]), 'decoder layer')} ({every[0].name})"
     roles: dict[str, list[Units]] = {}
     for units in every:
         roles.setdefault(units.role, []).append(units)
@@ -391,6 +397,22 @@ def _units_line(every: Sequence[Units]) -> str:
         for role, members in roles.items()
     ]
     return f"found: {'; '.join(parts)}"
+
+
+def _sizes_by_share(plan: UnitModel, recipe: Recipe) -> list[str]:
+    """The size of the model with some shares of its experts or layers. It does not depend on their scores."""
+    kind, lines = plan.units[0].kind, []
+    for share in (0.75, 0.5, 0.25):
+        asked = recipe.but(method=recipe.name, beta=None, order=None, neff_dtype=None, sparsity=1 - share)
+        try:
+            choices, _ = choose_units(plan.units, [np.ones(len(units)) for units in plan.units], asked, plan.width_by_block)
+        except UserError:  # fewer than a token needs
+            continue
+        parameters, size = size_of(plan.checkpoint, cut_of(plan, choices, True))
+        active = f", {active_parameters(plan, choices, parameters):,} active per token" if kind == "experts" else ""
+        kept = f"{choices[0].record.kept} of {len(choices[0].units)} {kind}"
+        lines.append(f"with {kept}: {parameters:,} parameters{active}, {format_bytes(size)}")
+    return lines
 
 
 def _choice_lines(choices: Sequence[Choice], changes: Changes | None) -> list[str]:
