@@ -207,8 +207,8 @@ def _experts(
             raise UserError(f"{part}: it has a part for each expert, and is stored in an unknown form, so no expert can go.")
         together[stored] = dimension
     common = [level[0] for level in zip(*(part.split(".")[:-1] for part in parts), strict=False) if len(set(level)) == 1]
-    closes = [architecture.stored_names[part] for part in parts if part not in stacked and "bias" in part.rpartition(".")[2]]
-    closes = [stored for stored in closes if len(architecture.checkpoint.tensors[stored].shape) == 1]
+    biases = [architecture.stored_names[part] for part in parts if part not in stacked and part.endswith("bias")]
+    closes = [stored for stored in biases if architecture.checkpoint.tensors[stored].numel == len(places)]
     role = matrices[0].layer.role.rpartition(".*.")[0] if matrices else name
     ordered = [outputs[number] for number in sorted(outputs)]
     where = ("experts", name, role, block, places, least, ".".join(common), *settings)
@@ -388,7 +388,7 @@ class _Closed(TorchFunctionMode):
         self._biases = {
             id(value): value.masked_fill(removed.to(value.device), -math.inf)
             for part, value in own.items()
-            if value.dim() == 1 and "bias" in part.rpartition(".")[2]
+            if value.numel() == len(removed) and part.endswith("bias")
         }
         self._done = False
 
