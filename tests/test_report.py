@@ -12,7 +12,7 @@ import torch
 from runs import make_sweep, read_points, report_of, results_of, save_run, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
-from emp_llm.evaluation.values import Value
+from emp_llm.evaluation.comparison import Value
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
 from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_rows

@@ -11,20 +11,22 @@ from emp_llm.cluster.slurm import queued_jobs
 from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
-from emp_llm.evaluation.comparison import PublishedRow, change_notes, published_row
-from emp_llm.evaluation.results import EvaluatedModel, model_of_results, models_of_report
-from emp_llm.evaluation.values import (
+from emp_llm.evaluation.comparison import (
     Change,
+    PublishedRow,
     Value,
     change_between,
+    change_notes,
     change_of,
     change_text,
     formatted,
     in_percent,
+    published_row,
     signed,
     value_cell,
     values_of,
 )
+from emp_llm.evaluation.results import results_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
@@ -102,7 +104,7 @@ class StudyRow:
 
     label: str
     status: str
-    result: EvaluatedModel | None = None
+    result: Results | None = None
 
 
 @dataclass
@@ -150,7 +152,7 @@ def study_results(views: list[JobView]) -> StudyResults:
             continue
         name = sources.get(named, named)
         model = models.setdefault(name, StudyModel(name))
-        measured: list[tuple[str, EvaluatedModel]] = []
+        measured: list[tuple[str, Results]] = []
         if status == "done":
             try:
                 measured = _measured(view)
@@ -173,15 +175,15 @@ def study_results(views: list[JobView]) -> StudyResults:
     return StudyResults(list(models.values()), runs, outputs, unreadable)
 
 
-def _measured(view: JobView) -> list[tuple[str, EvaluatedModel]]:
+def _measured(view: JobView) -> list[tuple[str, Results]]:
     """(name, results) of an evaluation, or of each point of a sweep and of its dense model. UserError for a damaged output."""
     output = view.files.output
     if view.job.kind == "evaluate":
-        return [("", model_of_results(read_record(output, Results, INDEX_LIMIT)))]
+        return [("", read_record(output, Results, INDEX_LIMIT))]
     return [
         (point.name, found)
         for point in read_record(output / SWEEP_NAME, Sweep, REPORT_LIMIT).points
-        for found in models_of_report(read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT))
+        for found in results_of_report(read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT))
     ]
 
 
@@ -229,7 +231,7 @@ class ModelTable:
             for name in self._measures:
                 value, base = measured.get(name), values[0].get(name)
                 change = None if row is model.dense or value is None or base is None else change_of(name, value, base)
-                paper, paper_base = (None if each is None else each.value(name) for each in (known, papers[0]))
+                paper, paper_base = (None if each is None else each.values.get(name) for each in (known, papers[0]))
                 paper_change = None if paper is None or paper_base is None else change_between(name, paper_base, paper)
                 cells[name] = _Cell(value, change, paper, paper_change)
             self._lines.append((row, known, cells))

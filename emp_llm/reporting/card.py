@@ -15,9 +15,10 @@ from emp_llm.common.errors import count_of
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME
 from emp_llm.common.tables import Rows, markdown_table
 from emp_llm.evaluation.comparison import compare
-from emp_llm.evaluation.results import EvaluatedModel, models_of_report
+from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe import Recipe
 from emp_llm.records.bench import Bench
+from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
 from emp_llm.reporting.public import cached_repository
@@ -119,7 +120,8 @@ def card_text(
     branch: str | None,
     report: RunReport,
     origin: Origin,
-    evaluated: list[EvaluatedModel],
+    evaluated: list[Results],
+    this: str | None,
     plots: list[str],
     benches: Sequence[Bench],
     files: Collection[str],
@@ -130,19 +132,21 @@ def card_text(
         name, branch: the repository, and the branch; None: main.
         report: of the pruning run, in its public form.
         origin: the dense model.
-        evaluated: models of results files.
+        evaluated: results files; this: the identity of the checkpoint, whose results are among them.
         plots: PNG files by their path in the repository.
         benches: outputs of `bench` for this checkpoint.
         files: the other files of the repository.
     """
-    measured, suites, structure = models_of_report(report), by_suite(evaluated), report.structure
+    measured, suites, structure = results_of_report(report), by_suite(evaluated, this), report.structure
     tables = [compare(measured, "markdown", ["dense", "pruned"])] if len(measured) == 2 else []
+    own = [each for each in measured if each.pruned is not None]
+    own += [each for suite in suites for each in suite if each.made_by.model.identity == this]
     fitted = sum(fit.error_after is not None for fit in report.fits.values())
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     return environment.get_template("card.md.j2").render(
-        metadata=_metadata(name, report, origin, [each for suite in [measured, *suites] for each in suite if each.this]),
+        metadata=_metadata(name, report, origin, own),
         mark=_MARK,
         name=name,
         branch=branch,
@@ -164,16 +168,19 @@ def card_text(
     )
 
 
-def by_suite(evaluated: list[EvaluatedModel]) -> list[list[EvaluatedModel]]:
-    """Models grouped by text, tasks and limit; in each group dense models first, then this checkpoint, then the others."""
-    suites: dict[bytes, list[EvaluatedModel]] = {}
+def by_suite(evaluated: list[Results], this: str | None) -> list[list[Results]]:
+    """Models grouped by text, tasks and limit: in each group dense models first, then the one of the identity `this`."""
+    suites: dict[bytes, list[Results]] = {}
     for each in evaluated:
         made_by = each.made_by
         suites.setdefault(msgspec.json.encode([made_by.text, made_by.tasks, made_by.limit]), []).append(each)
-    return [sorted(suite, key=lambda each: (each.pruned is not None, not each.this)) for suite in suites.values()]
+    return [
+        sorted(suite, key=lambda each: (each.pruned is not None, each.made_by.model.identity != this))
+        for suite in suites.values()
+    ]
 
 
-def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[EvaluatedModel]) -> str:
+def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Results]) -> str:
     """The metadata as YAML; `evaluated` are the measurements of this checkpoint."""
     carried = dict(origin.metadata)
     kind = ["sparse", "unstructured-sparsity"] if report.structure is None else ["structured-pruning"]
@@ -197,7 +204,7 @@ def _metadata(name: str, report: RunReport, origin: Origin, evaluated: list[Eval
     return str(data.to_yaml()).strip()
 
 
-def _results_of(evaluated: EvaluatedModel) -> Iterator[EvalResult]:
+def _results_of(evaluated: Results) -> Iterator[EvalResult]:
     """The whole perplexity of a model, and the accuracies of its tasks, for the metadata."""
     perplexity, text = evaluated.measures.perplexity, evaluated.made_by.text
     if perplexity is not None and perplexity.perplexity is not None and not perplexity.partial:

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from emp_llm.common.errors import printable
 from emp_llm.common.tables import Rows, markdown_table
-from emp_llm.evaluation.values import UNPAIRED
+from emp_llm.evaluation.comparison import UNPAIRED
 from emp_llm.records.bench import Bench
 from emp_llm.reporting.figures import Drawing
 from emp_llm.reporting.page_tables import difference_rows, fit_rows, point_rows, role_rows, verdict_rows

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from emp_llm.common.tables import Rows, number_cell, percent_cell
-from emp_llm.evaluation.values import UNPAIRED, Value, change_text, in_percent, shown_change, signed, value_cell
+from emp_llm.evaluation.comparison import UNPAIRED, Value, change_text, in_percent, shown_change, signed, value_cell
 from emp_llm.reporting.points import by_role_and_block
 from emp_llm.reporting.run_tables import FIT_ERRORS, effective_share, main_measures, mass_cells, mean_error, row_mean
 from emp_llm.reporting.studies import Difference, Study, StudySuite, differences, label_of

@@ -12,8 +12,8 @@ import msgspec
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
-from emp_llm.evaluation.results import EvaluatedModel, model_of_results, models_of_report
-from emp_llm.evaluation.values import Value, values_of
+from emp_llm.evaluation.comparison import Value, values_of
+from emp_llm.evaluation.results import results_of_report
 from emp_llm.options.recipe import MatchBy, Recipe
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.pruning.outcome import ALL_KEPT
@@ -42,7 +42,7 @@ class SuiteResult:
     Attributes:
         suite: its name.
         key: text, tasks, limit, dtype and quantisation as JSON; results with equal keys are comparable.
-        values: measure -> value, from `evaluation.values.values_of`.
+        values: measure -> value, from `evaluation.comparison.values_of`.
     """
 
     suite: str
@@ -186,7 +186,7 @@ def _sweep(sweep: Sweep, folder: Path) -> Iterator[MeasuredPoint]:
 
 def _run(report: RunReport, path: Path) -> MeasuredPoint:
     path, masks = path.resolve(), report.masks or ""
-    models = models_of_report(report)
+    models = results_of_report(report)
     return MeasuredPoint(
         id=str(path),
         name=printable(path.name),
@@ -255,7 +255,7 @@ def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
 
 
 def _results(results: Results, path: Path) -> MeasuredPoint:
-    result, pruned = suite_result_of(model_of_results(results)), results.pruned
+    result, pruned = suite_result_of(results), results.pruned
     point = MeasuredPoint(str(path.resolve()), printable(path.stem), printable(results.model), results.model, _DENSE)
     if pruned is None:
         return replace(point, identity=results.made_by.model.identity or results.model, dense=(result,))
@@ -272,7 +272,7 @@ def _results(results: Results, path: Path) -> MeasuredPoint:
     )
 
 
-def suite_result_of(model: EvaluatedModel) -> SuiteResult:
+def suite_result_of(model: Results) -> SuiteResult:
     """The result of a suite on a model."""
     made_by = model.made_by.as_dict()
     key = {name: made_by.get(name) for name in ("text", "tasks", "limit", "quantization")}

@@ -21,7 +21,7 @@ from emp_llm.checkpoint.files import file_hash, write_text
 from emp_llm.common.errors import UserError, count_of, format_bytes, reason
 from emp_llm.common.paths import ACTIVATIONS_NAME, CARD_NAME, EXTRAS, MANIFEST_NAME, OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.tables import table
-from emp_llm.evaluation.results import model_of_results, read_results
+from emp_llm.evaluation.results import read_results
 from emp_llm.hub.client import hub_errors_explained, with_retries
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.verification import Findings, check_files
@@ -189,9 +189,10 @@ def push_checkpoint(
         if card.exists() and not is_ours(card):
             logger.info("%s: not written by emp-llm, so it is pushed as it is. Remove it to get a model card.", card)
         else:
-            evaluated = [model_of_results(each, each.made_by.model.identity == this) for each in measured.values()]
             origin = find_origin(source, base_model)
-            text = card_text(to.name, to.branch, report, origin, evaluated, list(plots), benches, list(files))
+            text = card_text(
+                to.name, to.branch, report, origin, list(measured.values()), this, list(plots), benches, list(files)
+            )
         sizes = {name: file.stat().st_size for name, file in files.items()}
         sizes[CARD_NAME] = len(text.encode()) if text else card.stat().st_size
         if dry_run:
@@ -216,10 +217,9 @@ def _check_evidence(folder: Path, this: str | None, measured: Mapping[Path, Resu
     for path, results in measured.items():
         if not results.complete:
             raise UserError(f"--results {path}: that run has not finished; run its command again to resume it.")
-    models = {path: model_of_results(each, each.made_by.model.identity == this) for path, each in measured.items()}
-    for suite in by_suite(list(models.values())):
-        if not any(each.this for each in suite):
-            path = next(path for path, each in models.items() if each is suite[0])
+    for suite in by_suite(list(measured.values()), this):
+        if not any(each.made_by.model.identity == this for each in suite):
+            path = next(path for path, each in measured.items() if each is suite[0])
             raise UserError(f"--results {path}: it is of other weights than those in {folder}. Evaluate this checkpoint.")
     for bench in benches:
         if bench.identity != this:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from emp_llm.common.errors import printable
 from emp_llm.common.tables import Rows, csv_table, table
-from emp_llm.evaluation.comparison import UNPAIRED_NOTE
-from emp_llm.evaluation.values import UNPAIRED
+from emp_llm.evaluation.comparison import UNPAIRED, UNPAIRED_NOTE
 from emp_llm.records.bench import Bench
 from emp_llm.records.report_page import ReportPage, StudySummary
 from emp_llm.reporting.figures import draw

@@ -10,22 +10,14 @@ import numpy as np
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, printable
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.comparison import change_notes, compare
-from emp_llm.evaluation.results import models_of_report
-from emp_llm.evaluation.values import formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.comparison import change_notes, compare, formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.results import results_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
-from emp_llm.records.run_report import (
-    FitRecord,
-    MatrixRecord,
-    RunReport,
-    StructureRecord,
-    TargetsRecord,
-    UnitsRecord,
-)
+from emp_llm.records.run_report import FitRecord, MatrixRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
 from emp_llm.records.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -102,7 +94,7 @@ def dense_lines(towers: dict[str, float]) -> list[str]:
 
 def evaluation_table(report: RunReport) -> str:
     """The dense and the pruned model side by side; empty if they were not evaluated."""
-    models = models_of_report(report)
+    models = results_of_report(report)
     return compare(models, labels=["dense", "pruned"]) if len(models) == 2 else ""
 
 

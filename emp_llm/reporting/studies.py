@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
-from emp_llm.evaluation.values import Change, Value, change_of, in_percent
+from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent
 from emp_llm.options.recipe import MatchBy
 from emp_llm.records.run_report import MatrixRecord
 from emp_llm.reporting.points import MeasuredPoint, by_role_and_block, scope_of
