@@ -36,8 +36,7 @@ def plan(options: PlanOptions) -> PlanSummary:
     Returns the jobs, and the assumptions of the estimates.
     """
     from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.cluster.needs import Work, assumptions, model_size
-    from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
+    from emp_llm.cluster.planning import Work, assumptions, model_jobs, model_size, named_models, study_recipes, with_table
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.options.calibration import CalibrationOptions
 
