@@ -54,8 +54,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
     given = {part: corpus.samples for part, corpus in corpora.items() if re.search(r",\s*samples\s*=", part)}
     if given and options.samples is not None:
         raise UserError(
-            f"--samples {options.samples}: --calibration already sets the number of sequences of its texts; leave --samples "
-            "out, or the numbers."
+            f"--samples {options.samples}: --calibration sets the numbers of its texts already; leave one of the two out."
         )
     total = options.samples or _SAMPLES
     numbers: list[int | None]
@@ -63,8 +62,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         bare = next((part for part in parts if part not in given), None)
         if bare is not None:
             raise UserError(
-                f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number, such "
-                f"as {bare.partition(',')[0]}:64, or give none and set --samples."
+                f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number."
             )
         numbers = list(given.values())
     elif len(parts) == 1:

@@ -151,8 +151,7 @@ class JobFiles:
         other = made.command if made.command != self.job.command else None
         if other is not None and other.partition(" ")[2] != shlex.join(self.job.arguments):  # the program may differ
             raise UserError(
-                f"{self.output}: it was made by another command than this plan's ({quotable(other)}). Move it away, or "
-                "write the plan that it belongs to."
+                f"{self.output}: it was made by another command than this plan's ({quotable(other)}). Move it away."
             )
         return made.complete and self.job.kind != "sweep"  # a sweep is finished only if its command said so
 

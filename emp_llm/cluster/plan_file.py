@@ -134,9 +134,7 @@ def _in_order(jobs: list[Job], path: Path) -> list[Job]:
     for job in jobs:
         missing = next((name for name in job.after if name not in by_id), None)
         if missing is not None:
-            raise UserError(
-                f"{path}: {job.id} waits for {quotable(missing)}, which is not in the plan. Add it, or change after."
-            )
+            raise UserError(f"{path}: {job.id} waits for {quotable(missing)}, which is not in the plan; change after.")
         ordered = ordered and seen.issuperset(job.after)
         seen.add(job.id)
     if ordered:

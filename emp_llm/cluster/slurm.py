@@ -135,18 +135,14 @@ def read_site(path: Path) -> Site:
         UserError: it cannot be read, a key is unknown or its value wrong, or a value looks like a secret.
     """
     if not os.path.isfile(path):
-        raise UserError(
-            f"--site {path}: no such file. Copy an example from {data_folder('slurm')}, and write your "
-            "cluster's settings into it."
-        )
+        raise UserError(f"--site {path}: no such file. Copy an example from {data_folder('slurm')}, and edit it.")
     values = read_toml(path)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         assigned = _SECRET.search(line)
         if assigned or _TOKEN.search(line):
             raise UserError(
                 f"{path}: line {number} seems to hold a secret ({assigned[1] if assigned else 'an access token of the Hub'}), "
-                "and others can read the scripts of jobs. Take it out, and make the token invalid if others may have seen it; "
-                "offline jobs need none."
+                "and others can read the scripts of jobs. Take it out, and make the token invalid if others may have seen it."
             )
     site = converted(values, Site, str(path))
     for name, value in msgspec.structs.asdict(site).items():
@@ -158,16 +154,12 @@ def read_site(path: Path) -> Site:
     if not (site.gpus.startswith("-") and "{gpus}" in site.gpus):
         raise UserError(f'{path}: gpus must be an option with {{gpus}}, such as "--gres=gpu:{{gpus}}", got "{site.gpus}".')
     if site.memory and not (site.memory.startswith("-") and "{megabytes}" in site.memory):
-        raise UserError(
-            f'{path}: memory must be an option with {{megabytes}}, such as "--mem={{megabytes}}M", or empty, got '
-            f'"{site.memory}".'
-        )
+        raise UserError(f'{path}: memory must be empty, or an option such as "--mem={{megabytes}}M", got "{site.memory}".')
     if site.min_hours > site.max_hours:
         raise UserError(f"{path}: min_hours {site.min_hours:g} must not be above max_hours {site.max_hours:g}.")
     if site.signal_seconds >= site.min_hours * 3600:
         raise UserError(
-            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, {site.min_hours * 3600:g} seconds; "
-            "else a task is stopped as soon as it starts."
+            f"{path}: signal_seconds {site.signal_seconds} must be less than min_hours, {site.min_hours * 3600:g} seconds."
         )
     for option in site.options:
         name = option.lstrip("-").partition("=")[0].partition(" ")[0]
@@ -179,10 +171,7 @@ def read_site(path: Path) -> Site:
         return site
     cache = os.path.expanduser(os.path.expandvars(site.cache))
     if "$" in cache or not os.path.isabs(cache):
-        raise UserError(
-            f"{path}: cache {quotable(site.cache)} must be an absolute path, of variables that are set here: login node and "
-            "nodes use the same folder."
-        )
+        raise UserError(f"{path}: cache {quotable(site.cache)} must be an absolute path, of variables that are set here.")
     return msgspec.structs.replace(site, cache=cache)
 
 

@@ -65,8 +65,7 @@ def perplexity(
     """
     if reads_twice(model):
         raise UserError(
-            f"{type(model).__name__}: perplexity is for models that continue a text, and an encoder-decoder model answers one. "
-            "Evaluate it on tasks (--tasks)."
+            f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an encoder-decoder on --tasks."
         )
     whole = tokens.numel()
     tokens = tokens if limit is None else tokens[: limit * block_length]

@@ -78,9 +78,7 @@ def styled() -> Iterator[None]:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise UserError(
-            f"Plots need matplotlib ({reason(error)}). Install it: pip install 'emp-llm[plots]', or add --no-plots."
-        ) from error
+        raise UserError(f"Plots need matplotlib ({reason(error)}): pip install 'emp-llm[plots]', or add --no-plots.") from error
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in other scripts: boxes, in the PNG only
         matplotlib.rcdefaults()

@@ -148,9 +148,7 @@ def push_checkpoint(
     findings = Findings()
     check_files(folder, manifest, findings)
     if findings.differences:
-        raise UserError(
-            f"{folder / findings.differences[0]} Nothing was pushed. To see all differences: emp-llm verify {folder}"
-        )
+        raise UserError(f"{folder / findings.differences[0]} Nothing was pushed. To see all: emp-llm verify {folder}")
     paths, benches = split_benches(results)
     measured = {path: read_results(path, "--results") for path in paths}
     this = identity_of(Checkpoint(folder)) if results else None
@@ -251,8 +249,7 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
     api.create_repo(to.name, private=to.private or None, exist_ok=True)
     if to.private and not api.model_info(to.name).private:
         raise UserError(
-            f"{to.name}: the repository exists and is public; --private does not change that. Make it private in its settings, "
-            "or name another repository."
+            f"{to.name}: the repository is public, and --private does not change that. Change its settings, or name another."
         )
     if branch != main and not branch.startswith("refs/"):
         api.create_branch(to.name, branch=branch, exist_ok=True)
@@ -277,8 +274,7 @@ def _commit(files: Mapping[str, Path], to: Destination, message: str) -> str:
     missing = sorted(files.keys() - set(api.list_repo_files(to.name, revision=commit)))
     if missing:
         raise UserError(
-            f"{to.name}: {missing[0]} is missing from the commit. If a .gitignore there names it, remove that entry; then run "
-            "the same command."
+            f"{to.name}: {missing[0]} is missing from the commit. If a .gitignore there names it, remove that entry."
         )
     return commit
 
