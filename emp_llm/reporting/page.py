@@ -442,5 +442,4 @@ def _csv(records: list[Record]) -> bytes:
     """Rows with all digits, under the names of their columns; what a row lacks is empty."""
     columns = list(dict.fromkeys(name for record in records for name in record))
     rows = [[record.get(name) for name in columns] for record in records]
-    cells = [[str(value).lower() if isinstance(value, bool) else value for value in row] for row in rows]
-    return f"{csv_table([columns, *cells])}\n".encode()
+    return f"{csv_table([columns, *rows])}\n".encode()
