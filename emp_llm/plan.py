@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emp_llm.cli import command, options_from, run
-from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_plan
+from emp_llm.cluster.jobs import PLAN_NAME, Job, Needs, read_plan, write_plan
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
 from emp_llm.options.jobs import DEFAULT_GPU_GB, DEFAULT_SUITE, PlanOptions

@@ -17,8 +17,7 @@ import pytest
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.cluster.jobs import Processes, launches, node_of
-from emp_llm.cluster.plan_file import Job, Needs
+from emp_llm.cluster.jobs import Job, Needs, Processes, launches, node_of
 from emp_llm.common.errors import UserError
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"

@@ -171,7 +171,6 @@ def _unless_full(write: Callable[[], int]) -> int | None:
         return None
 
 
-logger = logging.getLogger(__name__)
 Data = CalibrationText | CalibrationRows
 Guard = Callable[[Any], AbstractContextManager[None]]  # a context around the call with a batch, given its first argument
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from emp_llm.checkpoint.files import INDEX_LIMIT
-from emp_llm.cluster.jobs import JobFiles, JobState
-from emp_llm.cluster.plan_file import Job, option_of, read_plan
+from emp_llm.cluster.jobs import Job, JobFiles, JobState, option_of, read_plan
 from emp_llm.cluster.slurm import queued_jobs
 from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.cluster.plan_file import Job
+from emp_llm.cluster.jobs import Job
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import TEXT, CalibrationOptions
 from emp_llm.options.evaluation import SuiteOptions

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_type_hints
 
 from emp_llm.calibration.texts import read_toml
-from emp_llm.cluster.plan_file import Job, JobKind, Needs
+from emp_llm.cluster.jobs import Job, JobKind, Needs
 from emp_llm.common.errors import UserError, quotable
 from emp_llm.evaluation.suites import Suite
 from emp_llm.hub.local_model import find_config

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from emp_llm.calibration.texts import read_toml
-from emp_llm.cluster.plan_file import Job, JobKind, Needs
+from emp_llm.cluster.jobs import Job, JobKind, Needs
 from emp_llm.common.errors import UserError, count_of, printable, quotable
 from emp_llm.common.paths import data_folder
 from emp_llm.records.base import converted

@@ -195,14 +195,6 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
     return AnswersRecord(examples=len(ordered), sha256=digest, correct=correct) if correct else None
 
 
-def _exp(number: float) -> float:
-    """e^number, infinite where it overflows: the perplexity of a ruined model must not end a run."""
-    try:
-        return math.exp(number)
-    except OverflowError:
-        return math.inf
-
-
 class _TaskBar:
     """Stands in for tqdm inside lm-eval: progress of ours under the name of the task, as lines where there is no terminal."""
 
@@ -239,10 +231,16 @@ def _run_by_us(task: str) -> Iterator[None]:
     For its own log, it asks git and the machine for facts after every task; git complains outside of a repository, and the
     facts about the machine take most of a second.
     """
+    own_math = vars(math) | {"exp": lambda loss: math.inf if loss > 709 else math.exp(loss)}  # of a ruined model
     replaced: list[tuple[str, str, Any]] = [
         ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
         ("lm_eval.evaluator", "add_env_info", lambda results: None),
-        ("lm_eval.api.metrics", "math", SimpleNamespace(**vars(math) | {"exp": _exp})),
+        # The perplexity of a ruined model is infinite, and must not end a run.
+        (
+            "lm_eval.api.metrics",
+            "math",
+            SimpleNamespace(**vars(math) | {"exp": lambda x: math.exp(x) if x < 709 else math.inf}),
+        ),
         ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.task", "tqdm", partial(_TaskBar, task)),

@@ -291,7 +291,13 @@ def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches
     """The sections of a report from top to bottom. A section with an empty table and no figures is left out."""
     found = [Section(title, 1)]
     for study, drawings in studies:
-        found += [Section(study.title, 2, facts=_facts(study)), _points(study)]
+        facts: dict[str, list[str]] = {"model": [study.model]}
+        for point in study.points:
+            for name, fact in point.facts.items():
+                facts.setdefault(name, []).append(fact)
+        # A fact in which the points differ lists all its values.
+        told = [(name, "; ".join(dict.fromkeys(texts))) for name, texts in facts.items()]
+        found += [Section(study.title, 2, facts=told), _points(study)]
         compared = [drawing for drawing in drawings if drawing.answers]
         found.append(
             Section("Is EMP better at the same sparsity?", rows=verdict_rows(study), notes=[_CLEARLY], drawings=compared)
@@ -308,15 +314,6 @@ def sections(title: str, studies: Sequence[tuple[Study, list[Drawing]]], benches
     if benches:
         found.append(Section("Speed and memory", 2, rows=speed_rows(benches), notes=[SPEED_NOTE]))
     return [each for each in found if len(each.rows) != 1 or each.drawings]
-
-
-def _facts(study: Study) -> list[tuple[str, str]]:
-    """Facts about the model and its calibration. A fact in which the points differ lists all its values."""
-    facts: dict[str, list[str]] = {"model": [study.model]}
-    for point in study.points:
-        for name, fact in point.facts.items():
-            facts.setdefault(name, []).append(fact)
-    return [(name, "; ".join(dict.fromkeys(texts))) for name, texts in facts.items()]
 
 
 def _points(study: Study) -> Section:

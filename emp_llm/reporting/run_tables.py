@@ -282,7 +282,7 @@ def sweep_table(record: Sweep) -> str:
 
 def measure_table(record: Measure) -> str:
     """N_eff / N by role and depth, and the sparsity at many betas: two tables for every criterion and order."""
-    return "\n\n".join(_measure(entry) for entry in record.measures)
+    return "\n\n".join(map(_measure, record.measures))
 
 
 def _measure(measure: MeasureEntry) -> str:

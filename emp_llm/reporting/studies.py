@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -51,7 +51,7 @@ class SuiteResult:
     values: dict[str, Value]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MeasuredPoint:
     """A pruned model, or a model that was only measured or evaluated.
 
@@ -149,7 +149,8 @@ def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
     for path in others:
         for point in _read(path):
             points.setdefault(point.id, point)
-    return _with_results(_identified(list(points.values()))), benches
+    _identify(points.values())
+    return _with_results(list(points.values())), benches
 
 
 def _read(path: Path) -> Iterator[MeasuredPoint]:
@@ -165,24 +166,19 @@ def _read(path: Path) -> Iterator[MeasuredPoint]:
     if kind is None:
         raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
     record = record_of(values, kind, str(path))
-    if isinstance(record, Sweep):
-        yield from _sweep(record, path.parent)
+    if isinstance(record, Sweep):  # each point has its own report; sweep.json tells the baselines
+        points = path.parent.resolve() / "points"
+        for entry in record.points:
+            point = _run(read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT), points / entry.name)
+            point.match = cast(MatchBy | None, entry.match)
+            point.baseline_of = None if entry.baseline_of is None else str(points / entry.baseline_of)
+            yield point
     elif isinstance(record, Measure):
         yield from _measures(record, path)
     elif isinstance(record, Results):
         yield _results(record, path)
     elif isinstance(record, RunReport):
         yield _run(record, path.parent if path.name == REPORT_NAME else path)
-
-
-def _sweep(sweep: Sweep, folder: Path) -> Iterator[MeasuredPoint]:
-    """The points of a sweep: each from its own report, its baselines from sweep.json."""
-    points = folder.resolve() / "points"
-    for entry in sweep.points:
-        report = read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT)
-        of = None if entry.baseline_of is None else str(points / entry.baseline_of)
-        match: Any = entry.match  # a string in the record
-        yield replace(_run(report, points / entry.name), match=match, baseline_of=of)
 
 
 def _run(report: RunReport, path: Path) -> MeasuredPoint:
@@ -256,12 +252,13 @@ def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
 
 
 def _results(results: Results, path: Path) -> MeasuredPoint:
-    result, pruned = suite_result_of(results), results.pruned
-    point = MeasuredPoint(str(path.resolve()), printable(path.stem), printable(results.model), results.model, _DENSE)
+    place, name, result, pruned = str(path.resolve()), printable(path.stem), suite_result_of(results), results.pruned
     if pruned is None:
-        return replace(point, identity=results.made_by.model.identity or results.model, dense=(result,))
-    return replace(
-        point,
+        identity = results.made_by.model.identity or results.model
+        return MeasuredPoint(place, name, printable(results.model), identity, _DENSE, dense=(result,))
+    return MeasuredPoint(
+        place,
+        name,
         model=printable(pruned.of),
         identity=pruned.of,
         recipe=pruned.recipe,
@@ -284,17 +281,14 @@ def suite_result_of(model: Results) -> SuiteResult:
     return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values_of(model.measures))
 
 
-def _identified(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
+def _identify(points: Iterable[MeasuredPoint]) -> None:
     """Give points that have only their model's name its identity, if exactly one model of that name is given."""
     known: dict[str, set[str]] = {}
     for point in points:
         known.setdefault(point.model, set()).update({point.identity} - {point.model})
-    return [
-        replace(point, identity=min(known[point.model]))
-        if point.identity == point.model and len(known[point.model]) == 1
-        else point
-        for point in points
-    ]
+    for point in points:
+        if point.identity == point.model and len(known[point.model]) == 1:
+            (point.identity,) = known[point.model]
 
 
 def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
@@ -302,16 +296,14 @@ def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
 
     Runs with equal signatures may differ in their calibration, which results do not record. Their point then stays alone.
     """
-    joined = {point.id: point for point in points}
+    left = list(points)
     for point in points:
         runs = [run for run in points if run.matrices and run.pruned and run.signature == point.signature]
         if point.matrices or point.recipe is _DENSE or not runs or any(run.matrices != runs[0].matrices for run in runs):
             continue
-        run = joined[runs[-1].id]
-        added = tuple(result for result in point.results if not run.values_of(result.key))
-        joined[run.id] = replace(run, results=run.results + added)
-        del joined[point.id]
-    return list(joined.values())
+        runs[-1].results += tuple(result for result in point.results if not runs[-1].values_of(result.key))
+        left.remove(point)
+    return left
 
 
 _NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
