@@ -239,7 +239,7 @@ def _run_by_us(task: str) -> Iterator[None]:
         (
             "lm_eval.api.metrics",
             "math",
-            SimpleNamespace(**vars(math) | {"exp": lambda x: math.exp(x) if x < 709 else math.inf}),
+            SimpleNamespace(**own_math),
         ),
         ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),

@@ -61,7 +61,7 @@ def pruning_lines(report: RunReport) -> list[str]:
     lines = [
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
-        targets_line(targets),
+        f"{covered(targets)}, {percent_cell(targets.share_of_all_parameters)} % of all parameters",
         *dense_lines(targets.dense_towers),
     ]
     if targets.n_eff is not None:
@@ -75,14 +75,13 @@ def pruning_lines(report: RunReport) -> list[str]:
     return lines
 
 
-def targets_line(targets: TargetsRecord) -> str:
-    """The targets' share of the model."""
+def covered(targets: TargetsRecord) -> str:
+    """The targets' share of the decoder blocks."""
     inside = targets.matrices - targets.matrices_outside
     outside = f" and {targets.matrices_outside} outside" if targets.matrices_outside else ""
     return (
         f"targets: {inside} of {count_of(targets.matrices_in_blocks, 'matrix', 'matrices')} in blocks{outside}, "
-        f"{percent_cell(targets.share_of_blocks)} % of the weights there, "
-        f"{percent_cell(targets.share_of_all_parameters)} % of all parameters"
+        f"{percent_cell(targets.share_of_blocks)} % of the weights there"
     )
 
 
@@ -122,15 +121,11 @@ def dry_run_table(plan: "DryRun") -> str:
     coverage, memory = plan.coverage, "1 GB"
     if plan.model_bytes is not None:
         memory += f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
-    inside = coverage.targets - coverage.targets_outside
-    outside = f" and {coverage.targets_outside} outside" if coverage.targets_outside else ""
     lines = [
         table(rows),
-        f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks{outside}, "
-        f"{percent_cell(coverage.share_of_blocks)} % of the weights there, "
-        f"{coverage.target_parameters:,} of {coverage.parameters:,} parameters "
-        f"({percent_cell(coverage.target_parameters / (coverage.parameters or 1))} %)",
-        *dense_lines(coverage.dense_shares),
+        f"{covered(coverage)}, {coverage.weights:,} of {coverage.parameters:,} parameters "
+        f"({percent_cell(coverage.share_of_all_parameters)} %)",
+        *dense_lines(coverage.dense_towers),
         f"disk: {format_bytes(plan.disk_bytes)} at {plan.output}"
         + (" (it exists: name another --output, or add --overwrite)" if plan.needs_overwrite else ""),
         f"memory: {memory}",
