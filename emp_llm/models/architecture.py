@@ -269,13 +269,9 @@ class Architecture:
         own = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
         if not own or any(self._in(tower, each) for each in own):
             return
-        if own == ["language"]:
-            raise UserError(
-                f"--tower {tower}: {self.checkpoint.folder} reads only text and has no {tower} tower. Leave it out."
-            )
+        remedy = "Leave it out." if own == ["language"] else "To prune them by a magnitude method, add --tower all."
         raise UserError(
-            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
-            "prune them by a magnitude method, add --tower all."
+            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. {remedy}"
         )
 
     def _matrix(self, layer: Layer) -> Matrix | None:

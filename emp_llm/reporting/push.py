@@ -47,15 +47,7 @@ from emp_llm.records.manifest import FileEntry
 from emp_llm.records.results import Results
 from emp_llm.records.run_report import RunReport
 from emp_llm.records.source import ModelSource
-from emp_llm.reporting.run_tables import (
-    SPEED_NOTE,
-    pruning_lines,
-    pruning_rows,
-    speed_rows,
-    split_benches,
-    structure_lines,
-    structure_rows,
-)
+from emp_llm.reporting import run_tables
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Part)
@@ -248,12 +240,12 @@ def card_text(
         origin=origin,
         base=f"[{origin.name}](https://huggingface.co/{origin.name})" if origin.name else f"`{report.source.model}`",
         method=method_words(report.recipe),
-        lines=pruning_lines(report) if structure is None else structure_lines(report),
+        lines=run_tables.pruning_lines(report) if structure is None else run_tables.structure_lines(report),
         fitted=count_of(fitted, "matrix", "matrices") if fitted else "",
-        removed=markdown_table(pruning_rows(report) if structure is None else structure_rows(structure)),
+        removed=markdown_table(run_tables.pruning_rows(report) if structure is None else run_tables.structure_rows(structure)),
         tables=[*tables, *(compare(suite, "markdown") for suite in suites)],
-        speeds=markdown_table(speed_rows(benches)) if benches else "",
-        speed_note=SPEED_NOTE,
+        speeds=markdown_table(run_tables.speed_rows(benches)) if benches else "",
+        speed_note=run_tables.SPEED_NOTE,
         plots=[(plot, Path(plot).stem.replace("_", " ").replace("-", " ")) for plot in plots],
         reproduction=markdown_table(_reproduction_rows(report, origin)),
         norms=ACTIVATIONS_NAME if str(ACTIVATIONS_NAME) in files else "",
@@ -455,7 +447,7 @@ def push_checkpoint(
     check_files(folder, manifest, findings)
     if findings.differences:
         raise UserError(f"{folder / findings.differences[0]} Nothing was pushed. To see all: emp-llm verify {folder}")
-    paths, benches = split_benches(results)
+    paths, benches = run_tables.split_benches(results)
     measured = {path: read_results(path, "--results") for path in paths}
     this = identity_of(Checkpoint(folder)) if results else None
     _check_evidence(folder, this, measured, benches)
