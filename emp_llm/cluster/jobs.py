@@ -1,4 +1,7 @@
-"""Jobs in processes of their own: the files that tell what became of a job, how it is started, and one attempt to run it."""
+"""Jobs: the plan that names them, the files that tell what became of one, how it is started, and one attempt to run it.
+
+plan.jsonl holds the jobs of a study, one a line, each with its command, the jobs that come first, and its needs.
+"""
 
 import os
 import re
@@ -40,7 +43,7 @@ class Needs(Part, kw_only=True, omit_defaults=False):
 
     Attributes:
         nodes: number of machines.
-        processes: ranks on a node, each with a whole model; more than one are started by torchrun.
+        processes: ranks on a node, each with a whole model.
         gpus: number of GPUs on a node; 0: it computes on the CPU.
         gpu_gb: memory of each GPU.
         memory_gb: memory of the node.

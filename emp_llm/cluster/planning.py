@@ -1,4 +1,8 @@
-"""The plan of a study: options and their TOML table -> models x recipes -> jobs."""
+"""The plan of a study: options and their TOML table -> models x recipes -> jobs, each with its needs.
+
+The needs (GPUs, memory, disk and hours) are estimated from the counts of the model's config, for a first plan. The plan can be
+edited, and the numbers of a site file replace them.
+"""
 
 import math
 import re

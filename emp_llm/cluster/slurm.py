@@ -1,4 +1,7 @@
-"""Studies on Slurm: jobs grouped into arrays, their scripts, sbatch and squeue."""
+"""Studies on Slurm: the site file, jobs grouped into arrays, their scripts, sbatch and squeue.
+
+site.toml says how a cluster wants its jobs, in one small file.
+"""
 
 import math
 import os

@@ -1,4 +1,7 @@
-"""A report as Markdown and as one self-contained HTML page, with the same headings, text, tables and figures."""
+"""The files of a report: HTML page, Markdown, figures and CSV tables.
+
+The Markdown and the one self-contained HTML page have the same headings, text, tables and figures.
+"""
 
 import base64
 import re
@@ -391,7 +394,7 @@ def report_content(points: Sequence[MeasuredPoint], benches: Sequence[Bench], ti
     """The files of a report.
 
     Args:
-        points, benches: from `points.read_inputs`.
+        points, benches: from `studies.read_inputs`.
         title: heading of the page.
         plots: whether to draw figures; UserError if matplotlib is missing.
     """

@@ -1,4 +1,7 @@
-"""Points sorted into studies, one for each model and choice of targets, and the numbers in every figure of a study."""
+"""Points sorted into studies, one for each model and choice of targets, and the numbers in every figure of a study.
+
+A point is a pruned model with its measurements, read from a run, a sweep, a measure or a results file.
+"""
 
 import json
 import math
