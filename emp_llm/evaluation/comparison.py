@@ -281,12 +281,12 @@ def change_between(name: str, base: float, value: float) -> float:
     return 100 * (value / base - 1) if base else math.nan
 
 
-def signed(number: float, digits: int = 2) -> str:
+def signed(number: float) -> str:
     """A change as text with its sign, or without one if it rounds to zero; "-" for NaN."""
     if math.isnan(number):
         return "-"
-    text = f"{number:+.{digits}f}"
-    return text if float(text) else f"{0:.{digits}f}"
+    text = f"{number:+.2f}"
+    return text if float(text) else "0.00"
 
 
 def change_text(name: str, change: Change) -> str:

@@ -490,7 +490,6 @@ class Dot:
     beta: float | None
     sparsity: float
     value: float
-    name: str
 
 
 @dataclass(frozen=True)
@@ -558,7 +557,7 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "", point)
         order = None if allocation == "total" else matched.recipe.order
-        dot = Dot(matched.recipe.beta, point.sparsity, value.value, point.name)
+        dot = Dot(matched.recipe.beta, point.sparsity, value.value)
         label = label_of(point) + (f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else "")
         groups.setdefault((label, point.recipe.name, order, allocation), []).append(dot)
     return [Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0)))) for key, dots in groups.items()]
