@@ -62,7 +62,8 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
         bare = next((part for part in parts if part not in given), None)
         if bare is not None:
             raise UserError(
-                f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number."
+                f"--calibration: {bare!r} has no number of sequences, but another part has one. Give every part a number, such "
+                f"as {bare.partition(',')[0]}:64, or give none and set --samples."
             )
         numbers = list(given.values())
     elif len(parts) == 1:
