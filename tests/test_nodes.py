@@ -210,7 +210,7 @@ def network() -> Iterator[list[str]]:
 WAITING = """
 import os, time
 from pathlib import Path
-from emp_llm.calibration import resume
+from emp_llm.calibration import passes
 from emp_llm.cli import main
 from emp_llm.models.blockwise import Step
 
@@ -221,7 +221,7 @@ def run(step, *given, run=Step.run, **named):
     return run(step, *given, **named)
 
 Step.run = run
-resume._SECONDS, resume._RATIO = 0.0, 0
+passes._SECONDS, passes._RATIO = 0.0, 0
 main()
 """
 
