@@ -90,15 +90,13 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
     data = None
     if update is not None or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
-        from emp_llm.calibration.data import CalibrationText, calibration_data
+        from emp_llm.calibration.data import calibration_data
         from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 
         data = calibration_data(options, chosen.architecture, options.trust_remote_code, options.propagate)
     if update is not None:
-        from emp_llm.pruning.updates import check_updatable, counts_to_search
-        from emp_llm.update.moved import MovedWeights
+        from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
         from emp_llm.update.update import update_warnings
-        from emp_llm.update.walk import update_model
 
         check_updatable(recipe, chosen, data)
     origin_of_norms = None if norms is None else {"norms": norms.digest}
@@ -164,30 +162,10 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
             counts = counts_of(scores) if propagated is None else propagated.counts
             pruner, moved = Pruner(scores, counts, options.mask_device), None
             if update is not None:
-                assert isinstance(data, CalibrationText)
-                with stage("refit"):
-                    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-                    done = ranks().share(out.get("refitted") if ranks().main else None)
-                    if done is None:
-                        dense, mask_of = models.get(source.folder), pruner.masks()
-                        with stopwatch("refit"):
-                            update_model(
-                                dense,
-                                targets,
-                                data.tokens,
-                                update,
-                                moved,
-                                mask_of=mask_of,
-                                counts_of=counts_to_search(pruner, update, mask_of),
-                                batch_size=options.batch_size,
-                                hidden_states=options.hidden_states,
-                                blocks=recipe.blocks,
-                            )
-                        del dense
-                        if ranks().main:
-                            out.note(refitted=dict(stopwatch.record))
-                    else:
-                        stopwatch.record |= done
+                assert data is not None
+                mask_of = pruner.masks()
+                to_search = counts_to_search(pruner, update, mask_of)
+                moved = moved_weights(source.folder, targets, data, recipe, options, models, out, stopwatch, mask_of, to_search)
                 about = about or fit_origin(data, options, model_origin(source.name, source.revision, checkpoint))
             if prepared is None:
                 models.free()  # the dense model is no longer needed

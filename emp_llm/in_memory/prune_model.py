@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import Activations
 from emp_llm.calibration.data import IN_MEMORY, CalibrationRows, CalibrationText, check_images, data_in_memory, holds_images
-from emp_llm.calibration.passes import calibrated, check_propagate, in_evaluation_mode, norms_of_batches
+from emp_llm.calibration.passes import calibrated, in_evaluation_mode, norms_of_batches
 from emp_llm.common.errors import UserError
 from emp_llm.common.machine import Stopwatch
 from emp_llm.hub.local_model import find_model
@@ -26,8 +26,9 @@ from emp_llm.models.loading import load_model
 from emp_llm.models.modules import reads_twice
 from emp_llm.models.offload import resident_parameter
 from emp_llm.models.placement import max_context
-from emp_llm.options.base import check_values
+from emp_llm.options.base import check_values, options_of
 from emp_llm.options.calibration import CalibrationOptions, Propagate
+from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.chosen import Chosen, choose_targets
 from emp_llm.pruning.counts import check_groups, counts_of, matched
@@ -134,7 +135,7 @@ def _decide(
 ) -> tuple[ModelReport, list[tuple[Target, Tensor]]]:
     """Decide the masks of a model, and the weights that move, by target; the model stays unchanged."""
     recipe.check()
-    check_propagate(propagate)
+    options_of(PruneOptions)["propagate"].checked(propagate)
     text = CalibrationOptions(samples=samples, seqlen=seqlen, batch_size=batch_size, seed=seed)
     check_values(text)
     if propagate == "pruned" and recipe.needs_activations:
