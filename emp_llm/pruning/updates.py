@@ -17,7 +17,6 @@ from emp_llm.models.architecture import Target
 from emp_llm.models.one_model import OneModel
 from emp_llm.options.prune import PruneOptions
 from emp_llm.options.recipe import Recipe
-from emp_llm.options.update import Update
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
@@ -36,14 +35,15 @@ def check_updatable(recipe: Recipe, chosen: Chosen, data: Data | None) -> None:
         raise UserError(f"{by_blocks}, which an encoder-decoder model cannot. {recipe.without_update}.")
 
 
-def counts_to_search(pruner: Pruner, update: Update, mask_of: OfTarget) -> OfTarget | None:
+def counts_to_search(pruner: Pruner, mask_of: OfTarget) -> OfTarget | None:
     """How many weights of a target a search keeps: int64, of each row, or shape (1,) of the matrix. None without a search.
 
     SparseGPT shares the kept weights of a matrix among its rows itself.
     """
-    if update.search is None or (update.search == "sparsegpt" and update.pattern is not None):
+    search = pruner.scores.recipe.search
+    if search is None or (search == "sparsegpt" and pruner.scores.recipe.pattern is not None):
         return None
-    if update.search == "sparsegpt":
+    if search == "sparsegpt":
         by_matrix = cache(lambda: counts_of(pruner.scores, group="matrix"))  # it may read the weights
         return lambda target: torch.from_numpy(by_matrix().kept[target.name])
     if pruner.counts.group == "matrix":
@@ -72,7 +72,6 @@ def moved_weights(
         recipe, options, models, out, stopwatch: of the run.
     """
     assert isinstance(data, CalibrationText)
-    assert recipe.update is not None
     with stage("refit"):
         moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
         done = ranks().share(out.get("refitted") if ranks().main else None)
@@ -85,13 +84,12 @@ def moved_weights(
                 model,
                 targets,
                 data.tokens,
-                recipe.update,
+                recipe,
                 moved,
                 mask_of=mask_of,
                 counts_of=counts_of,
                 batch_size=options.batch_size,
                 hidden_states=options.hidden_states,
-                blocks=recipe.blocks,
             )
         if ranks().main:
             out.note(refitted=dict(stopwatch.record))

@@ -19,7 +19,7 @@ from emp_llm.common.errors import UserError, count_of, shortened_list
 from emp_llm.common.paths import OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.options.recipe import SEARCHES, Recipe, parse_pattern
+from emp_llm.options.recipe import SEARCHES, Recipe
 from emp_llm.pruning.counts import counts_of
 from emp_llm.pruning.masks import Pruner
 from emp_llm.pruning.scores import Scores
@@ -222,7 +222,7 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
 
 def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     """The number of weights that are not zero, in each row or in every M weights of it."""
-    width = words.shape[1] if recipe.pattern is None else parse_pattern(recipe.pattern)[1]
+    width = words.shape[1] if recipe.n_of_m is None else recipe.n_of_m[1]
     kept: np.ndarray[tuple[int], np.dtype[np.int64]] = np.count_nonzero(words.reshape(-1, width), axis=1)
     return kept
 

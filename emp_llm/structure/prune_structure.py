@@ -162,7 +162,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                 feature = sums.get if sums is not None else norms.norm if norms is not None else None
                 choices, beta, changes = _chosen(plan, recipe, matched, feature)
             moved, fitted = None, [each.units.output for each in choices if each.record.kept < each.record.units]
-            if recipe.update is not None:
+            if recipe.updates:
                 masks = {choice.units.name: _mask(choice) for choice in choices}
                 moved = moved_weights(
                     source.folder, fitted, data, recipe, options, models, out, stopwatch, lambda target: masks[target.name]
@@ -203,7 +203,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=[] if recipe.update is None else update_warnings(fits, fitted, recipe.update),
+                    warnings=update_warnings(fits, fitted, recipe) if recipe.updates else [],
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,
