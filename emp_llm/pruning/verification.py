@@ -19,9 +19,9 @@ from emp_llm.common.errors import UserError, count_of, shortened_list
 from emp_llm.common.paths import OTHER_WEIGHTS, REPORT_NAME
 from emp_llm.common.progress import progress_bar
 from emp_llm.models.architecture import Architecture, Target
-from emp_llm.options.recipe import SEARCHES, Recipe
+from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.counts import counts_of
-from emp_llm.pruning.masks import Pruner
+from emp_llm.pruning.masks import Chunk, Pruner
 from emp_llm.pruning.scores import Scores
 from emp_llm.pruning.writing import gaps
 from emp_llm.records.manifest import FileEntry, Manifest
@@ -191,33 +191,45 @@ def check_masks(pruned: dict[str, StoredTensor], scores: Scores, findings: Findi
         pruned: name of a tensor in the source -> the one to check, of the same dtype and shape.
         scores: of the source, by the recipe and the norms of the run.
     """
-    recipe, targets = scores.recipe, scores.targets
-    pruner = Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True)
+    recipe, compared = scores.recipe, {target.name: _Compared() for target in scores.targets}
     by_matrix = counts_of(scores, group="matrix") if recipe.name == "sparsegpt" and recipe.pattern is None else None
-    total = sum(target.matrix.numel for target in targets)
-    with scores.checkpoint.open_files() as files, progress_bar(total, "decide", "W") as bar:
-        selector = pruner.search(targets, files) if recipe.group == "all" else None
-        for target in targets:
-            if recipe.group == "matrix":
-                selector = pruner.search([target], files)
-            wrong, left, most, over, finite = 0, 0, 0, 0, True
-            matrix = replace(target.matrix, stored=pruned[target.matrix.stored.name])
-            with FileReader(matrix.stored.shard) as file:
-                for chunk in pruner.pruned(target, files, selector):
-                    written = matrix.read(file, chunk.first, chunk.first + len(chunk.words))
-                    values = as_tensor(written, matrix.stored.dtype)
-                    is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
-                    finite = finite and bool(is_finite.all())
-                    if recipe.updates:
-                        wrong += int(np.count_nonzero(np.where(chunk.words == 0, written != 0, ~is_finite)))
-                    else:
-                        wrong += int(np.count_nonzero(chunk.words != written))
-                    here, there = _kept(written, recipe), _kept(chunk.words, recipe)
-                    over += int(np.count_nonzero(here > there))
-                    left, most = left + int(here.sum()), most + int(there.sum())
-                    bar.update(chunk.words.size)
-            findings.checked["targets"] += 1
-            findings.differences += _differences(recipe, target, wrong, left, most, over, finite, by_matrix)
+
+    def compare(target: Target, chunk: Chunk) -> None:
+        found, matrix = compared[target.name], replace(target.matrix, stored=pruned[target.matrix.stored.name])
+        with FileReader(matrix.stored.shard) as file:
+            written = matrix.read(file, chunk.first, chunk.first + len(chunk.words))
+        values = as_tensor(written, matrix.stored.dtype)
+        is_finite = (values.float() if values.element_size() == 1 else values).isfinite().numpy()
+        found.finite = found.finite and bool(is_finite.all())
+        wrong = np.where(chunk.words == 0, written != 0, ~is_finite) if recipe.updates else chunk.words != written
+        found.wrong += int(np.count_nonzero(wrong))
+        here, there = _kept(written, recipe), _kept(chunk.words, recipe)
+        found.over += int(np.count_nonzero(here > there))
+        found.left, found.most = found.left + int(here.sum()), found.most + int(there.sum())
+
+    Pruner(scores, counts_of(scores), chunk_weights=_CHUNK_WEIGHTS, reference=True).decide(compare)
+    for target in scores.targets:
+        findings.checked["targets"] += 1
+        in_matrix = None if by_matrix is None else int(by_matrix.kept[target.name][0])
+        findings.differences += _differences(recipe, target, compared[target.name], in_matrix)
+
+
+@dataclass
+class _Compared:
+    """A target that was compared with its mask.
+
+    Attributes:
+        wrong: number of weights that the recipe forbids.
+        left, most: numbers of weights that are left, and that the recipe keeps.
+        over: number of rows, or groups of a pattern, in which more are left.
+        finite: whether all weights are.
+    """
+
+    wrong: int = 0
+    left: int = 0
+    most: int = 0
+    over: int = 0
+    finite: bool = True
 
 
 def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
@@ -227,22 +239,20 @@ def _kept(words: Words, recipe: Recipe) -> "np.ndarray[tuple[int], np.dtype[np.i
     return kept
 
 
-def _differences(
-    recipe: Recipe, target: Target, wrong: int, left: int, most: int, over: int, finite: bool, by_matrix: object
-) -> list[str]:
-    """What is wrong with a target, one sentence each."""
-    if recipe.name not in SEARCHES:
-        return [f"{target.name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
-    found = [] if finite else [f"{target.name}: it holds NaN or infinity."]
-    if by_matrix is not None:
-        kept = int(by_matrix.kept[target.name][0])  # type: ignore[attr-defined]
+def _differences(recipe: Recipe, target: Target, compared: _Compared, in_matrix: int | None) -> list[str]:
+    """What is wrong with a target, one sentence each; `in_matrix` is the number of weights that SparseGPT keeps."""
+    name, wrong, left = target.name, compared.wrong, compared.left
+    if recipe.search is None:
+        return [f"{name}: {count_of(wrong, 'weight')} not as the recipe decides."] if wrong else []
+    found = [] if compared.finite else [f"{name}: it holds NaN or infinity."]
+    if in_matrix is not None:
         # A target that was not updated is pruned row by row, which may keep more weights.
-        if left > kept and wrong:
-            zeros, removed = target.matrix.numel - left, target.matrix.numel - kept
-            found.append(f"{target.name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
-    elif left > most:
-        found.append(f"{target.name}: {left:,} weights are left; its recipe keeps {most:,}.")
-    elif over and recipe.group == "row":
+        if left > in_matrix and wrong:
+            zeros, removed = target.matrix.numel - left, target.matrix.numel - in_matrix
+            found.append(f"{name}: {zeros:,} zeros; its recipe removes {removed:,} weights.")
+    elif left > compared.most:
+        found.append(f"{name}: {left:,} weights are left; its recipe keeps {compared.most:,}.")
+    elif compared.over and recipe.group == "row":
         groups = "group" if recipe.pattern is not None else "row"
-        found.append(f"{target.name}: more weights are left in {count_of(over, groups)} than the recipe keeps.")
+        found.append(f"{name}: more weights are left in {count_of(compared.over, groups)} than the recipe keeps.")
     return found
