@@ -123,7 +123,7 @@ def test_output_that_appears_during_the_run(models: Models, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work folder holds no finished work, but the older output."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "emp_report.json").write_text("{}")
@@ -131,12 +131,12 @@ def test_interrupt_between_the_renames(tmp_path: Path, monkeypatch: pytest.Monke
 
     def second(source: Any, target: Any) -> None:
         if Path(source).name == "files":
-            raise KeyboardInterrupt
+            raise _Killed
         replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", second)
-        with suppress(KeyboardInterrupt), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
+        with suppress(_Killed), OutputFolder(tmp_path / "out", [], 0, overwrite=True) as out:
             out.begin({})
             out.complete()
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emp_llm.options.update import damping_for
+from emp_llm.options.recipe import damping_for
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
 from emp_llm.update.least_squares import output_error, refit_rows, workspace_bytes

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +48,7 @@ class OutputFolder:
         needed: bytes that will be written.
         overwrite: replace an older checkpoint at the path, and discard the work of an unfinished run with other options.
         option: the option that names the path, for errors.
+        expected: of `check_folder`, for a folder that is no model.
 
     Raises:
         UserError: the path exists and may not be replaced; it is a source, inside one or around one; or the disk has too
@@ -56,14 +56,20 @@ class OutputFolder:
     """
 
     def __init__(
-        self, path: Path, sources: Sequence[Path], needed: int, overwrite: bool = False, option: str = "--output"
+        self,
+        path: Path,
+        sources: Sequence[Path],
+        needed: int,
+        overwrite: bool = False,
+        option: str = "--output",
+        expected: str | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.work = self.path.with_name(f".{self.path.name}.partial")
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
-        self._option, self._subject, self._overwrite = option, f"{option} {path}", overwrite
+        self._option, self._subject, self._overwrite, self._expected = option, f"{option} {path}", overwrite, expected
         self._old = self.work / "replaced"
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
@@ -152,11 +158,11 @@ class OutputFolder:
         """Rename the folder to its final name, replacing an older output."""
         sync_tree(self.files)
         self._check_path()
-        if self.path.exists():
-            os.replace(self.path, self._old)
         try:
+            if self.path.exists():
+                os.replace(self.path, self._old)
             os.replace(self.files, self.path)
-        except OSError:
+        except (OSError, KeyboardInterrupt, SystemExit):
             self._restore_old()
             raise
         sync_path(self.path.parent)
@@ -207,7 +213,9 @@ class OutputFolder:
             os.replace(self._old, self.path)
 
     def _check_path(self) -> None:
-        if os.path.lexists(self.path):
+        if self._expected is not None:
+            check_folder(self.path, self._overwrite, self._expected, self._option)
+        elif os.path.lexists(self.path):
             if not self._overwrite:
                 self._remove_leftover()
                 raise UserError(f"{self._subject}: it exists; name another folder, or add --overwrite.")
@@ -301,33 +309,13 @@ def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expect
     Raises:
         UserError: the path exists and may not be replaced; or the disk fails or is full.
     """
-    path = Path(os.path.abspath(path))
-    check_folder(path, overwrite, expected, option)
-    aside: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-        new, old = aside / "new", aside / "old"
-        new.mkdir()
+    size = sum(len(content) for content in files.values())
+    with OutputFolder(path, (), size, overwrite, option, expected) as out:
+        out.begin({})
         for name, content in files.items():
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / name).write_bytes(content)
-        sync_tree(new)
-        try:
-            if path.exists():
-                os.replace(path, old)
-            os.replace(new, path)
-        except BaseException:  # `aside` is deleted below; move the older output out of it first
-            if old.exists() and not path.exists():
-                os.replace(old, path)
-            raise
-        sync_path(path.parent)
-    except OSError as error:
-        _explain(error, path, (), option)
-        raise
-    finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+            (out.files / name).parent.mkdir(parents=True, exist_ok=True)
+            (out.files / name).write_bytes(content)
+        out.complete()
 
 
 def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
