@@ -1,4 +1,4 @@
-"""`emp-llm bench DIR`: what the zeros of a pruned model buy on this machine."""
+"""`emp-llm bench MODEL`: what the zeros of a pruned model buy on this machine."""
 
 import logging
 import statistics
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class BenchOptions(DeviceOptions):
     """Options of `bench`."""
 
-    model: Annotated[str, Opt("Pruned or packed model: a folder or Hub id.", argument=True, metavar="DIR")] = field(
+    model: Annotated[str, Opt("Pruned or packed model: a folder or Hub id.", argument=True, flag="--model")] = field(
         kw_only=False
     )
     baseline: Annotated[str | None, Opt("Dense model to compare with; default: the same model, run dense.")] = None
