@@ -48,7 +48,8 @@ def pack(
     Returns the sizes before and after, and the time taken.
 
     Raises:
-        UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is missing, or there are no zeros to mask.
+        UserError: the folder is no checkpoint, the output exists or cannot be written, zstandard is missing, or there are no
+            zeros to mask.
     """
     from emp_llm.checkpoint.bits import need_zstandard
     from emp_llm.checkpoint.checkpoint import Checkpoint

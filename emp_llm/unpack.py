@@ -40,8 +40,8 @@ def unpack(
     Returns the folder, its size, and the time taken.
 
     Raises:
-        UserError: a packed file is damaged, the base of a mask is missing or is another model, the output exists or cannot be written,
-            or zstandard is missing.
+        UserError: a packed file is damaged, the base of a mask is missing or is another model, the output exists or cannot be
+            written, or zstandard is missing.
     """
     from emp_llm.checkpoint.checkpoint import Checkpoint
     from emp_llm.checkpoint.output import OutputFolder
