@@ -137,6 +137,7 @@ def run(
     """
 
     def work(rank: int) -> None:
+        UserError.in_shell = True
         options = parse(command, sys.argv[1:] if arguments is None else arguments, f"emp-llm {command.__name__}")
         if options["quiet"]:
             logging.getLogger().setLevel(logging.WARNING)
@@ -219,7 +220,7 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         def format_options(self, ctx: Any, formatter: Any) -> None:
             lines = {key: (place, options[key].about.help) for key, place in places.items()}
             for each in self.get_params(ctx):
-                flags, told = each.get_help_record(ctx)
+                flags, told = each.get_help_record(ctx) or ("", "")
                 lines[each.name] = (f"{places[each.name].strip('[]')}, {flags}" if each.name in places else flags, told)
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
