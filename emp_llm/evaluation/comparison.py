@@ -130,7 +130,7 @@ def _notes(
     models: list[EvaluatedModel], labels: list[str], measured: list[dict[str, Value]], published: list[PublishedRow]
 ) -> list[str]:
     notes = []
-    dense, *others = (each.measures.perplexity and each.measures.perplexity.perplexity for each in models)
+    dense, *others = (None if each.measures.perplexity is None else each.measures.perplexity.perplexity for each in models)
     for model, label, after in zip(models[1:], labels[1:], others, strict=True):
         if dense and after and models[0].pruned is None and model.pruned is not None and after > _RUINED * dense:
             notes.append(
