@@ -123,11 +123,7 @@ def command(function: Callable[..., R]) -> Callable[..., R]:
     return flat
 
 
-def run(
-    command: Callable[..., Any],
-    show: Callable[[Any], None] | None = None,
-    arguments: list[str] | None = None,
-) -> None:
+def run(command: Callable[..., Any], show: Callable[[Any], None] | None = None, arguments: list[str] | None = None) -> None:
     """Run a command with arguments of the shell, show its result, and exit.
 
     The command itself prints nothing, so that it is an ordinary function in Python.
@@ -206,8 +202,9 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
         words.extend(context.args)
 
     options: dict[str, Option] = command.options  # type: ignore[attr-defined]
-    places = {key: _place(option) for key, option in options.items() if option.about.argument}
-    usage = " ".join([*places.values(), "[OPTIONS]"])
+    places = {key: option.about.metavar or key.upper() for key, option in options.items() if option.about.argument}
+    optional = [key for key in places if options[key].parameter.default is not inspect.Parameter.empty]
+    usage = " ".join([*(f"[{place}]" if key in optional else place for key, place in places.items()), "[OPTIONS]"])
     parameters = [_parameter(each) for key, each in options.items() if key not in places or each.about.flag]
     parameters.insert(0, inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context))
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -221,7 +218,7 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
             lines = {key: (place, options[key].about.help) for key, place in places.items()}
             for each in self.get_params(ctx):
                 flags, told = each.get_help_record(ctx) or ("", "")
-                lines[each.name] = (f"{places[each.name].strip('[]')}, {flags}" if each.name in places else flags, told)
+                lines[each.name] = (f"{places[each.name]}, {flags}" if each.name in places else flags, told)
             for title, names in help_groups(options, everything).items():
                 with formatter.section(title):
                     formatter.write_dl([lines[each] for each in names])
@@ -240,20 +237,12 @@ def parse(command: Callable[..., Any], arguments: list[str], name: str) -> dict[
     for key, place in places.items():
         if words and values.get(key) is None:
             values[key], words = (words, []) if place.endswith("...") else (words[0], words[1:])
-        if values.get(key) is None:
-            values[key] = options[key].parameter.default
-        if values[key] is inspect.Parameter.empty:
+        if values.get(key) is None and key not in optional:
             raise UserError(f"{place} is missing. Usage: {name} {usage}")
-        values[key] = options[key].checked(values[key])
+        values[key] = options[key].parameter.default if values.get(key) is None else options[key].checked(values[key])
     if words:
         raise UserError(f"unexpected {words[0]!r}. Usage: {name} {usage}")
     return values
-
-
-def _place(option: Option) -> str:
-    """An argument in a usage line."""
-    place = option.about.metavar or option.parameter.name.upper()
-    return place if option.parameter.default is inspect.Parameter.empty else f"[{place}]"
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -328,9 +317,7 @@ def _completions(line: str) -> list[str]:
     line = line[: int(os.environ.get("COMP_POINT", len(line)))]
     words = line.split() + [""] * line.endswith(" ")
     found = [*COMMANDS, "--help", "--version", "--completion"] if len(words) == 2 else []
-    if len(words) > 2 and words[1] == "--completion":
-        found = [*_COMPLETION]
-    elif len(words) > 2 and words[1] in COMMANDS:
+    if len(words) > 2 and words[1] in COMMANDS:
         from emp_llm.options.recipe import METHODS
 
         options = getattr(import_module(f"emp_llm.{words[1]}"), words[1]).options.values()

@@ -208,7 +208,6 @@ def test_a_model_stands_first_or_after_its_flag(name: str, capsys: pytest.Captur
         ("emp-llm prune --method emp-mag", ["emp-magnitude"]),
         ("emp-llm prune mod", []),  # the shell knows the files
         ("emp-llm nonsense --", []),
-        ("emp-llm --completion ", ["bash", "zsh", "fish"]),
     ],
 )
 def test_shells_complete_commands_flags_and_choices(line: str, words: list[str]) -> None:
@@ -235,6 +234,7 @@ def test_misspelt_names_are_answered_with_the_nearest(models: Models, command: R
     assert "Did you mean prune?" in command("prnue").stderr
     assert "Did you mean" not in command("xyzzy").stderr
     assert "Did you mean emp-wanda?" in command("prune", "-m", models("llama"), "--method", "emp-wnada").stderr
+    assert "Did you mean demo?" in command("prune", models("llama"), "--calibration", "dmo").stderr
     assert "Did you mean magnitude?" in command("sweep", "-m", models("llama"), "--methods", "wanda,magnitud").stderr
     assert "Did you mean magnitude?" in command("measure", "-m", models("llama"), "--criteria", "magnitud").stderr
 

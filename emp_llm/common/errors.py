@@ -6,7 +6,6 @@ from difflib import get_close_matches
 
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
-_ARGUMENTS = {"map": "score_map"}  # of other names than their flags
 _COMMAND = re.compile(r"(emp-llm [a-z]+ [^)]*|pip install --upgrade [\w-]+)")  # in a message, to be run as it is
 
 
@@ -23,7 +22,9 @@ class UserError(ValueError):
         if UserError.in_shell:
             return super().__str__()
         parts = _COMMAND.split(super().__str__())
-        parts[::2] = [_FLAG.sub(lambda flag: _ARGUMENTS.get(flag[1], flag[1].replace("-", "_")), each) for each in parts[::2]]
+        parts[::2] = [
+            _FLAG.sub(lambda flag: {"map": "score_map"}.get(flag[1], flag[1].replace("-", "_")), each) for each in parts[::2]
+        ]
         return "".join(parts)
 
 
