@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 class VerifyOptions:
     """Options of `verify`."""
 
-    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True)] = field(kw_only=False)
+    folder: Annotated[Path, Opt("Output folder of a finished prune.", argument=True, metavar="MODEL", flag="--model")] = field(
+        kw_only=False
+    )
     criterion: Annotated[Any, Opt("Your criterion that decided the masks, MODULE:FUNCTION or FILE.py:FUNCTION.")] = None
     scores: Annotated[Any, Opt("Your scores that decided the masks: a safetensors file.")] = None
     source: Annotated[str | None, Opt("Folder or Hub id of the dense model, to compare bytes and masks as well.")] = None

@@ -47,7 +47,6 @@ class OutputFolder:
         sources: input folders; they are never changed.
         needed: bytes that will be written.
         overwrite: replace an older checkpoint at the path, and discard the work of an unfinished run with other options.
-        option: the option that names the path, for errors.
         expected: of `check_folder`, for a folder that is no model.
 
     Raises:
@@ -61,7 +60,6 @@ class OutputFolder:
         sources: Sequence[Path],
         needed: int,
         overwrite: bool = False,
-        option: str = "--output",
         expected: str | None = None,
     ) -> None:
         self.path = Path(os.path.abspath(path))
@@ -69,7 +67,7 @@ class OutputFolder:
         self.files = self.work / "files"
         self.fitted = self.work / "fitted"
         self.calibration = self.path.with_name(f".{self.path.name}.calibration")  # finished blocks of a calibration
-        self._option, self._subject, self._overwrite, self._expected = option, f"{option} {path}", overwrite, expected
+        self._subject, self._overwrite, self._expected = f"--output {path}", overwrite, expected
         self._old = self.work / "replaced"
         self._manifest = self.work / "manifest.json"
         self._lock = FileLock(self.work / "lock", self._subject)
@@ -98,7 +96,7 @@ class OutputFolder:
                 raise
         except OSError as error:
             self._lock.release()
-            raise UserError(f"{self._option} {self.path}: cannot be written there ({reason(error)}).") from error
+            raise UserError(f"--output {self.path}: cannot be written there ({reason(error)}).") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -108,7 +106,7 @@ class OutputFolder:
             for folder in reversed(self._created):
                 with contextlib.suppress(OSError):  # not empty: another process uses it by now
                     folder.rmdir()
-        _explain(error, self.path, (self.work, self.calibration), self._option)
+        _explain(error, self.path, (self.work, self.calibration))
 
     def begin(self, signature: dict[str, Any]) -> None:
         """Resume the work of an earlier run with this signature, or start with no work.
@@ -214,7 +212,7 @@ class OutputFolder:
 
     def _check_path(self) -> None:
         if self._expected is not None:
-            check_folder(self.path, self._overwrite, self._expected, self._option)
+            check_folder(self.path, self._overwrite, self._expected)
         elif os.path.lexists(self.path):
             if not self._overwrite:
                 self._remove_leftover()
@@ -238,8 +236,8 @@ class OutputFolder:
             needed -= sum(path.stat().st_blocks * 512 for path in self.files.rglob("*"))
         if free < needed:
             raise UserError(
-                f"{self._option} {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "
-                f"Free some space, or choose another {self._option}."
+                f"--output {self.path}: it needs {format_bytes(needed)}, and the disk has {format_bytes(free)} free. "
+                f"Free some space, or choose another --output."
             )
 
 
@@ -262,7 +260,7 @@ class OutputFile(contextlib.ExitStack):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        _explain(exception[1], self.path, (self.progress,), "--output")
+        _explain(exception[1], self.path, (self.progress,))
 
     def complete(self) -> None:
         """Flush the written file to disk, and delete the work kept beside it."""
@@ -279,14 +277,13 @@ def check_output_file(path: Path, overwrite: bool) -> None:
         raise UserError(f"--output {path}: it exists; name another file, or add --overwrite.")
 
 
-def check_folder(path: Path, overwrite: bool, expected: str, option: str = "--output") -> None:
+def check_folder(path: Path, overwrite: bool, expected: str) -> None:
     """Check that a folder can be written.
 
     Args:
         path: the output.
         overwrite: replace an older output.
         expected: a file that every output of this kind holds; a folder without it is never replaced.
-        option: the option that names the path, for errors.
 
     Raises:
         UserError: the path exists and may not be replaced.
@@ -295,22 +292,22 @@ def check_folder(path: Path, overwrite: bool, expected: str, option: str = "--ou
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
     if path.is_symlink() or not path.is_dir() or not (path / expected).is_file():
-        raise UserError(f"{option} {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
+        raise UserError(f"--output {path}: it exists and holds no {expected}, so it is never replaced; name another folder.")
     if not overwrite:
-        raise UserError(f"{option} {path}: it exists; name another folder, or add --overwrite.")
+        raise UserError(f"--output {path}: it exists; name another folder, or add --overwrite.")
 
 
-def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str, option: str = "--output") -> None:
+def write_folder(path: Path, files: Mapping[str, bytes], overwrite: bool, expected: str) -> None:
     """Write small files, given by relative name, into a folder that appears when all of them are on disk.
 
     Args:
-        path, overwrite, expected, option: of `check_folder`.
+        path, overwrite, expected: of `check_folder`.
 
     Raises:
         UserError: the path exists and may not be replaced; or the disk fails or is full.
     """
     size = sum(len(content) for content in files.values())
-    with OutputFolder(path, (), size, overwrite, option, expected) as out:
+    with OutputFolder(path, (), size, overwrite, expected=expected) as out:
         out.begin({})
         for name, content in files.items():
             (out.files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -341,9 +338,9 @@ def describe_difference(old: Any, new: Any) -> str | None:
     return f"{name} {before}, this one has {now}"
 
 
-def _explain(error: BaseException | None, path: Path, kept: Sequence[Path], option: str) -> None:
+def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> None:
     """After an error: raise the sentence for a failing disk, or say how to resume."""
-    explanation = explain_disk_error(error, path, kept, option)
+    explanation = explain_disk_error(error, path, kept)
     if explanation is not None:
         raise explanation from error
     if error is not None and (sentence := how_to_resume(kept)):

@@ -222,13 +222,7 @@ def _check_updatable(model: nn.Module, recipe: Recipe, targets: list[Target], da
 
 
 def _calibrated(
-    model: nn.Module,
-    chosen: Chosen,
-    recipe: Recipe,
-    data: Any,
-    tokenizer: Any,
-    text: CalibrationOptions,
-    masker: Pruner | None,
+    model: nn.Module, chosen: Chosen, recipe: Recipe, data: Any, tokenizer: Any, text: CalibrationOptions, masker: Pruner | None
 ) -> Activations:
     """The norms of a calibration on the user's data."""
     if data is None:

@@ -98,12 +98,7 @@ class Pruner:
     """
 
     def __init__(
-        self,
-        scores: Scores,
-        counts: Counts,
-        device: str = "cpu",
-        chunk_weights: int = CHUNK_WEIGHTS,
-        reference: bool = False,
+        self, scores: Scores, counts: Counts, device: str = "cpu", chunk_weights: int = CHUNK_WEIGHTS, reference: bool = False
     ) -> None:
         self.scores = scores
         self.counts = counts
@@ -151,11 +146,7 @@ class Pruner:
         return selector
 
     def pruned(
-        self,
-        target: Target,
-        files: FilePool,
-        selector: "GroupSelector | None" = None,
-        moved: "MovedWeights | None" = None,
+        self, target: Target, files: FilePool, selector: "GroupSelector | None" = None, moved: "MovedWeights | None" = None
     ) -> Iterator[Chunk]:
         """The chunks of a target after pruning, in order.
 

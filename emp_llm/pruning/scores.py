@@ -47,11 +47,7 @@ class Scores:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        targets: list[Target],
-        recipe: Recipe,
-        norms: Mapping[str, InputStatistics] | None = None,
+        self, checkpoint: Checkpoint, targets: list[Target], recipe: Recipe, norms: Mapping[str, InputStatistics] | None = None
     ) -> None:
         self.checkpoint = checkpoint
         self.targets = targets

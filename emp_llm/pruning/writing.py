@@ -262,12 +262,7 @@ def run_signature(checkpoint: Checkpoint, recipe: Recipe, activations: dict[str,
 
 
 def write_manifest(
-    folder: Path,
-    checkpoint: Checkpoint,
-    identity: str | None,
-    recipe: Recipe,
-    norms: str | None,
-    hashes: dict[str, str],
+    folder: Path, checkpoint: Checkpoint, identity: str | None, recipe: Recipe, norms: str | None, hashes: dict[str, str]
 ) -> None:
     """Write the manifest of a finished checkpoint.
 
