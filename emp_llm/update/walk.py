@@ -473,7 +473,7 @@ def _updated(
             else:
                 found = admm(weight, gram, counts=counts, pattern=update.pattern, right=right, damping=damping)
             searched, magnitudes = found.mask.cpu(), weight.abs()  # summed by rows: a sum of all depends on the threads
-            total, kept = (float(each.sum(1, torch.float64).sum()) for each in (magnitudes, magnitudes * found.mask))
+            total, kept = (float(each.sum(1, dtype=torch.float64).sum()) for each in (magnitudes, magnitudes * found.mask))
             kept_mass = kept / total if total else 1.0
             if update.refit:
                 found = refit_rows(weight, found.mask, gram, right, damping=damping, energy=moments[target.name])
