@@ -160,8 +160,8 @@ def generate(options: GenerateOptions) -> Generation:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(model.generation_config, name)
         if not all(isinstance(number, int | None) for number in (value if isinstance(value, list) else [value])):
-            path = folder / "generation_config.json"
-            raise UserError(f"{path}: {name} is {quotable(repr(value))}, but must be the number of a token. Correct it.")
+            told = f"{name} is {quotable(repr(value))}, but must be the number of a token. Correct it."
+            raise UserError(f"{folder / 'generation_config.json'}: {told}")
     longest = max_context(model.config)
     if longest is not None and ids.shape[1] + options.max_new_tokens > longest:
         raise UserError(

@@ -195,8 +195,7 @@ def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
     # sums of batches are exact, as the plain ones are.
     scale = torch.exp2(torch.frexp(weights.sum()).exponent.double())
     parts = zip((weights / scale).float().split(_TOKENS), squares.split(_TOKENS), strict=True)
-    total: Tensor = torch.stack([(share[:, None] * part).sum(0).double() for share, part in parts]).sum(0)
-    return total * scale
+    return torch.stack([(share[:, None] * part).sum(0).double() for share, part in parts]).sum(0) * scale
 
 
 @contextmanager

@@ -18,15 +18,7 @@ from torch import Tensor
 
 from emp_llm.selection.reference import largest_mask, order_keys, pattern_mask
 from emp_llm.selection.rule import NonFiniteError
-from emp_llm.update.least_squares import (
-    Solution,
-    add_product,
-    check_finite,
-    check_products,
-    cholesky,
-    full_float32,
-    workspace_bytes,
-)
+from emp_llm.update.least_squares import Solution, add_product, check_finite, check_products, cholesky, full_float32
 
 # rho of each stage, from 0.1 to 1, relative to an input's own second moment
 _PENALTIES = tuple(10 ** (stage / 7 - 1) for stage in range(8))
@@ -90,11 +82,6 @@ def admm(
             before = penalty
         check_products(kept.div_(root))
         return Solution(kept, mask, damping)
-
-
-def admm_workspace_bytes(outputs: int, inputs: int) -> int:
-    """The memory that `admm`, and a refit of its masks, need beside their arguments, in bytes, with the weights."""
-    return max(4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
 def _largest(values: Tensor, counts: Tensor | None, pattern: tuple[int, int] | None) -> Tensor:

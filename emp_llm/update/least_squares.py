@@ -59,8 +59,8 @@ def refit_rows(
 ) -> Solution:
     """Move the kept weights of each row to the optimum F of this module, to about 0.01 % of F.
 
-    The result is the same for any number of threads. If the matrix is not positive definite to float32, the damping is raised tenfold
-    until it is.
+    The result is the same for any number of threads. If the matrix is not positive definite to float32, the damping is raised
+    tenfold until it is.
 
     Args:
         weight: the dense weights, shape (outputs, inputs), any floating dtype.
@@ -189,6 +189,11 @@ def cholesky(lower: Tensor) -> Tensor | None:
 def workspace_bytes(outputs: int, inputs: int) -> int:
     """The memory that `refit_rows` needs beside its arguments, in bytes, with `right` and the weights that it returns."""
     return 4 * inputs * (2 * inputs + 2 * outputs + _BUFFERS * min(outputs, _rows_of_a_chunk(inputs)))
+
+
+def admm_workspace_bytes(outputs: int, inputs: int) -> int:
+    """The memory that `admm.admm`, and a refit of its masks, need beside their arguments, in bytes, with the weights."""
+    return max(4 * (6 * inputs * inputs + 10 * outputs * inputs), workspace_bytes(outputs, inputs))
 
 
 def check_finite(**tensors: Tensor | None) -> None:
