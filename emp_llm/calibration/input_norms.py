@@ -194,7 +194,7 @@ def _relative_sum(squares: Tensor, outputs: Tensor) -> Tensor:
     # Scaled so that no weight overflows float32; by a power of two, so that the sum is a float32 but for its exponent, and
     # sums of batches are exact, as the plain ones are.
     scale = torch.exp2(torch.frexp(weights.sum()).exponent.double())
-    parts = zip((weights / scale).float().split(_TOKENS), squares.split(_TOKENS), strict=True)
+    parts = zip(torch.split((weights / scale).float(), _TOKENS), torch.split(squares, _TOKENS), strict=True)
     return torch.stack([(share[:, None] * part).sum(0).double() for share, part in parts]).sum(0) * scale
 
 
