@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
-from emp_llm.common.machine import Stopwatch
+from emp_llm.common.machine import Stopwatch, machine_name
 from emp_llm.common.paths import REPORT_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
@@ -126,7 +126,7 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         ranks().share(None)  # all ranks check the output before the first rank creates it
         with out if ranks().main else nullcontext():
             if ranks().main:
-                out.begin(signature)
+                out.begin(signature, "" if data is None else machine_name())
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
             propagated = Pruner(scores, counts_of(scores), options.mask_device) if options.propagate == "pruned" else None

@@ -427,6 +427,16 @@ def test_malformed_generation_config(command: Run, model: Path, text: Path, tmp_
         check_sentences(message)
 
 
+@pytest.mark.parametrize("runtime", ["sparse", "dense"])
+def test_an_end_of_text_that_is_no_number(command: Run, model: Path, runtime: str) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
+    done = command("generate", "--prompt", "a", "--model", model, "--runtime", runtime)
+    assert done.returncode == 2, done.stderr
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"error: {model / 'generation_config.json'}: eos_token_id ")
+    check_sentences(message)
+
+
 @pytest.mark.usefixtures("offline")
 def test_files_nested_too_deeply(command: Run, model: Path, tmp_path: Path) -> None:
     toml, plan, norms = tmp_path / "deep.toml", tmp_path / "plan.jsonl", tmp_path / "norms.safetensors"

@@ -145,6 +145,15 @@ def test_killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
 
 
+def test_work_of_another_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for machine in ("a, 1 thread", "a, 1 thread", "a, 2 threads"):
+        assert not caplog.messages
+        with OutputFolder(tmp_path / "out", [], 0) as out:
+            out.begin({}, machine)
+            out.note(part=1)
+    assert "out was begun with a, 1 thread; with a, 2 threads, norms and fitted weights differ" in caplog.text
+
+
 def test_run_that_starts_while_the_work_folder_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run takes the lock as soon as it is released."""
     work, other = (OutputFolder(tmp_path / "out", [], 0) for _ in range(2))

@@ -108,11 +108,12 @@ class OutputFolder:
                     folder.rmdir()
         _explain(error, self.path, (self.work, self.calibration))
 
-    def begin(self, signature: dict[str, Any]) -> None:
+    def begin(self, signature: dict[str, Any], machine: str = "") -> None:
         """Resume the work of an earlier run with this signature, or start with no work.
 
         Args:
             signature: everything that the result depends on, as JSON.
+            machine: what only the last bits of the result depend on. A resume with another one warns.
 
         Raises:
             UserError: an unfinished run with another signature left work, and `overwrite` is false.
@@ -122,6 +123,9 @@ class OutputFolder:
             difference = describe_difference(self._state.get("signature", {}), signature)
             if difference is None:
                 logger.info("%s: resuming the work of an earlier run.", self.work)
+                if (before := self._state.get("machine", machine)) != machine:
+                    told = f"{before}; with {machine}, norms and fitted weights differ in their last bits."
+                    logger.warning("warning: %s was begun with %s", self.path, told)
                 return
             if not self._overwrite:
                 raise UserError(
@@ -131,12 +135,12 @@ class OutputFolder:
             logger.info("%s: discarding the work of an unfinished run with %s.", self.work, difference)
         self._empty()
         self.files.mkdir()
-        self._state = {"signature": signature}
+        self._state = {"signature": signature, "machine": machine}
 
     @property
     def started(self) -> bool:
         """Whether there is finished work."""
-        return self._state.keys() > {"signature"}
+        return bool(self._state.keys() - {"signature", "machine"})
 
     def get(self, part: str) -> Any:
         """What is noted of a part of the work; None if it is not finished."""
@@ -348,7 +352,5 @@ def _explain(error: BaseException | None, path: Path, kept: Sequence[Path]) -> N
 
 
 def _replaceable(path: Path) -> bool:
-    if not path.is_dir() or path.is_symlink():
-        return False
-    names = {entry.name for entry in path.iterdir()}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() and not path.is_symlink() else {""}
     return not names or bool(names & {INDEX_NAME, SINGLE_NAME, PACK_NAME, REPORT_NAME})

@@ -36,8 +36,7 @@ def update_bytes(targets: Sequence[Target], recipe: Recipe) -> int:
     It holds the second moments of one level and the work memory of one solver; and of each weight of a block's targets its
     pruned and its moved version, its mask, and its dense value in float32.
     """
-    from emp_llm.update.admm import admm_workspace_bytes
-    from emp_llm.update.least_squares import workspace_bytes
+    from emp_llm.update.least_squares import admm_workspace_bytes, workspace_bytes
 
     workspace = admm_workspace_bytes if recipe.search == "admm" else workspace_bytes
     by_block: dict[int | None, list[Target]] = {}

@@ -28,7 +28,7 @@ from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.update.admm import admm
-from emp_llm.update.least_squares import full_float32, output_error, refit_rows
+from emp_llm.update.least_squares import add_product, full_float32, output_error, refit_rows
 from emp_llm.update.moved import Moved, MovedWeights
 from emp_llm.update.sparsegpt import sparsegpt
 from emp_llm.update.update import MOMENT_BYTES, updatable
@@ -395,7 +395,7 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
             for target in level.inputs[first]:
                 name, y = target.name, None
                 if level.routed:  # other tokens may be routed to it in the dense model
-                    y = x @ block.weight(target).T
+                    y = add_product(x, block.weight(target).T)
                     shares = _token_weights(y) if recipe.refit_weighting == "relative" else None
                 else:
                     shares = dense.shares[number, name]
@@ -407,11 +407,12 @@ def _moments(block: _Block, dense: _DenseCalls, level: _Level, numbers: Sequence
                 if name == first:
                     _add(sums, "tokens", torch.tensor(len(x)))
                     left = x.T if shares is None else (x * shares[:, None]).T
-                    _add_product(sums, "gram", left, x)
+                    sums["gram"] = add_product(left, x, sums.get("gram"))
                     if level.closing and y is not None:
-                        _add_product(sums, "wanted", (y if shares is None else y * shares[:, None]).T, x)
+                        wanted = (y if shares is None else y * shares[:, None]).T
+                        sums["wanted"] = add_product(wanted, x, sums.get("wanted"))
                     elif not level.routed:
-                        _add_product(sums, "cross", left, dense.inputs(number, first, x.device))
+                        sums["cross"] = add_product(left, dense.inputs(number, first, x.device), sums.get("cross"))
                 _add(sums, name, dense.energy[number, name] if y is None else _energy(y, shares))
     if ranks().count > 1:
         device = block.weight(level.targets[0]).device
@@ -434,18 +435,12 @@ def _add(sums: _Moments, key: str, value: Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _add_product(sums: _Moments, key: str, left: Tensor, right: Tensor) -> None:
-    if key not in sums:
-        sums[key] = left.new_zeros(left.shape[0], right.shape[1])
-    sums[key].addmm_(left, right)
-
-
 def _right(weight: Tensor, moments: _Moments) -> Tensor | None:
     """The products of wanted outputs and inputs, as `refit_rows` takes them; None: those of the weights on the same inputs."""
     if "cross" not in moments:
         return moments.get("wanted")
     with full_float32():
-        return weight @ moments["cross"].T
+        return add_product(weight, moments["cross"].T)
 
 
 def _updated(
@@ -475,8 +470,9 @@ def _updated(
                 found = sparsegpt(weight, gram, count=None if counts is None else int(counts.sum()), pattern=recipe.n_of_m)
             else:
                 found = admm(weight, gram, counts=counts, pattern=recipe.n_of_m, right=right, damping=damping)
-            searched, total = found.mask.cpu(), float(weight.abs().sum(dtype=torch.float64))
-            kept_mass = float((weight.abs() * found.mask).sum(dtype=torch.float64)) / total if total else 1.0
+            searched, magnitudes = found.mask.cpu(), weight.abs()  # summed by rows: a sum of all depends on the threads
+            total, kept = (float(each.sum(1, dtype=torch.float64).sum()) for each in (magnitudes, magnitudes * found.mask))
+            kept_mass = kept / total if total else 1.0
             if recipe.refit:
                 found = refit_rows(weight, found.mask, gram, right, damping=damping, energy=moments[target.name])
     except NonFiniteError as error:
