@@ -145,6 +145,24 @@ def test_killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
 
 
+def test_killed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command says that the output exists, and cleans up."""
+
+    def killed(self: OutputFolder) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "_remove", killed)
+        with suppress(_Killed), OutputFolder(tmp_path / "out", [], 0) as out:
+            out.begin({})
+            (out.files / "emp_report.json").write_text("{}")
+            out.complete()
+    assert (tmp_path / ".out.partial").is_dir()
+    with pytest.raises(UserError, match=r"out: it exists"), OutputFolder(tmp_path / "out", [], 0):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "emp_report.json"]
+
+
 def test_work_of_another_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for machine in ("a, 1 thread", "a, 1 thread", "a, 2 threads"):
         assert not caplog.messages
