@@ -149,6 +149,7 @@ def test_killed_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The same command says that the output exists, and cleans up."""
 
     def killed(self: OutputFolder) -> None:
+        self._lock.release()  # as the system does
         raise _Killed
 
     with monkeypatch.context() as patch:
