@@ -41,7 +41,7 @@ from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
 
 if TYPE_CHECKING:
-    from emp_llm.models.architecture import Coverage
+    from emp_llm.records.run_report import TargetsRecord
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
@@ -59,7 +59,7 @@ class SweepDryRun:
     """
 
     points: list[str]
-    coverage: "Coverage"
+    coverage: "TargetsRecord"
     disk_bytes: int
 
 
@@ -134,11 +134,7 @@ def sweep(
         if norms is not None:
             warn_if_foreign(norms, identity, source.folder)
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
-        made_by = SweepMadeBy(
-            **msgspec.structs.asdict(dense.made_by),
-            recipe=recorded(shared),
-            activations=made_of,
-        )
+        made_by = SweepMadeBy(**msgspec.structs.asdict(dense.made_by), recipe=recorded(shared), activations=made_of)
         folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
 
         # The norms and the dense model, once.
@@ -390,11 +386,7 @@ class SweepFolder:
             return False
         if self._file.is_file():
             return True
-        begun = {
-            "points",
-            f".{SWEEP_NAME}.lock",
-            f".{SWEEP_NAME}.partial",
-        }  # by a run that was killed at its first file
+        begun = {"points", f".{SWEEP_NAME}.lock", f".{SWEEP_NAME}.partial"}  # by a run that was killed at its first file
         names = {entry.name for entry in self.path.iterdir()}
         return names <= begun and not (self.points.is_dir() and any(self.points.iterdir()))
 
@@ -404,8 +396,8 @@ def show(result: Sweep | SweepDryRun) -> None:
     if isinstance(result, SweepDryRun):
         coverage = result.coverage
         print(*result.points, f"{count_of(len(result.points), 'point')} to measure, and the dense model", sep="\n")
-        inside = coverage.targets - coverage.targets_outside
-        print(f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks")
+        inside = coverage.matrices - coverage.matrices_outside
+        print(f"targets: {inside} of {count_of(coverage.matrices_in_blocks, 'matrix', 'matrices')} in blocks")
         if result.disk_bytes:
             print(f"disk: {format_bytes(result.disk_bytes)} for the checkpoints")
         return

@@ -12,13 +12,12 @@ import torch
 from runs import make_sweep, read_points, report_of, results_of, save_run, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
-from emp_llm.evaluation.values import Value
+from emp_llm.evaluation.comparison import Value
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_rows
-from emp_llm.reporting.points import MeasuredPoint, SuiteResult
+from emp_llm.reporting.page import difference_rows, role_rows, verdict_rows
 from emp_llm.reporting.run_tables import effective_share, pruning_table
-from emp_llm.reporting.studies import curves, differences, label_of, studies
+from emp_llm.reporting.studies import MeasuredPoint, SuiteResult, curves, differences, label_of, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 
@@ -223,6 +222,18 @@ def test_masks_of_different_sweeps_are_not_equal(runs: Path, tmp_path: Path) -> 
     ]
     assert found[0] == found[1] != found[2]
     assert found[3] == "all kept"
+
+
+def test_the_removed_share_stands_beside_the_one_asked_for(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """A row of 64 weights cannot lose 60 % of them."""
+    report = prune(models("llama"), output=tmp_path / "out", method="magnitude", sparsity=0.6)
+    share = f"{100 * report.targets.sparsity_of_targets:.2f}"
+    assert f"sparsity {share} % of the targets (60 % asked; each row loses a whole number of weights, rounded down)," in (
+        pruning_table(report)
+    )
+    for name, sparsity in (("magnitude", 0.5), ("emp-magnitude", 0.6)):
+        report = prune(models("llama"), output=tmp_path / "out", method=name, sparsity=sparsity, overwrite=True)
+        assert "asked" not in pruning_table(report)
 
 
 def test_group_all_has_one_effective_number(models: Callable[[str], Path], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from emp_llm.common.errors import UserError, quotable, reason
+from emp_llm.common.errors import UserError, did_you_mean, quotable, reason
 from emp_llm.common.paths import data_folder
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.records.base import converted
@@ -54,8 +54,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
     given = {part: corpus.samples for part, corpus in corpora.items() if re.search(r",\s*samples\s*=", part)}
     if given and options.samples is not None:
         raise UserError(
-            f"--samples {options.samples}: --calibration already sets the number of sequences of its texts; leave --samples "
-            "out, or the numbers."
+            f"--samples {options.samples}: --calibration sets the numbers of its texts already; leave one of the two out."
         )
     total = options.samples or _SAMPLES
     numbers: list[int | None]
@@ -133,7 +132,7 @@ def find_corpus(name: str) -> Corpus:
     else:
         raise UserError(
             f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, "
-            "or a Hub data set id (owner/name)."
+            f"or a Hub data set id (owner/name).{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
 

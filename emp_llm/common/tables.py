@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 
 Rows = list[list[str]]
-_FORMULA = re.compile(
-    r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]"
-)  # its beginning; numbers and signs alone are none
+# The beginning of a formula; numbers and signs alone are none.
+_FORMULA = re.compile(r"(?![-+]?([0-9.]+(e[-+]?[0-9]+)?|inf|nan)?$)[-=+@\t\r]")
 
 
 def table(rows: Rows) -> str:
@@ -30,9 +29,13 @@ def markdown_table(rows: Rows) -> str:
 
 
 def csv_table(rows: Iterable[Sequence[object]]) -> str:
-    """Comma-separated values, quoted where necessary. An apostrophe keeps spreadsheets from computing a text as a formula."""
+    """Comma-separated values, quoted where necessary, with all digits; None is empty.
+
+    An apostrophe keeps spreadsheets from computing a text as a formula.
+    """
     text = StringIO()
-    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in rows)
+    cells = ([str(cell).lower() if isinstance(cell, bool) else cell for cell in row] for row in rows)
+    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in cells)
     csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue().rstrip("\n")
 

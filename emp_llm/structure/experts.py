@@ -34,7 +34,7 @@ from emp_llm.models.hooks import layer_hooks
 from emp_llm.models.layers import Layer, Shape
 from emp_llm.models.modules import find_blocks, find_stacks, weight_of
 from emp_llm.options.calibration import Place
-from emp_llm.options.update import Update
+from emp_llm.options.recipe import Recipe
 from emp_llm.records.run_report import FitRecord
 from emp_llm.selection.rule import NonFiniteError
 from emp_llm.structure.units import Changes, Indices, UnitModel, Units, field_path, shapes_of, smaller_model
@@ -456,12 +456,11 @@ def refit_experts(
     model: PreTrainedModel,
     kept: Mapping[Experts, Indices],
     tokens: Tensor,
-    update: Update,
+    recipe: Recipe,
     moved: MovedWeights,
     *,
     batch_size: int = 8,
     hidden_states: Place = "auto",
-    blocks: str | None = None,
 ) -> None:
     """Move the last matrices of the kept experts, so that each block returns what the dense one does. A collective call.
 
@@ -476,16 +475,15 @@ def refit_experts(
         model: dense, on any devices; unchanged afterwards.
         kept: the numbers of the experts that stay.
         tokens: the calibration text, int64, shape (samples, length).
-        update: damping, and how many tokens an expert must see.
+        recipe: damping, and how many tokens an expert must see.
         moved: receives the weights; the blocks that it holds are not fitted again.
         batch_size: sequences per forward pass.
         hidden_states: where they are stored between blocks.
-        blocks: name of the list of decoder blocks; None: detected.
 
     Raises:
         UserError: memory runs out, a moment is not finite, or the router scales the inputs of experts.
     """
-    runner, at_block = BlockwiseModel(model, blocks, hidden_states), {units.block: units for units in kept}
+    runner, at_block = BlockwiseModel(model, recipe.blocks, hidden_states), {units.block: units for units in kept}
     batches = own_batches(tokens, batch_size)
     with runner.walk(batches, "refit") as walk, closing(HiddenStates(walk.hidden.place)) as pruned:
         for number in range(len(batches)):
@@ -502,7 +500,7 @@ def refit_experts(
                         if found[target.name].weight is not None:
                             weight_of(model, target.layer).copy_(found[target.name].weight)
                 elif units is not None:
-                    found = _refit_block(model, units, targets, step, walk, pruned, update)
+                    found = _refit_block(model, units, targets, step, walk, pruned, recipe)
                     if ranks().main:
                         moved.put(step.index, found)
                 for number in range(len(batches)):
@@ -518,7 +516,7 @@ def _refit_block(
     step: Step,
     walk: Walk,
     pruned: HiddenStates,
-    update: Update,
+    recipe: Recipe,
 ) -> dict[str, Moved]:
     """Move the last matrices of a block's kept experts, in the model too; returns what became of them, by name."""
     dense = {target.name: weight_of(model, target.layer).float() for target in targets}
@@ -552,12 +550,12 @@ def _refit_block(
         for number in part:
             held = [share[number] for share in shares if number in share]
             target, count = numbers[number], int(sum(each[0] for each in held))
-            if count < max(1, update.min_expert_tokens):
+            if count < max(1, recipe.min_expert_tokens):
                 found[target.name] = Moved(None, FitRecord(tokens=count))
                 continue
             weight = dense[target.name]
             gram, right, energy = (torch.stack([each[place] for each in held]).sum(0).to(weight.device) for place in (1, 2, 3))
-            damping = update.damping_of(target.matrix.columns, count)
+            damping = recipe.damping_of(target.matrix.columns, count)
             try:
                 new = refit_rows(weight, torch.ones_like(weight, dtype=torch.bool), gram, right, damping=damping, energy=energy)
             except NonFiniteError as error:

@@ -68,7 +68,7 @@ def measure_units(
     removed = curve(plan, scores, recipe, betas)
     at_one, _ = choose_units(plan.units, scores, recipe, plan.width_by_block)
     before, after = size_of(plan.checkpoint, cut_of(plan, [], True))[0], size_of(plan.checkpoint, cut_of(plan, at_one, True))[0]
-    weights = plan.architecture.coverage(plan.targets).target_parameters
+    weights = plan.architecture.coverage(plan.targets).weights or 1
     entry = MeasureEntry(
         criterion=recipe.name,
         order=recipe.order or 0.0,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import keep_norms, kept_norms
 from emp_llm.calibration.data import CalibrationText, calibration_data
@@ -38,6 +39,7 @@ from emp_llm.pruning.budget import Budget
 from emp_llm.pruning.counts import read_report
 from emp_llm.pruning.dry_run import DryRun, planned_layers
 from emp_llm.pruning.outcome import log_warnings
+from emp_llm.pruning.updates import moved_weights
 from emp_llm.pruning.writing import run_signature, write_manifest
 from emp_llm.records.run_report import CostRecord, RunReport, StructureRecord, TargetsRecord
 from emp_llm.records.source import ModelSource, stage_records
@@ -173,32 +175,20 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                 feature = sums.get if sums is not None else norms.norm if norms is not None else None
                 recipe, choices, changes = _chosen(plan, recipe, matched, budget, feature)
             moved, moving = None, [target for each in choices for target in fitted(each)]
-            if recipe.update is not None:
+            if recipe.updates:
                 assert data is not None
-                with stage("refit"):
-                    moved = MovedWeights(out.fitted, lambda block: out.note(fitted=block))
-                    done = ranks().share(out.get("refitted") if ranks().main else None)
-                    if done is None:
-                        dense = models.get(source.folder)
-                        with stopwatch("refit"):
-                            how: dict[str, Any] = {
-                                "batch_size": options.batch_size,
-                                "hidden_states": options.hidden_states,
-                                "blocks": recipe.blocks,
-                            }
-                            if structure.structure == "experts":
-                                stays = {each.units: each.kept for each in choices if isinstance(each.units, Experts)}
-                                refit_experts(dense, stays, data.tokens, recipe.update, moved, **how)
-                            else:
-                                masks = {each.units.name: _mask(each) for each in choices}
-                                update_model(
-                                    dense, moving, data.tokens, recipe.update, moved, mask_of=lambda t: masks[t.name], **how
-                                )
-                        del dense
-                        if ranks().main:
-                            out.note(refitted=dict(stopwatch.record))
+                tokens = data.tokens
+                how: dict[str, Any] = {"batch_size": options.batch_size, "hidden_states": options.hidden_states}
+                stays = {each.units: each.kept for each in choices if isinstance(each.units, Experts)}
+                masks = {each.units.name: _mask(each) for each in choices if isinstance(each.units, Parts)}
+
+                def refit(dense: PreTrainedModel, moved: MovedWeights) -> None:
+                    if stays:
+                        refit_experts(dense, stays, tokens, recipe, moved, **how)
                     else:
-                        stopwatch.record |= done
+                        update_model(dense, moving, tokens, recipe, moved, mask_of=lambda target: masks[target.name], **how)
+
+                moved = moved_weights(source.folder, models, out, stopwatch, refit)
 
             # The first rank writes, and compares with the dense model.
             if ranks().main:
@@ -243,7 +233,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
                     targets=targets,
                     sizes=None,
                     matrices={},
-                    warnings=[] if recipe.update is None else update_warnings(fits, moving, recipe.update),
+                    warnings=update_warnings(fits, moving, recipe) if recipe.updates else [],
                     fits=fits,
                     structure=record,
                     dtype=options.dtype,
@@ -342,7 +332,8 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
         for target in choice.units.targets
         if (number := _unit_of(choice.units, target)) is not None and number in choice.gone
     }
-    done, kept, weights = cut_of(plan, choices, remove=True), 0, coverage.target_parameters
+    done, kept = cut_of(plan, choices, remove=True), 0
+    weights, parameters = coverage.weights or 1, coverage.parameters or 1
     for target in plan.targets:
         place = target.matrix.stored.name, target.matrix.expert
         if place not in gone:
@@ -352,15 +343,15 @@ def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None
             )
             kept += int(rows.sum()) * int(columns.sum())
     targets = TargetsRecord(
-        matrices=coverage.targets,
-        matrices_in_blocks=coverage.matrices,
+        matrices=coverage.matrices,
+        matrices_in_blocks=coverage.matrices_in_blocks,
         weights=weights,
         kept=kept,
         zeros=0 if changes is not None else weights - kept,
         sparsity_of_targets=1 - kept / weights,
-        sparsity_of_all_parameters=(weights - kept) / coverage.parameters,
+        sparsity_of_all_parameters=(weights - kept) / parameters,
         parameters=coverage.parameters,
-        share_of_all_parameters=weights / coverage.parameters,
+        share_of_all_parameters=coverage.share_of_all_parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
     sizes = [size_of(checkpoint, Cut()), size_of(checkpoint, Cut() if changes is None else done)]
