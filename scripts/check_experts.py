@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from emp_llm.models.modules import find_stacks
 from emp_llm.prune import prune
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import tiny
+tiny = import_module("tiny")
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 4, "vocab_size": 256}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0}

@@ -320,7 +320,7 @@ def test_an_interrupted_run_resumes(models: Any, tmp_path: Path, monkeypatch: py
     assert not broken.exists()
     with pytest.raises(UserError, match=r"unfinished run with activations\.dtype float32, this one has bfloat16"):
         prune(str(source), output=broken, **options | {"dtype": "bfloat16"})
-    monkeypatch.setattr(prune_structure, "taylor_sums", None)  # the sums are not collected again
+    monkeypatch.setattr(prune_structure, "unit_sums", None)  # the sums are not collected again
     prune(str(source), output=broken, **options)
     assert calls.count(calls[0]) == 1
     shards = [path.name for path in whole.glob("*.safetensors")]
