@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import count_of
+from emp_llm.common.paths import SELF_NAME
 from emp_llm.options.base import Opt, Some
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions, QuantizationOptions
@@ -36,7 +37,7 @@ def calibrate(
 
     Returns the norms.
     """
-    from emp_llm.calibration.data import calibration_data
+    from emp_llm.calibration.data import calibration_data, keep_generated
     from emp_llm.calibration.passes import calibrated, model_origin
     from emp_llm.calibration.texts import has_images
     from emp_llm.checkpoint.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ def calibrate(
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.architecture import Architecture, check_calibrated, check_coverage
-    from emp_llm.models.loading import load_model
+    from emp_llm.models.one_model import OneModel
     from emp_llm.models.placement import parse_device_map, quantization_of
 
     check_targets(layers.tower, layers.blocks)
@@ -61,16 +62,18 @@ def calibrate(
     if images and (targets, layers.tower) == ("all-linear", "language"):  # images reach the vision tower too
         chosen += architecture.select("all-linear", layers.ignore, "vision")
     check_calibrated([target.layer for target in chosen], images)
-    data = calibration_data(text, architecture, trust)
+    models = OneModel(loading.device_map, loading.dtype, trust)
+    data = calibration_data(text, architecture, trust, models=models, quantization=quantization)
     with OutputFile(output) as out:
         about = model_origin(source.name, source.revision, checkpoint, quantization)
-        loaded = load_model(source.folder, loading.device_map, loading.dtype, trust, quantization)
         found = [target.layer for target in chosen]
-        norms = calibrated(loaded, data, found, text, about, blocks=layers.blocks, resume=out.progress)
+        dense = models.get(source.folder, quantization)
+        norms = calibrated(dense, data, found, text, about, blocks=layers.blocks, resume=out.progress)
         if ranks().main:
             norms.save(output)
+            keep_generated(output.with_suffix(f".{SELF_NAME.name}"), data)
             out.complete()
-    told = [f"{each.file or each.dataset}" for each in norms.about.all_texts]
+    told = [each.name for each in norms.about.all_texts]
     counts = f"{count_of(len(norms.norms), 'input')} of {count_of(len(norms.input_of), 'layer')}"
     logger.info("%s: norms of %s over %s tokens of %s.", output, counts, f"{data.number:,}", " and ".join(told))
     return norms

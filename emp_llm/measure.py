@@ -6,6 +6,7 @@ from typing import Annotated
 
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, did_you_mean
+from emp_llm.common.paths import SELF_NAME
 from emp_llm.options.base import Opt, Some, parse_numbers, parse_words
 from emp_llm.options.calibration import NormOptions
 from emp_llm.options.model import LoadingOptions, ModelOptions
@@ -72,7 +73,8 @@ def measure(
         from emp_llm.structure.measuring import measure_units
 
         with OutputFile(path) as out:
-            of_units = [measure_units(source, recipe, text, loading, model.trust_remote_code, curve) for recipe in recipes]
+            shared_by_all = text, loading, model.trust_remote_code, curve, path.with_suffix(f".{SELF_NAME.name}")
+            of_units = [measure_units(source, recipe, *shared_by_all) for recipe in recipes]
             record = Measure(
                 source=ModelSource(model=source.name, revision=source.revision, identity=None),
                 command=command_line(),
@@ -90,20 +92,22 @@ def measure(
     unscored = [Scores(checkpoint, targets, recipe) for recipe in recipes]  # scores of one's own are checked now
     data = None
     if calibrates:
-        from emp_llm.calibration.data import calibration_data
+        from emp_llm.calibration.data import calibration_data, keep_generated
+        from emp_llm.models.one_model import OneModel
 
-        data = calibration_data(text, chosen.architecture, model.trust_remote_code)
+        models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code)
+        data = calibration_data(text, chosen.architecture, model.trust_remote_code, models=models)
     with OutputFile(path) as out:
         if data is not None:
             from emp_llm.calibration.passes import calibrated, model_origin
-            from emp_llm.models.loading import load_model
 
             with stage("calibrate"):
-                dense = load_model(source.folder, loading.device_map, loading.dtype, model.trust_remote_code)
                 about = model_origin(source.name, source.revision, checkpoint)
-                layers = chosen.layers_to_calibrate()
+                dense, layers = models.get(source.folder), chosen.layers_to_calibrate()
                 norms = calibrated(dense, data, layers, text, about, blocks=leading.blocks, resume=out.progress)
                 del dense
+                models.free()
+            keep_generated(path.with_suffix(f".{SELF_NAME.name}"), data)
         with stage("measure"):
             identity = identity_of(checkpoint)
             if norms is not None:

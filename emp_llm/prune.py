@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from emp_llm.cli import command, run
 from emp_llm.common.machine import Stopwatch, machine_name
-from emp_llm.common.paths import REPORT_NAME
+from emp_llm.common.paths import REPORT_NAME, SELF_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.prune import PruneOptions, check_options, structured
@@ -95,13 +95,15 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
 
     # What is needed later is checked now: the text, the suite, the output.
     quantization, calibrates = quantization_of(options.load_in_8bit, options.load_in_4bit), norms is None
-    data = None
+    models, data = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch), None
     if recipe.updates or (recipe.needs_activations and calibrates):
         from emp_llm.calibration.activations import keep_norms, kept_norms
-        from emp_llm.calibration.data import CalibrationText, calibration_data
+        from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
         from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
 
-        data = calibration_data(options, chosen.architecture, options.trust_remote_code, options.propagate)
+        data = calibration_data(
+            options, chosen.architecture, options.trust_remote_code, options.propagate, models, quantization
+        )
     if recipe.updates:
         from emp_llm.pruning.updates import check_updatable, counts_to_search, moved_weights
         from emp_llm.update.update import update_warnings
@@ -126,7 +128,6 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
 
         prepared = prepare_suite(suite, load_tokenizer(source.folder, options.trust_remote_code))
         measured = measures_of_baseline(options.baseline, source, prepared, options)
-    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
     else:
@@ -136,6 +137,8 @@ def prune(recipe: Recipe, structure: StructureRecipe, options: PruneOptions) -> 
         with out if ranks().main else nullcontext():
             if ranks().main:
                 out.begin(signature, "" if data is None else machine_name())
+                if data is not None:
+                    keep_generated(out.files / SELF_NAME, data)
 
             # Norms of the inputs. With pruned propagation, the masks of a block are decided before the next is calibrated.
             propagated = Pruner(scores, counts_of(scores), options.mask_device) if options.propagate == "pruned" else None

@@ -2,6 +2,7 @@
 
 DIR/sweep.json                      the definition of the sweep ("made_by"), and the measurements of all finished points
 DIR/activations.safetensors         the norms of the calibration
+DIR/self.jsonl                      the calibration text, if the model itself wrote it
 DIR/dense.json                      the measurements of the dense model
 DIR/points/NAME/emp_report.json     a finished point, with its checkpoint under --keep
 DIR/.sweep.json.lock, .calibration, .checkpoint, points/.NAME.*    unfinished work
@@ -25,7 +26,7 @@ from emp_llm.checkpoint.output import OutputFolder, describe_difference
 from emp_llm.cli import command, run
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line
-from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SWEEP_NAME
+from emp_llm.common.paths import ACTIVATIONS_NAME, MANIFEST_NAME, REPORT_NAME, SELF_NAME, SWEEP_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.options.base import Some
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
-_OWN = ("points", "activations.safetensors", "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
+_OWN = ("points", "activations.safetensors", SELF_NAME.name, "dense.json", ".calibration", ".checkpoint", SWEEP_NAME)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def sweep(
     points = plan_points(how, shared)
     from emp_llm.calibration.activations import Activations
     from emp_llm.calibration.given_norms import given_norms, may_reach_images, warn_if_foreign
+    from emp_llm.calibration.texts import self_notes
     from emp_llm.evaluation.evaluate import evaluate_model, evaluation_record, measure, prepare_suite
     from emp_llm.evaluation.results import new_results, open_results
     from emp_llm.evaluation.suites import suite_of
@@ -117,16 +119,19 @@ def sweep(
     folder = SweepFolder(path, source.folder, points)
     if how.dry_run:
         unfinished = [point.name for point in points if folder.report(point) is None]
+        for note in self_notes(text.text_name) if calibrates else []:
+            logger.info("%s", note)
         return SweepDryRun(unfinished, chosen.coverage, checkpoint.output_bytes * len(points) if how.keep else 0)
 
     with folder.locked():
         # Everything that the measurements depend on; a sweep with other values is refused.
+        models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
         data, made_of = None, None if norms is None else {"norms": norms.digest}
         if calibrates:
-            from emp_llm.calibration.data import calibration_data
+            from emp_llm.calibration.data import calibration_data, keep_generated
             from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, model_origin
 
-            data = calibration_data(text, chosen.architecture, model.trust_remote_code)
+            data = calibration_data(text, chosen.architecture, model.trust_remote_code, models=models)
             made_of = calibration_signature(data, text)
         prepared = prepare_suite(suite, load_tokenizer(source.folder, model.trust_remote_code))
         dense = new_results(source, suite, prepared.batch_size, loading.dtype, loading.device_map)
@@ -136,9 +141,10 @@ def sweep(
         named = ModelSource(model=source.name, revision=source.revision, identity=identity)
         made_by = SweepMadeBy(**msgspec.structs.asdict(dense.made_by), recipe=recorded(shared), activations=made_of)
         folder.begin(made_by, Sweep(command=command_line(), source=named, suite=suite.name), how.overwrite)
+        if data is not None:
+            keep_generated(path / SELF_NAME.name, data)
 
         # The norms and the dense model, once.
-        models = OneModel(loading.device_map, loading.dtype, model.trust_remote_code, stopwatch)
         if norms is not None and not folder.activations.is_file():
             norms.save(folder.activations)
         elif calibrates and folder.activations.is_file():

@@ -1,12 +1,14 @@
 """Calibration data: text as token ids, and rows with images as the inputs that a model's processor makes of them.
 
-The data comes from the recipes and files of `calibration.texts`, or from Python: texts, conversations, rows, token ids. An
-image is opened when its row is used.
+The data comes from the recipes and files of `calibration.texts`, from Python (texts, conversations, rows, token ids), or from
+the model itself. An image is opened when its row is used.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,25 +16,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 
 from emp_llm.calibration.texts import (
     CHAT_COLUMNS,
+    IDS_COLUMN,
     Messages,
     calibration_corpora,
     chat_text,
+    generates,
     has_images,
     messages_in,
     open_data_set,
     text_in,
     text_rows,
 )
-from emp_llm.checkpoint.files import tensor_bytes
+from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
+from emp_llm.checkpoint.files import tensor_bytes, write_bytes
+from emp_llm.checkpoint.locks import locked
 from emp_llm.common.errors import UserError, count_of, quotable, reason
+from emp_llm.common.machine import enough_memory
+from emp_llm.common.paths import cache_folder
 from emp_llm.common.progress import progress_bar
+from emp_llm.common.ranks import ranks
 from emp_llm.models.architecture import Architecture
 from emp_llm.models.blockwise import NOT_BY_BLOCKS
 from emp_llm.models.loading import load_processor, load_tokenizer
-from emp_llm.models.placement import max_context
+from emp_llm.models.offload import execution_device
+from emp_llm.models.one_model import OneModel
+from emp_llm.models.placement import Quantization, max_context
 from emp_llm.options.calibration import CalibrationOptions, Propagate
 from emp_llm.records.corpus import Corpus
 
@@ -44,6 +56,7 @@ _CHARACTERS = 8  # of a token; those of any common tokenizer have fewer on avera
 _MARGIN = 64  # tokens at the end of a part of a text, which may differ from those of the whole
 _IMAGE_COLUMNS = ("image", "images")  # of rows in memory
 _MARK = re.compile(r"(<image>)\n*")  # the place of an image in a conversation written as text
+_WRITING = "emp-llm self 1"  # changes with the text that a model writes
 _OF_IMAGES = ("pixel", "image", "video", "audio")  # how the names of inputs begin that are not one value for each token
 
 
@@ -54,7 +67,7 @@ class CalibrationText:
     Attributes:
         corpora: the sources of the text, in order; each has its number of samples.
         tokens: int64, shape (samples, seqlen).
-        seed: of shuffled corpora; None for others.
+        seed: of shuffled and generated corpora; None for others.
     """
 
     corpora: list[Corpus]
@@ -71,6 +84,13 @@ class CalibrationText:
         """SHA-256 of the tokens and their shape."""
         shape = str(tuple(self.tokens.shape)).encode()
         return hashlib.sha256(shape + self.tokens.contiguous().numpy().tobytes()).hexdigest()
+
+    @property
+    def generated(self) -> bytes:
+        """The text that the model itself wrote, as JSON lines of token ids, a sequence each; empty if there is none."""
+        parts = zip(self.corpora, torch.split(self.tokens, [corpus.samples or 0 for corpus in self.corpora]), strict=True)
+        rows = [row for corpus, part in parts if corpus.generate for row in part.tolist()]
+        return "".join(f"{json.dumps({IDS_COLUMN: row})}\n" for row in rows).encode()
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,8 @@ def calibration_data(
     architecture: Architecture,
     trust_remote_code: bool = False,
     propagate: Propagate = "dense",
+    models: OneModel | None = None,
+    quantization: Quantization | None = None,
 ) -> CalibrationText | CalibrationRows:
     """Read and tokenise calibration data, so that problems with it are reported before a model is loaded.
 
@@ -111,6 +133,7 @@ def calibration_data(
         architecture: of the model, whose folder holds a tokenizer or a processor.
         trust_remote_code: run code from that folder.
         propagate: the inputs of each block.
+        models, quantization: load the dense model, which is to write a text of its own.
 
     Raises:
         UserError: the data cannot be read or is too short, or the model cannot be calibrated on it in this way.
@@ -119,7 +142,14 @@ def calibration_data(
     if config.get("is_encoder_decoder") and (options.execution == "blocks" or propagate == "pruned"):
         raise UserError(NOT_BY_BLOCKS.format(folder))
     if not has_images(options.text_name):
-        return read_text(options, load_tokenizer(folder, trust_remote_code), max_context(config))
+        if config.get("is_encoder_decoder") and generates(options.text_name):
+            raise UserError(f"{folder}: --calibration self is for decoders, and this model has an encoder too. Name a text.")
+        how = None if models is None else (options, architecture.checkpoint, models, quantization)
+        text = read_text(options, load_tokenizer(folder, trust_remote_code), max_context(config), how)
+        vocabulary = (config.get("text_config") or config).get("vocab_size")
+        if isinstance(vocabulary, int) and not 0 <= text.tokens.min() <= text.tokens.max() < vocabulary:
+            raise UserError(f"--calibration {options.text_name}: its token ids are not of this model's {vocabulary} tokens.")
+        return text
     check_images(architecture, options, propagate)
     try:
         import PIL.Image  # noqa: F401
@@ -137,10 +167,17 @@ def check_images(architecture: Architecture, options: CalibrationOptions, propag
         raise UserError(f"{flag}: a calibration on images runs the whole model at once. Leave it out, or leave out image=.")
 
 
-def read_text(options: CalibrationOptions, tokenizer: Any, context: int | None) -> CalibrationText:
-    """The text that options name, as tokens; `context` is the model's context length in tokens, None if unknown."""
+def read_text(options: CalibrationOptions, tokenizer: Any, context: int | None, how: Any = None) -> CalibrationText:
+    """The text that options name, as tokens.
+
+    Args:
+        options: the name, number and length of samples, and the seed.
+        tokenizer: the model's.
+        context: the model's context length in tokens; None: unknown.
+        how: of `token_ids`.
+    """
     corpora = calibration_corpora(options, context)
-    tokens = torch.cat([token_ids(corpus, tokenizer, options.seed) for corpus in corpora])
+    tokens = torch.cat([token_ids(corpus, tokenizer, options.seed, how) for corpus in corpora])
     return CalibrationText(corpora, tokens, _seed(corpora, options))
 
 
@@ -175,18 +212,19 @@ def _check_number(source: str, rows: int, samples: int | None) -> None:
 
 
 def _seed(corpora: list[Corpus], options: CalibrationOptions) -> int | None:
-    return options.seed if any(corpus.shuffle for corpus in corpora) else None
+    return options.seed if any(corpus.shuffle or corpus.generate for corpus in corpora) else None
 
 
 # Text as token ids.
 
 
-def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
+def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0, how: Any = None) -> Tensor:
     """A corpus as token ids.
 
     Args:
         tokenizer: the model's.
         seed: for corpora that are shuffled.
+        how: the further arguments of `written_ids`, for a text of the model's own; None: no model writes a text.
 
     Returns:
         int64, shape (samples, seqlen), or (tokens,) if the corpus has no samples or no seqlen.
@@ -194,6 +232,10 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     Raises:
         UserError: the text cannot be read, or is too short for samples x seqlen.
     """
+    if corpus.generate and how is not None:
+        return written_ids(corpus, tokenizer, *how)
+    if corpus.generate:
+        raise UserError(f"{corpus.source}: only --calibration lets the model write a text, without images. Give a self.jsonl.")
     samples, seqlen = corpus.samples, corpus.seqlen
     wanted = None if samples is None or seqlen is None else samples * seqlen
     ids = torch.tensor(_ids(text_rows(corpus, seed), tokenizer, corpus.source, wanted, corpus.join), dtype=torch.int64)
@@ -207,29 +249,139 @@ def token_ids(corpus: Corpus, tokenizer: Any, seed: int = 0) -> Tensor:
     return ids[:wanted].reshape(samples, -1)
 
 
-def _ids(rows: Iterable[str | Messages], tokenizer: Any, source: str, wanted: int | None, join: str | None = None) -> list[int]:
-    """The token ids of texts and conversations, one after the other or joined by `join`: all, or at least `wanted` of them."""
-    texts: Iterable[tuple[str, bool]] = (
-        (row, True) if isinstance(row, str) else (chat_text(row, tokenizer, source), False) for row in rows
+def _ids(
+    rows: Iterable[Any], tokenizer: Any, source: str, wanted: int | None, join: str | None = None, answer: bool = False
+) -> list[int]:
+    """The token ids of `text_rows`, one after the other or joined by `join`: all, or at least `wanted` of them.
+
+    With `answer`, a conversation ends with what begins an answer.
+    """
+    texts: Iterable[tuple[Any, bool]] = (
+        (row, True) if isinstance(row, str | tuple) else (chat_text(row, tokenizer, source, answer), False) for row in rows
     )
     if join is not None:
         pieces = list(texts)
         texts = [(join.join(text for text, _ in pieces), all(plain for _, plain in pieces))]
     ids: list[int] = []
     for text, plain in texts:
-        if not text.strip():
+        if isinstance(text, str) and not text.strip():
             continue
         size = len(text) if wanted is None else _CHARACTERS * (wanted - len(ids))
         while True:  # no more of a long text than is needed
             # verbose=False: longer texts than the model's context are cut into sequences, so a warning would mislead.
-            found = tokenizer(text[:size], verbose=False, add_special_tokens=plain)["input_ids"]
-            if wanted is None or size >= len(text) or len(ids) + len(found) >= wanted + _MARGIN:
+            known = isinstance(text, tuple)
+            found = text if known else tokenizer(text[:size], verbose=False, add_special_tokens=plain)["input_ids"]
+            if known or wanted is None or size >= len(text) or len(ids) + len(found) >= wanted + _MARGIN:
                 break
             size *= 4
         ids += found
         if wanted is not None and len(ids) >= wanted:
             break
     return ids
+
+
+# Text that the model itself writes.
+
+
+def written_ids(
+    corpus: Corpus, tokenizer: Any, how: CalibrationOptions, checkpoint: Checkpoint, models: OneModel, bits: Quantization | None
+) -> Tensor:
+    """The token ids of a text that the dense model writes: it continues prompts, and the documents follow each other.
+
+    Tokens are sampled at temperature 1. Document n continues prompt n, counted round the prompts, with random numbers of its
+    own, up to an end token or a number of tokens that is the same for all. So it does not depend on the batch size, but for
+    the last bits of the logits. Finished batches stay in the cache: the same text is not written twice, and an interrupted run
+    continues it. Each of several ranks writes its share of the batches.
+
+    Args:
+        corpus: of the prompts, with samples and seqlen.
+        tokenizer: the model's.
+        how: batch size and seed.
+        checkpoint, models, bits: the dense model's; they load it, in so many bits.
+
+    Returns:
+        int64, shape (samples, seqlen).
+
+    Raises:
+        UserError: no prompt fits, memory runs out, or another run writes the text.
+    """
+    samples, seqlen = corpus.samples or 1, corpus.seqlen or 1
+    prompts = _prompts(corpus, tokenizer, how.seed)
+    new, wanted = seqlen - max(map(len, prompts)), samples * seqlen
+    identity = ranks().share(identity_of(checkpoint) if ranks().main else None)
+    made_of = json.dumps([_WRITING, identity, models.dtype, bits, prompts, new, how.seed])
+    path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
+    documents = ranks().share(json.loads(path.read_bytes()) if ranks().main and path.is_file() else [])
+    missing = wanted - sum(map(len, documents))
+    one_writer = locked(path, str(path)) if ranks().main and missing > 0 else nullcontext()
+    with one_writer, progress_bar(missing, "write text", "tok") as bar:
+        while missing > 0:
+            first = len(documents) + ranks().index * how.batch_size
+            begun = {n: prompts[n % len(prompts)] for n in range(first, first + how.batch_size)}
+            mine = _continued(models.get(checkpoint.folder, bits), tokenizer, begun, new, how.seed)
+            found = [document for share in ranks().gather(mine) for document in share]
+            documents += found
+            if ranks().main:
+                write_bytes(path, json.dumps(documents).encode())
+            bar.update(sum(map(len, found)))
+            missing -= sum(map(len, found))
+    return torch.tensor([token for document in documents for token in document][:wanted]).reshape(samples, seqlen)
+
+
+def keep_generated(path: Path, data: CalibrationText | CalibrationRows | None) -> None:
+    """Write the text that the model itself wrote, if there is one, to a file for --calibration."""
+    if isinstance(data, CalibrationText) and data.generated and ranks().main:
+        write_bytes(path, data.generated)
+
+
+def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
+    """Token ids of the first `samples` rows of at most half of seqlen tokens; without rows, the token that begins a text."""
+    samples, longest = corpus.samples or 1, (corpus.seqlen or 1) // 2
+    if corpus.file is None and corpus.dataset is None and longest:
+        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
+        return random.tolist() if begin is None else [[begin]]
+    # The model answers a conversation itself.
+    rows = (
+        row[:-1] if isinstance(row, list) and row[-1].get("role") == "assistant" else row for row in text_rows(corpus, seed)
+    )
+    found = (_ids([row], tokenizer, corpus.source, None, answer=True) for row in rows)
+    prompts = list(islice((ids for ids in found if 0 < len(ids) <= longest), samples))
+    if not prompts:
+        raise UserError(f"{corpus.source}: no prompt of 1 to {longest} tokens, half of --seqlen. Raise it, or shorten prompts.")
+    return prompts
+
+
+def _continued(model: PreTrainedModel, tokenizer: Any, begun: dict[int, list[int]], new: int, seed: int) -> list[list[int]]:
+    """Documents, given prompts by their numbers: the prompt, and `new` tokens more, or up to an end token.
+
+    A token is the greatest logit plus Gumbel noise, which is a sample of their softmax; the noise is the document's own.
+    """
+    width, device, given = max(map(len, begun.values())), execution_device(model), model.generation_config
+    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id, tokenizer.eos_token_id]
+    ends = [token for token in ends if token is not None]
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in begun.values()], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in begun.values()], device=device)
+    randoms = [_random(seed, number) for number in begun]
+
+    def sampled(_: Tensor, logits: Tensor) -> Tensor:
+        noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=random) for random in randoms])
+        return logits - noise.log().to(logits.device)
+
+    # The model's own settings, such as top_p, would fill what is not set here.
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=0, max_new_tokens=new, do_sample=False)
+    try:
+        with enough_memory(lambda: (type(model).__name__, device), ids):
+            made = model.generate(ids, attention_mask=mask, logits_processor=[sampled])[:, width:].tolist()
+    finally:
+        model.generation_config = given
+    lengths = [next((place for place, token in enumerate(row, 1) if token in ends), len(row)) for row in made]
+    return [prompt + row[:length] for prompt, row, length in zip(begun.values(), made, lengths, strict=True)]
+
+
+def _random(seed: int, number: int) -> torch.Generator:
+    """The random numbers of a document."""
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7]))
 
 
 # Data in Python.

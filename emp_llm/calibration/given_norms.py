@@ -5,7 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emp_llm.calibration.texts import has_images
+from emp_llm.calibration.texts import generates, has_images
+from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.options.recipe import Recipe
 
@@ -25,6 +26,8 @@ def given_norms(options: NormOptions, recipe: Recipe) -> "Activations | None":
         return None
     if options.activations is None:
         return None
+    if not recipe.updates and generates(options.text_name):
+        raise UserError("--calibration self: --activations holds the norms of a text already. Leave out one of them.")
     if (options.samples, options.seqlen) != (None, None) and not recipe.updates:
         logger.info("--samples and --seqlen have no effect: the norms of --activations are used.")
     from emp_llm.calibration.activations import Activations

@@ -15,6 +15,7 @@ ranks writes the hidden states of its batches; the first rank decides when, and 
 """
 
 import errno
+import hashlib
 import inspect
 import json
 import logging
@@ -183,6 +184,9 @@ def _with_data(about: CalibrationRecord, data: Data, how: CalibrationOptions) ->
     texts = [corpus.record() for corpus in data.corpora]
     if texts[0].file == IN_MEMORY:
         texts[0].sha256 = data.signature
+    for text in texts:
+        if text.generate and isinstance(data, CalibrationText):
+            text.sha256 = hashlib.sha256(data.generated).hexdigest()
     return msgspec.structs.replace(
         about,
         text=texts[0] if len(texts) == 1 else None,

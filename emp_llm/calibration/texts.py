@@ -3,7 +3,7 @@
 A recipe is a TOML file in `calibration/` or elsewhere. It defines the source of the text, how its rows become token sequences,
 and how many sequences of what length. `wikitext2,samples=16` is the recipe `wikitext2` with one field changed; a text file or
 a Hub data set id in place of the name is a recipe with that source. Rows may be conversations, which the tokenizer's chat
-template makes text of.
+template makes text of, or token ids. `self:NAME` is the text that the model itself writes when it continues the rows of NAME.
 
 A mix names several: `a.jsonl:64,c4:64` takes 64 sequences of each, `a.jsonl,c4` half of --samples of each. `,field=value`
 belongs to the part before it. Each part is read and tokenised as if it were alone.
@@ -28,6 +28,7 @@ from emp_llm.records.corpus import Corpus
 logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "content"
 CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
+IDS_COLUMN = "input_ids"  # used if it has none of these
 FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 _SAMPLES, _SEQLEN = 128, 512  # defaults of texts that name none
@@ -98,6 +99,16 @@ def has_images(calibration: str) -> bool:
     return any(find_corpus(part).image is not None for part in _parts(calibration))
 
 
+def generates(calibration: str) -> bool:
+    """Whether a part of a calibration text is written by the model itself."""
+    return any(find_corpus(part).generate for part in _parts(calibration))
+
+
+def self_notes(calibration: str) -> list[str]:
+    """What a dry run tells of a text that the model is to write itself; empty for other texts."""
+    return [f"--calibration {calibration}: the dense model first writes the text"] if generates(calibration) else []
+
+
 def _parts(text: str) -> list[str]:
     """The parts of a mix, each "name,field=value"; "name:64" becomes "name,samples=64"."""
     parts: list[str] = []
@@ -114,13 +125,16 @@ def find_corpus(name: str) -> Corpus:
     """The corpus that --calibration names.
 
     Args:
-        name: a recipe of `calibration/`, the path of a recipe or text file, or a Hub data set id; then ",field=value" for
-            each field to change.
+        name: a recipe of `calibration/`, the path of a recipe or text file, or a Hub data set id; "self" or "self:" before one
+            of them; then ",field=value" for each field to change.
 
     Raises:
         UserError: it is none of these, or a field is unknown or wrong.
     """
     base, _, changes = name.partition(",")
+    if base == "self" or base.startswith("self:"):
+        prompts = find_corpus(base[5:]) if base != "self" else Corpus(generate=True)
+        return with_changes(replace(prompts, generate=True, join=None), changes)
     recipes = {path.stem: path for path in sorted(data_folder("calibration").glob("*.toml"))}
     path = recipes.get(base, Path(base))
     if path.suffix == ".toml":
@@ -132,7 +146,7 @@ def find_corpus(name: str) -> Corpus:
     else:
         raise UserError(
             f"--calibration {base!r} is not a recipe ({', '.join(recipes)}), a .toml recipe, a .txt, .jsonl or .parquet file, "
-            f"or a Hub data set id (owner/name).{did_you_mean(base, recipes)}"
+            f"a Hub data set id (owner/name), or self.{did_you_mean(base, recipes)}"
         )
     return with_changes(corpus, changes)
 
@@ -177,8 +191,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as TOML ({reason(error)}).") from error
 
 
-def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages]:
-    """The rows of a corpus, texts or conversations, in order; a .txt file is one row.
+def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[int, ...]]:
+    """The rows of a corpus, texts, conversations or token ids, in order; a .txt file is one row, or a prompt a line.
 
     Args:
         seed: for corpora that are shuffled.
@@ -187,11 +201,14 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages]:
         UserError: the file, the data set or its column does not exist, or the column does not hold text.
     """
     if corpus.file is not None and corpus.file.endswith(".txt"):
-        yield _existing(corpus.file).read_text(encoding="utf-8", errors="replace")
+        text = _existing(corpus.file).read_text(encoding="utf-8", errors="replace")
+        yield from text.splitlines() if corpus.generate else [text]
         return
     data, column = open_data_set(corpus, seed)
     for row in data:
-        yield text_in(row[column], f"{corpus.source}: column {column!r}")
+        value = row[column]
+        ids = isinstance(value, list) and value and all(type(each) is int for each in value)
+        yield tuple(value) if ids else text_in(value, f"{corpus.source}: column {column!r}")
 
 
 def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
@@ -215,7 +232,7 @@ def open_data_set(corpus: Corpus, seed: int = 0) -> tuple[Any, str]:
     columns = data.column_names or list(next(iter(data), {}))
     column = corpus.column
     if column == "text" and column not in columns:
-        column = next((name for name in CHAT_COLUMNS if name in columns), column)
+        column = next((name for name in (*CHAT_COLUMNS, IDS_COLUMN) if name in columns), column)
     for wanted, field in ((column, "column"), (corpus.image, "image")):
         if wanted is not None and wanted not in columns:
             what = "" if field == "column" else " of images"
@@ -255,11 +272,12 @@ def messages_in(value: Any) -> Messages | None:
     return None
 
 
-def chat_text(messages: Messages, tokenizer: Any, where: str) -> str:
+def chat_text(messages: Messages, tokenizer: Any, where: str, answer: bool = False) -> str:
     """A conversation as text, by the tokenizer's chat template, which writes the special tokens too.
 
     Args:
         where: the data set, for errors.
+        answer: end with what begins an answer.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses the conversation.
@@ -272,6 +290,6 @@ def chat_text(messages: Messages, tokenizer: Any, where: str) -> str:
             "with ,column=NAME, or add chat_template.jinja to the model's folder."
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
     except (TemplateError, TypeError, KeyError) as error:
         raise UserError(f"{where}: the chat template refuses a conversation ({reason(error)}).") from error

@@ -315,6 +315,8 @@ def with_table(options: PlanOptions) -> PlanOptions:
 
 def absolute(name: str) -> str:
     """A path that exists as an absolute path, because jobs run in the study's folder; other names as they are."""
+    if name.startswith("self:"):
+        return f"self:{absolute(name[5:])}"
     path, comma, rest = name.partition(",")
     found = Path(path).expanduser()
     return f"{found.resolve()}{comma}{rest}" if path and found.exists() else name

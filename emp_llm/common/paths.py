@@ -13,6 +13,7 @@ SWEEP_NAME = "sweep.json"
 CARD_NAME = "README.md"
 EXTRAS = "emp_llm"  # subfolder of an output, for files of the run that are not part of the model
 ACTIVATIONS_NAME = Path(EXTRAS) / "activations.safetensors"
+SELF_NAME = Path(EXTRAS) / "self.jsonl"  # the calibration text that the model itself wrote
 STRUCTURE_NAME = Path(EXTRAS) / "structure.safetensors"  # the kept units, and all scores
 EXPERTS_NAME = Path(EXTRAS) / "experts.json"  # the numbers of the kept experts, for other tools
 SUMS_NAME = Path(EXTRAS) / "sums.safetensors"  # what a calibration has collected for Taylor scores, experts or layers

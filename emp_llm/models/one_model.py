@@ -24,6 +24,7 @@ class OneModel:
         self, device_map: str = "auto", dtype: str = "auto", trust_remote_code: bool = False, stopwatch: Stopwatch | None = None
     ) -> None:
         self._loading = device_map, dtype, trust_remote_code
+        self.dtype = dtype
         self._stopwatch = stopwatch
         self._held: tuple[Path, Quantization | None, PreTrainedModel] | None = None
 

@@ -24,7 +24,7 @@ class CalibrationOptions:
 
     calibration: Annotated[
         str | None,
-        Opt(f"Calibration text: recipe, text file or Hub data set id, plus ,field=value; a mix: a:64,b:64; default: {TEXT}."),
+        Opt(f"Calibration text: recipe, file, Hub id or self[:PROMPTS]; ,field=value; a mix: a:64,b:64; default: {TEXT}."),
     ] = None
     samples: Annotated[int | None, Opt("Number of calibration sequences; default: the recipe's.", minimum=1)] = None
     seqlen: Annotated[int | None, Opt("Tokens per sequence; default: the recipe's.", minimum=1)] = None
@@ -38,7 +38,7 @@ class CalibrationOptions:
             flag="--resumable-calibration/--no-resumable-calibration",
         ),
     ] = True
-    seed: Annotated[int, Opt("Random seed of recipes that shuffle.")] = 0
+    seed: Annotated[int, Opt("Random seed of texts that are shuffled or generated.")] = 0
 
     @property
     def text_name(self) -> str:

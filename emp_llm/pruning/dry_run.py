@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import format_bytes
 from emp_llm.common.ranks import ranks
@@ -113,6 +114,7 @@ def dry_run(chosen: Chosen, scores: Scores, options: PruneOptions, path: Path, h
         push_to_hub=options.push_to_hub,
         recipe=name,
         curve=curve,
+        notes=self_notes(options.text_name) if calibrates or recipe.updates else [],
         no_curve=_why_no_curve(options.propagate, unknown) if recipe.adaptive and (unknown or hollow) else "",
     )
 

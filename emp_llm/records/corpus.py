@@ -15,6 +15,7 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
         dataset: Hub data set id, or a local folder with the same layout; config, split and column select in it.
         image: the column of images, for models that read them; each row is then a sequence of its own. None: text alone.
         file: a .txt, .jsonl, .json or .parquet file in place of `dataset`; a relative path starts at the recipe's folder.
+        generate: the model itself writes the text; it continues the rows, or nothing if there is no dataset or file.
         join: separator that joins all rows before they are tokenised; None: each row is a document, tokenised alone.
         stream: read rows as they are needed, without downloading the whole split.
         shuffle: take rows in a seeded random order.
@@ -29,11 +30,13 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
     @property
     def source(self) -> str:
         """The source as text, for messages and reports."""
-        return printable(self.file or "/".join(part for part in (self.dataset, self.config, self.split) if part), 400)
+        parts = (self.dataset, self.config, self.split) if self.dataset else ()
+        source = self.file or "/".join(part for part in parts if part)
+        return printable(f"self:{source}".removesuffix(":") if self.generate else source, 400)
 
     def check(self, where: str) -> "Corpus":
         """Return the corpus; UserError if it names no text, images that it cannot have, or samples or seqlen below 1."""
-        if self.file is None and self.dataset is None:
+        if self.file is None and self.dataset is None and not self.generate:
             raise UserError(f"{where}: a corpus needs a dataset or a file; name one.")
         for name in ("samples", "seqlen"):
             value = getattr(self, name)
@@ -46,10 +49,9 @@ class Corpus(TextFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 f"{where}: image={self.image} asks for a column of images, and a .txt file has no columns. Give a .jsonl or "
                 ".parquet file, or a Hub data set."
             )
-        if self.image is not None and self.join is not None:
-            raise UserError(
-                f"{where}: rows with images are sequences of their own and cannot be joined; leave out join or image."
-            )
+        if self.image is not None and (self.join is not None or self.generate):
+            what = "continued by the model; leave out self" if self.generate else "joined; leave out join"
+            raise UserError(f"{where}: rows with images are sequences of their own and cannot be {what} or image.")
         return self
 
     def record(self) -> TextRecord:

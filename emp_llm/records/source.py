@@ -1,5 +1,6 @@
 """The origin of a number: the model, the text, the recipe, and the stages of the run."""
 
+from pathlib import PurePath
 from typing import ClassVar
 
 import msgspec
@@ -36,6 +37,7 @@ class TextFields(Part, kw_only=True):
     column: str | None = None
     image: str | None = None
     file: str | None = None
+    generate: bool = False
     join: str | None = None
     stream: bool = False
     shuffle: bool = False
@@ -47,10 +49,16 @@ class TextRecord(TextFields, kw_only=True):
     """A text. Files are named without their folders.
 
     Attributes:
-        sha256: hash of a local file.
+        sha256: hash of a text in memory, or of the file that holds the model's own text.
     """
 
     sha256: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The text in a few words, as --calibration names it."""
+        source = self.dataset or PurePath(self.file or "").name
+        return f"self:{source}".removesuffix(":") if self.generate else source
 
 
 class QuantizationRecord(Part, kw_only=True):
@@ -66,7 +74,8 @@ class CalibrationRecord(Part, kw_only=True):
 
     Attributes:
         model, revision, identity: the model.
-        text, tokens: the calibration text, and the number of tokens; seed: of a shuffled text only.
+        text, tokens: the calibration text, and the number of tokens; seed: of a shuffled or
+            generated text only.
         texts: for a mix, its parts in place of `text`; each has its number of samples.
         dtype, quantization, batch_size, ranks: of the forward passes.
         execution: "model" or "blocks"; propagate: the inputs of a block, "dense" or "pruned"; hidden_states: their place.

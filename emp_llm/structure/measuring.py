@@ -1,16 +1,17 @@
 """How many units EMP would keep at each beta, and the size of the model that is left; nothing is written."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
-from emp_llm.calibration.data import CalibrationText, calibration_data
+from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
 from emp_llm.calibration.passes import calibrated, fit_origin, model_origin
 from emp_llm.common.errors import UserError
 from emp_llm.common.progress import stage
 from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.blockwise import BlockwiseModel
-from emp_llm.models.loading import load_model
+from emp_llm.models.one_model import OneModel
 from emp_llm.options.calibration import CalibrationOptions
 from emp_llm.options.model import LoadingOptions
 from emp_llm.options.recipe import Recipe
@@ -30,6 +31,7 @@ def measure_units(
     loading: LoadingOptions,
     trust_remote_code: bool,
     betas: list[float],
+    kept: Path,
 ) -> tuple[MeasureEntry, CalibrationRecord | None]:
     """Score the units of a model, and choose at each beta.
 
@@ -40,6 +42,7 @@ def measure_units(
         loading: of the model.
         trust_remote_code: run code from the model's folder.
         betas: ascending.
+        kept: file for a text that the model itself writes.
 
     Returns:
         The measures, and the calibration; None without one.
@@ -49,10 +52,12 @@ def measure_units(
     about: CalibrationRecord | None = None
     feature: Callable[[str], Tensor | None] | None = None
     if recipe.name != "magnitude":
-        data = calibration_data(text, plan.architecture, trust_remote_code)
+        models = OneModel(loading.device_map, loading.dtype, trust_remote_code)
+        data = calibration_data(text, plan.architecture, trust_remote_code, models=models)
         if not isinstance(data, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
-        dense = load_model(source.folder, loading.device_map, loading.dtype, trust_remote_code)
+        keep_generated(kept, data)
+        dense = models.get(source.folder)
         origin = model_origin(source.name, source.revision, plan.checkpoint)
         with stage("score"):
             if recipe.name == "wanda":
@@ -64,6 +69,7 @@ def measure_units(
                 feature = unit_sums(runner, plan.units, data.tokens, text.batch_size).get
                 about = fit_origin(data, text, origin)
         del dense
+        models.free()
     scores = unit_scores(plan.units, recipe.name, feature)
     removed = curve(plan, scores, recipe, betas)
     at_one, _ = choose_units(plan.units, scores, recipe, plan.width_by_block)

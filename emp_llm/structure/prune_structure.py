@@ -14,15 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from emp_llm.calibration.activations import keep_norms, kept_norms
-from emp_llm.calibration.data import CalibrationText, calibration_data
+from emp_llm.calibration.data import CalibrationText, calibration_data, keep_generated
 from emp_llm.calibration.given_norms import given_norms, warn_if_foreign
 from emp_llm.calibration.passes import calibrated, calibration_signature, delete_progress, fit_origin, model_origin
+from emp_llm.calibration.texts import self_notes
 from emp_llm.checkpoint.checkpoint import identity_of
 from emp_llm.checkpoint.files import write_bytes, write_json
 from emp_llm.checkpoint.output import OutputFolder
 from emp_llm.common.errors import UserError, count_of, format_bytes
 from emp_llm.common.machine import Stopwatch, command_line, versions
-from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, STRUCTURE_NAME, SUMS_NAME
+from emp_llm.common.paths import EXPERTS_NAME, REPORT_NAME, SELF_NAME, STRUCTURE_NAME, SUMS_NAME
 from emp_llm.common.progress import stage
 from emp_llm.common.ranks import ranks
 from emp_llm.evaluation.evaluate import evaluate_checkpoint, mark_pending, measures_of_baseline, pending_matches, prepare_suite
@@ -91,6 +92,8 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
             notes += _choice_lines(choices, changes)
         elif ranks().main and structure.structure in ("experts", "layers"):
             notes += _sizes_by_share(plan, recipe)
+        if recipe.refit or (recipe.name != "magnitude" and norms is None):
+            notes += self_notes(options.text_name)
         planned = DryRun(
             layers=planned_layers(plan.targets),
             coverage=plan.architecture.coverage(plan.targets),
@@ -109,10 +112,11 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     if recipe.name == "taylor" and routed is not None:
         raise UserError(f"{routed.name}: --method taylor does not reach experts. Use --method wanda or magnitude.")
     calibrates = recipe.name == "wanda" and norms is None
+    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     data: CalibrationText | None = None
     made_of: dict[str, Any] = {} if norms is None else {"norms": norms.digest}
     if recipe.refit or summed or calibrates:
-        read = calibration_data(options, plan.architecture, options.trust_remote_code)
+        read = calibration_data(options, plan.architecture, options.trust_remote_code, models=models)
         if not isinstance(read, CalibrationText):
             raise UserError("--structure is scored on text alone; leave out image= in --calibration.")
         if options.execution == "model" and (summed or recipe.refit):
@@ -127,7 +131,6 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
     signature = run_signature(checkpoint, recipe, made_of)
     prepared = None if suite is None else prepare_suite(suite, load_tokenizer(source.folder, options.trust_remote_code))
     measured = None if prepared is None else measures_of_baseline(options.baseline, source, prepared, options)
-    models = OneModel(options.device_map, options.dtype, options.trust_remote_code, stopwatch)
     origin = model_origin(source.name, source.revision, checkpoint)
     if prepared is not None and pending_matches(path, signature):
         report = read_report(path)
@@ -137,6 +140,7 @@ def prune_structure(recipe: Recipe, options: PruneOptions) -> tuple[RunReport | 
         with out if ranks().main else nullcontext():
             if ranks().main:
                 out.begin(signature)
+                keep_generated(out.files / SELF_NAME, data)
 
             # What the scores need: sums over the text, or the norms of the inputs of last layers.
             sums: dict[str, Tensor] | None = None
