@@ -342,9 +342,7 @@ def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
         random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
         return random.tolist() if begin is None else [[begin]]
     # The model answers a conversation itself.
-    rows = (
-        row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row for row in text_rows(corpus, seed)
-    )
+    rows = (row[:-1] if isinstance(row, list) and row[-1]["role"] == "assistant" else row for row in text_rows(corpus, seed))
     found = (_ids([row], tokenizer, corpus.source, None, answer=True) for row in rows)
     prompts = list(islice((ids for ids in found if 0 < len(ids) <= longest), samples))
     if not prompts:
