@@ -307,7 +307,7 @@ def written_ids(
     """
     samples, seqlen = corpus.samples or 1, corpus.seqlen or 1
     prompts = _prompts(corpus, tokenizer, how.seed)
-    new, wanted = seqlen - max(map(len, prompts)), samples * seqlen
+    new, wanted = max(1, seqlen - max(map(len, prompts))), samples * seqlen
     identity = ranks().share(identity_of(checkpoint) if ranks().main else None)
     made_of = json.dumps([_WRITING, identity, models.dtype, bits, prompts, new, how.seed])
     path = cache_folder() / "self" / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
@@ -337,7 +337,7 @@ def keep_generated(path: Path, data: CalibrationText | CalibrationRows | None) -
 def _prompts(corpus: Corpus, tokenizer: Any, seed: int) -> list[list[int]]:
     """Token ids of the first `samples` rows of at most half of seqlen tokens; without rows, the token that begins a text."""
     samples, longest = corpus.samples or 1, (corpus.seqlen or 1) // 2
-    if corpus.file is None and corpus.dataset is None and longest:
+    if corpus.file is None and corpus.dataset is None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         random = torch.randint(len(tokenizer), (samples, 1), generator=_random(seed, -1))
         return random.tolist() if begin is None else [[begin]]
