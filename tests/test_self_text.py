@@ -1,0 +1,224 @@
+"""Calibration on the model's own text: the same text whatever happens to the run, and a file that repeats it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Run
+from multimodal import make_multimodal
+from test_conversations import TEMPLATE, write
+
+from emp_llm.calibrate import calibrate
+from emp_llm.calibration import data
+from emp_llm.calibration.activations import Activations
+from emp_llm.common.errors import UserError
+from emp_llm.measure import measure
+from emp_llm.prune import prune
+from emp_llm.pruning.dry_run import DryRun
+from emp_llm.records.run_report import RunReport
+from emp_llm.sweep import sweep
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
+SIZE: dict[str, Any] = {"samples": 6, "seqlen": 48, "device_map": "cpu", "dtype": "float32"}
+
+
+class _Killed(BaseException):
+    """Ends a run like a kill."""
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    return write(tmp_path / "prompts.jsonl", "text", ["The quiet lamp", "", "On the loud street", "It is"])
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The numbers of the documents of each batch that the model writes."""
+    found: list[list[int]] = []
+    continued = data._continued
+
+    def note(model: Any, tokenizer: Any, begun: dict[int, list[int]], *more: Any) -> list[list[int]]:
+        found.append(list(begun))
+        return continued(model, tokenizer, begun, *more)
+
+    monkeypatch.setattr(data, "_continued", note)
+    return found
+
+
+def rows(path: Path) -> list[list[int]]:
+    return [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
+
+
+def written(tmp_path: Path, model: Path, text: str = "self", **more: Any) -> str:
+    """Calibrate; returns the text."""
+    calibrate(model, calibration=text, output=tmp_path / "norms.safetensors", overwrite=True, **(SIZE | more))
+    return (tmp_path / "norms.self.jsonl").read_text()
+
+
+def test_the_text_depends_on_the_seed_alone(
+    models: Callable[[str], Path], tmp_path: Path, prompts: str, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = models("gpt2"), f"self:{prompts}"  # with learned positions
+    one = written(tmp_path, model, text, batch_size=2)
+    assert batches[0] == [0, 1]
+    done = len(batches)
+    assert written(tmp_path, model, text, batch_size=2) == one
+    assert len(batches) == done  # from the cache
+    for size in (1, 3, 20):
+        monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / f"cache of {size}"))
+        assert written(tmp_path, model, text, batch_size=size) == one
+    assert written(tmp_path, model, text, seed=1) != one
+    ids = [token for row in rows(tmp_path / "norms.self.jsonl") for token in row]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert len(ids) == 6 * 48
+    assert tokenizer.decode(ids).startswith("The quiet lamp")
+
+
+def test_a_killed_run_continues_its_text(
+    models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("llama")
+    whole = written(tmp_path, model, batch_size=2)
+    monkeypatch.setenv("EMP_LLM_CACHE", str(tmp_path / "other"))
+    batches.clear()
+    continued = data._continued
+
+    def die(*given: Any) -> Any:
+        if len(batches) == 2:
+            raise _Killed
+        return continued(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_continued", die)
+        with pytest.raises(_Killed):
+            written(tmp_path, model, batch_size=2)
+    assert written(tmp_path, model, batch_size=2) == whole
+    assert [number for batch in batches for number in batch] == list(range(2 * len(batches)))
+
+
+def test_every_command_writes_the_file_that_repeats_it(models: Callable[[str], Path], tmp_path: Path) -> None:
+    model, given = models("llama"), SIZE | {"samples": 4}
+    report = prune(model, calibration="self", output=tmp_path / "a", **given)
+    assert isinstance(report, RunReport)
+    assert report.calibration is not None
+    (text,) = report.calibration.all_texts
+    assert (text.name, text.samples, text.seqlen, report.calibration.seed) == ("self", 4, 48, 0)
+    file = tmp_path / "a" / "emp_llm" / "self.jsonl"
+    again = prune(model, calibration=str(file), output=tmp_path / "b", **given)
+    assert isinstance(again, RunReport)
+    digests = [Activations.load(tmp_path / run / "emp_llm" / "activations.safetensors").digest for run in "ab"]
+    assert digests[0] == digests[1]
+    for name in ("model.safetensors.index.json", *(path.name for path in (tmp_path / "a").glob("*.safetensors"))):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+    calibrate(model, calibration="self", output=tmp_path / "c.safetensors", **given)
+    measure(model, calibration="self", output=tmp_path / "d.json", **given)
+    sweep(model, calibration="self", betas="1", methods="emp-wanda", suite=_suite(tmp_path), output=tmp_path / "e", **given)
+    neurons = {"structure": "neurons", "method": "emp-wanda", "width_multiple": 8}
+    prune(model, calibration="self", output=tmp_path / "f", **neurons, **given)
+    measure(model, structure="neurons", criteria="wanda", calibration="self", output=tmp_path / "g.json", **given)
+    for other in ("c.self.jsonl", "d.self.jsonl", "e/self.jsonl", "f/emp_llm/self.jsonl", "g.self.jsonl"):
+        assert (tmp_path / other).read_bytes() == file.read_bytes()
+
+
+def _suite(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("The lamp is lit. " * 20)
+    (tmp_path / "suite.toml").write_text('[perplexity]\nfile = "text.txt"\nseqlen = 32\n')
+    return str(tmp_path / "suite.toml")
+
+
+def test_tokens_are_samples_of_the_model(tmp_path: Path) -> None:
+    """The mean surprise of first tokens is their entropy."""
+    written(tmp_path, DEMO, samples=1000, seqlen=2, batch_size=1000)
+    pairs = torch.tensor(rows(tmp_path / "norms.self.jsonl"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    with torch.no_grad():
+        log = model(pairs[:1, :1]).logits[0, 0].log_softmax(-1)
+    assert len(json.loads(written(tmp_path, DEMO, samples=1, seqlen=1))["input_ids"]) == 1
+    surprise = -log[pairs[:, 1]]
+    entropy = -(log.exp() * log).sum()
+    assert len(pairs[:, 0].unique()) == 1
+    assert abs(surprise.mean() - entropy) < 4 * surprise.std() / len(pairs) ** 0.5
+
+
+def test_conversations_and_mixes(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """The model answers conversations itself, to the end of the turn; a part of a mix is what it is alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models("llama"))
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in models("llama").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    tokenizer.save_pretrained(model)
+    chats = write(
+        tmp_path / "c.jsonl", "messages", [[{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]]
+    )
+    alone = written(tmp_path, model, f"self:{chats}")
+    begin = tokenizer.encode("<user> A?\n<assistant>")
+    assert rows(tmp_path / "norms.self.jsonl")[0][: len(begin)] == begin
+    (tmp_path / "text.txt").write_text("The lamp is lit. " * 20)
+    assert written(tmp_path, model, f"{tmp_path}/text.txt:2,self:{chats}:6", samples=None) == alone
+    about = Activations.load(tmp_path / "norms.safetensors").about
+    assert [text.name for text in about.all_texts] == ["text.txt", "self:c.jsonl"]
+
+
+def test_documents_end_at_an_end_token(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = transformers.LlamaForCausalLM.generate
+
+    def ended(self: Any, *given: Any, **named: Any) -> Any:
+        made = generate(self, *given, **named)
+        made[:, 5:] = 2
+        return made
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", ended)
+    written(tmp_path, models("llama"))
+    ids = [token for row in rows(tmp_path / "norms.self.jsonl") for token in row]
+    begin = transformers.AutoTokenizer.from_pretrained(models("llama")).bos_token_id
+    assert begin is None  # so documents begin with a random token, or with the end token
+    assert [place for place, token in enumerate(ids) if token == 2][:3] == [5, 11, 17]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--calibration", "self:absent.jsonl"], "absent.jsonl: no such file"),
+        (["--calibration", "self:absent"], "'absent' is not a recipe"),
+        (["--calibration", "self:long.jsonl", "--seqlen", 16], "self:long.jsonl: no prompt of 1 to 8 tokens"),
+        (["--calibration", "self:long.jsonl", "--seqlen", 1], "no prompt of 1 to 0 tokens"),
+        (["--calibration", "self,image=x"], "cannot be continued by the model; leave out self or image"),
+        (["--calibration", "self", "--activations", "n.safetensors"], "--activations holds the norms of a text already"),
+        (["--calibration", "ids.jsonl", "--samples", 1, "--seqlen", 2], "its token ids are not of this model's 256 tokens"),
+    ],
+)
+def test_wrong_input(command: Run, models: Callable[[str], Path], tmp_path: Path, options: list[Any], told: str) -> None:
+    write(tmp_path / "long.jsonl", "text", ["The lamp is lit. " * 20])
+    write(tmp_path / "ids.jsonl", "input_ids", [[1, 999]])
+    done = command("prune", "--model", models("llama"), *options, "--output", "out")
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_write_its_text(models: Callable[[str], Path], tmp_path: Path) -> None:
+    t5 = make_multimodal(tmp_path / "t5", "t5")
+    with pytest.raises(UserError, match="--calibration self is for decoders, and this model has an encoder too"):
+        prune(t5, calibration="self", output=tmp_path / "out", **SIZE)
+
+
+@pytest.mark.parametrize("more", [{}, {"structure": "neurons", "method": "emp-wanda"}])
+def test_a_dry_run_announces_the_text(
+    models: Callable[[str], Path], tmp_path: Path, batches: list[list[int]], more: dict[str, Any]
+) -> None:
+    plan = prune(models("llama"), calibration="self:c4", output=tmp_path / "out", dry_run=True, **more)
+    assert isinstance(plan, DryRun)
+    assert "--calibration self:c4: the dense model first writes the text" in plan.notes
+    assert not batches
