@@ -28,7 +28,7 @@ from emp_llm.records.corpus import Corpus
 logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]  # a conversation; each message has "role" and "content"
 CHAT_COLUMNS = ("messages", "conversations")  # used if a data set has no column "text"
-IDS_COLUMN = "input_ids"  # used if it has none of these
+IDS_COLUMN = "input_ids"  # of token ids; used if it has none of these
 FIELDS = tuple(field for field in Corpus.__struct_fields__ if field != "about")  # those that can be changed
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 _SAMPLES, _SEQLEN = 128, 512  # defaults of texts that name none
@@ -207,7 +207,7 @@ def text_rows(corpus: Corpus, seed: int = 0) -> Iterator[str | Messages | tuple[
     data, column = open_data_set(corpus, seed)
     for row in data:
         value = row[column]
-        ids = isinstance(value, list) and value and all(type(each) is int for each in value)
+        ids = column == IDS_COLUMN and isinstance(value, list) and all(type(each) is int for each in value)
         yield tuple(value) if ids else text_in(value, f"{corpus.source}: column {column!r}")
 
 
