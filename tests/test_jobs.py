@@ -154,9 +154,10 @@ def test_needs_of_several_processes(models: Models, tmp_path: Path) -> None:
 
 def test_methods_that_move_weights(models: Models, tmp_path: Path) -> None:
     """They are planned as prunes; a sweep refuses them."""
-    jobs = planned(models, tmp_path, methods="sparsegpt,emp-admm", emp_sparsities="0.5", patterns="2:4", calibration="demo")
+    how = {"patterns": "2:4", "calibration": "demo", "prune_options": "--propagate pruned"}
+    jobs = planned(models, tmp_path, methods="sparsegpt,admm", **how)
     prunes = {each.id: each for each in jobs if each.kind == "prune"}
-    assert list(prunes) == ["llama.sparsegpt-2of4.prune", "llama.emp-admm-0.5.prune"]
+    assert list(prunes) == ["llama.sparsegpt-2of4.prune", "llama.admm-2of4.prune"]
     assert all("--calibration demo" in each.command and not each.after for each in prunes.values())
     with pytest.raises(UserError, match="a sweep only sets weights to zero"):
         planned(models, tmp_path, methods="sparsegpt", per="model", overwrite=True)
