@@ -43,7 +43,7 @@ def calibrate(
     from emp_llm.checkpoint.output import OutputFile, check_output_file
     from emp_llm.common.ranks import ranks
     from emp_llm.hub.local_model import find_model
-    from emp_llm.models.architecture import Architecture, check_calibrated
+    from emp_llm.models.architecture import Architecture, check_calibrated, check_coverage
     from emp_llm.models.loading import load_model
     from emp_llm.models.placement import parse_device_map, quantization_of
 
@@ -56,7 +56,7 @@ def calibrate(
     architecture = Architecture.of_checkpoint(checkpoint, layers.blocks, trust)
     selected = architecture.select(targets, layers.ignore, layers.tower)
     chosen = [target for target in selected if target.layer.kind != "embedding"]
-    architecture.coverage(chosen, layers.tower).check(targets, layers.allow_partial)
+    check_coverage(architecture.coverage(chosen, layers.tower), targets, layers.allow_partial)
     images = has_images(text.text_name) and architecture.reads_images
     if images and (targets, layers.tower) == ("all-linear", "language"):  # images reach the vision tower too
         chosen += architecture.select("all-linear", layers.ignore, "vision")

@@ -87,8 +87,8 @@ def collect(
     details = len(results.runs) <= _RUNS_IN_DETAIL
     paths = [*(results.runs if details else []), *results.outputs]
     if paths:
-        from emp_llm.reporting.points import read_inputs
-        from emp_llm.reporting.report_folder import report_content
+        from emp_llm.reporting.page import report_content
+        from emp_llm.reporting.studies import read_inputs
 
         report = report_content(*read_inputs(paths), f"Study {study.resolve().name}", not no_plots)
         files |= {f"report/{name}": content for name, content in report.files.items()}

@@ -59,7 +59,7 @@ def evaluate(
     from emp_llm.evaluation.comparison import compare
     from emp_llm.evaluation.evaluate import evaluate_model, missing, prepare_suite
     from emp_llm.evaluation.harness import Harness, parse_batch_size
-    from emp_llm.evaluation.results import model_of_results, new_results, open_results, results_to_compare
+    from emp_llm.evaluation.results import new_results, open_results, results_to_compare
     from emp_llm.hub.local_model import find_model
     from emp_llm.models.loading import load_model, load_tokenizer
     from emp_llm.models.placement import parse_device_map, quantization_of
@@ -132,7 +132,7 @@ def evaluate(
                 free_memory()
             logger.info("results in %s", path)
     every = [*first, *(results for *_, results in runs), *others]
-    return Evaluated(runs[-1][-1], compare([model_of_results(each) for each in every], form))
+    return Evaluated(runs[-1][-1], compare(every, form))
 
 
 def show(result: Evaluated | list[str]) -> None:

@@ -104,7 +104,7 @@ def measure(
                         targets=targets_record(outcomes, chosen.coverage, pruner),
                         sizes=sizes_record(outcomes, checkpoint, moved=False),
                         matrices=matrices,
-                        curve=curve_points(curve, kept, weights, chosen.coverage.parameters),
+                        curve=curve_points(curve, kept, weights, checkpoint.parameters),
                         warnings=warnings_of(matrices, pruner),
                     )
                 )

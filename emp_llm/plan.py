@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emp_llm.cli import command, options_from, run
-from emp_llm.cluster.plan_file import PLAN_NAME, Job, Needs, read_plan, write_plan
+from emp_llm.cluster.jobs import PLAN_NAME, Job, Needs, read_plan, write_plan
 from emp_llm.common.errors import UserError, count_of
 from emp_llm.common.tables import table
 from emp_llm.options.jobs import DEFAULT_GPU_GB, DEFAULT_SUITE, PlanOptions
@@ -36,8 +36,7 @@ def plan(options: PlanOptions) -> PlanSummary:
     Returns the jobs, and the assumptions of the estimates.
     """
     from emp_llm.calibration.texts import calibration_corpora
-    from emp_llm.cluster.needs import Work, assumptions, model_size
-    from emp_llm.cluster.planning import model_jobs, named_models, study_recipes, with_table
+    from emp_llm.cluster.planning import Work, assumptions, model_jobs, model_size, named_models, study_recipes, with_table
     from emp_llm.evaluation.suites import find_suite
     from emp_llm.options.calibration import CalibrationOptions
 

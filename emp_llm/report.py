@@ -46,8 +46,8 @@ def report(
     Returns the content of report.json, the names of the files, and the comparison of EMP with its baselines.
     """
     from emp_llm.checkpoint.output import check_folder, write_folder
-    from emp_llm.reporting.points import read_inputs
-    from emp_llm.reporting.report_folder import SUMMARY, report_content
+    from emp_llm.reporting.page import SUMMARY, report_content
+    from emp_llm.reporting.studies import read_inputs
 
     points, benches = read_inputs(runs)
     check_folder(output, overwrite, SUMMARY)

@@ -9,8 +9,7 @@ from typing import Annotated, NamedTuple
 
 from emp_llm.cli import command
 from emp_llm.cli import run as run_command
-from emp_llm.cluster.jobs import Attempt, JobFiles, JobState, follow, node_of
-from emp_llm.cluster.plan_file import Job, read_plan
+from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, follow, node_of, read_plan
 from emp_llm.common.errors import UserError, count_of, quotable, shortened_list
 from emp_llm.common.machine import available_cores, available_memory
 from emp_llm.common.progress import progress_bar

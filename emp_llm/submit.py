@@ -13,9 +13,7 @@ from emp_llm.checkpoint.files import write_text
 from emp_llm.checkpoint.locks import locked
 from emp_llm.cli import command, options_from, run
 from emp_llm.cluster.downloads import download, wanted_by
-from emp_llm.cluster.jobs import JobFiles
-from emp_llm.cluster.plan_file import read_plan
-from emp_llm.cluster.site import quotes_well, read_site
+from emp_llm.cluster.jobs import JobFiles, read_plan
 from emp_llm.cluster.slurm import (
     FOLDER_NAME,
     JobArray,
@@ -25,6 +23,8 @@ from emp_llm.cluster.slurm import (
     list_text,
     next_number,
     queued_jobs,
+    quotes_well,
+    read_site,
     sbatch_words,
     script_text,
     submit_script,

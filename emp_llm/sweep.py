@@ -41,7 +41,7 @@ from emp_llm.records.source import ModelSource, stage_records
 from emp_llm.records.sweep import Sweep, SweepMadeBy, SweptPoint
 
 if TYPE_CHECKING:
-    from emp_llm.models.architecture import Coverage
+    from emp_llm.records.run_report import TargetsRecord
 
 logger = logging.getLogger(__name__)
 # In the order of their deletion.
@@ -59,7 +59,7 @@ class SweepDryRun:
     """
 
     points: list[str]
-    coverage: "Coverage"
+    coverage: "TargetsRecord"
     disk_bytes: int
 
 
@@ -404,8 +404,8 @@ def show(result: Sweep | SweepDryRun) -> None:
     if isinstance(result, SweepDryRun):
         coverage = result.coverage
         print(*result.points, f"{count_of(len(result.points), 'point')} to measure, and the dense model", sep="\n")
-        inside = coverage.targets - coverage.targets_outside
-        print(f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks")
+        inside = coverage.matrices - coverage.matrices_outside
+        print(f"targets: {inside} of {count_of(coverage.matrices_in_blocks, 'matrix', 'matrices')} in blocks")
         if result.disk_bytes:
             print(f"disk: {format_bytes(result.disk_bytes)} for the checkpoints")
         return

@@ -20,8 +20,7 @@ from typing import Any
 
 from bench_helpers import processor, run_and_watch
 
-from emp_llm.cluster.jobs import JobFiles
-from emp_llm.cluster.plan_file import Job, read_plan
+from emp_llm.cluster.jobs import Job, JobFiles, read_plan
 from emp_llm.evaluation.suites import find_suite
 
 DEMO = Path(__file__).parent / "demo" / "model"

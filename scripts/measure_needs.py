@@ -28,8 +28,8 @@ from typing import Any
 from bench_helpers import hardware, make_llama
 from measure_calibration import SHAPES
 
-from emp_llm.cluster.needs import Work, estimated_needs, model_size
-from emp_llm.cluster.plan_file import JobKind
+from emp_llm.cluster.jobs import JobKind
+from emp_llm.cluster.planning import Work, estimated_needs, model_size
 from emp_llm.common.tables import markdown_table
 from emp_llm.evaluation.suites import find_suite
 

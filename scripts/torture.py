@@ -40,7 +40,7 @@ from typing import Any
 from bench_helpers import processor
 
 from emp_llm.calibrate import calibrate
-from emp_llm.calibration import resume
+from emp_llm.calibration import passes
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
 from emp_llm.prune import prune
@@ -92,7 +92,7 @@ def make_runs_fine_grained() -> None:
     os.pwrite = slow
     row_chunks = Matrix.row_chunks
     Matrix.row_chunks = lambda self, weights: row_chunks(self, min(weights, 20_000))  # type: ignore[method-assign]
-    resume._SECONDS, resume._RATIO = 0.0, 0
+    passes._SECONDS, passes._RATIO = 0.0, 0
 
 
 def snapshot(folder: Path) -> Bytes:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from emp_llm.cli import parse
 from emp_llm.common.machine import free_memory
 from emp_llm.evaluate import evaluate
-from emp_llm.evaluation.values import Value, change_of, formatted, values_of
+from emp_llm.evaluation.comparison import Value, change_of, formatted, values_of
 from emp_llm.prune import prune
 from emp_llm.records.run_report import RunReport
 

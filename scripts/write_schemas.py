@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.cluster.jobs import JobState
-from emp_llm.cluster.plan_file import Job
-from emp_llm.cluster.site import Site
+from emp_llm.cluster.jobs import Job, JobState
+from emp_llm.cluster.slurm import Site
 from emp_llm.collect import Collected
 from emp_llm.evaluation.suites import SuiteFile
 from emp_llm.records.base import FileRecord

@@ -16,7 +16,7 @@ import msgspec
 from huggingface_hub.utils import logging as hub_logging
 
 from emp_llm import cli
-from emp_llm.cluster.needs import model_size
+from emp_llm.cluster.planning import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.evaluate import evaluate
 from emp_llm.hub.local_model import find_model

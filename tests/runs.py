@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from emp_llm.prune import prune
-from emp_llm.reporting.points import MeasuredPoint, read_inputs
-from emp_llm.reporting.studies import Study, studies
+from emp_llm.reporting.studies import MeasuredPoint, Study, read_inputs, studies
 
 
 def make_runs(models: Callable[[str], Path], text: Path, folder: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from emp_llm.cluster.plan_file import Job, Needs, write_plan
+from emp_llm.cluster.jobs import Job, Needs, write_plan
 
 TOKEN = "hf_" + "Qx7" * 11
 

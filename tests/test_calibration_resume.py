@@ -14,7 +14,7 @@ import tiny
 from launch import launch
 
 from emp_llm.calibrate import calibrate
-from emp_llm.calibration import resume
+from emp_llm.calibration import passes
 from emp_llm.calibration.activations import Activations
 from emp_llm.common.errors import format_bytes
 from emp_llm.models.blockwise import Step
@@ -41,8 +41,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is saved after every block, even if the block took little time."""
-    monkeypatch.setattr(resume, "_SECONDS", 0.0)
-    monkeypatch.setattr(resume, "_RATIO", 0)
+    monkeypatch.setattr(passes, "_SECONDS", 0.0)
+    monkeypatch.setattr(passes, "_RATIO", 0)
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks after which the state was saved, in order."""
     found: list[int] = []
-    write = resume.CalibrationProgress._write_hidden
+    write = passes.CalibrationProgress._write_hidden
 
-    def note(self: resume.CalibrationProgress, done: int, *others: Any) -> int:
+    def note(self: passes.CalibrationProgress, done: int, *others: Any) -> int:
         found.append(done)
         return write(self, done, *others)
 
-    monkeypatch.setattr(resume.CalibrationProgress, "_write_hidden", note)
+    monkeypatch.setattr(passes.CalibrationProgress, "_write_hidden", note)
     return found
 
 
@@ -130,14 +130,14 @@ def end_while(patch: pytest.MonkeyPatch, during: str) -> None:
     if during == "block":
         kill_in(patch, 1)
         return
-    write, last = resume.write_bytes, "hidden-2-0.safetensors" if during == "hidden states" else "state.safetensors"
+    write, last = passes.write_bytes, "hidden-2-0.safetensors" if during == "hidden states" else "state.safetensors"
 
     def end_before(path: Path, content: bytes) -> None:
         if path.name == last and (during == "hidden states" or list(path.parent.glob("hidden-2-*"))):
             raise _Killed
         write(path, content)
 
-    patch.setattr(resume, "write_bytes", end_before)
+    patch.setattr(passes, "write_bytes", end_before)
 
 
 @pytest.mark.usefixtures("eager")
@@ -201,13 +201,13 @@ def test_one_state_is_kept_and_announced_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     seen: list[set[str]] = []
-    save = resume.CalibrationProgress.save
+    save = passes.CalibrationProgress.save
 
-    def look(self: resume.CalibrationProgress, *given: Any) -> None:
+    def look(self: passes.CalibrationProgress, *given: Any) -> None:
         save(self, *given)
         seen.append({path.name for path in self.folder.iterdir()})
 
-    monkeypatch.setattr(resume.CalibrationProgress, "save", look)
+    monkeypatch.setattr(passes.CalibrationProgress, "save", look)
     calibrated(deep, text, tmp_path)
     assert saves == [1, 2, 3], "after the last block nothing is left to resume"
     assert seen == [{"state.safetensors", f"hidden-{number}-0.safetensors"} for number in saves]
@@ -225,15 +225,15 @@ def test_the_time_between_saves(
     seconds: tuple[int, int], expected: list[int],
 ) -> None:  # fmt: skip
     """Of a block and of a save. At least 30 since the last save, and ten times the duration of that save."""
-    write = resume.write_bytes
+    write = passes.write_bytes
 
     def slow_write(path: Path, content: bytes) -> None:
         write(path, content)
         written.append(path.name.startswith("hidden"))
 
     written: list[bool] = []
-    monkeypatch.setattr(resume, "write_bytes", slow_write)
-    monkeypatch.setattr(resume.time, "monotonic", lambda: 1000.0 + seconds[0] * len(runs) + seconds[1] * sum(written))
+    monkeypatch.setattr(passes, "write_bytes", slow_write)
+    monkeypatch.setattr(passes.time, "monotonic", lambda: 1000.0 + seconds[0] * len(runs) + seconds[1] * sum(written))
     calibrated(deep, text, tmp_path)
     assert saves == expected
 
@@ -247,7 +247,7 @@ def test_ranks_resume_together(
     expected = calibrated(deep, text, tmp_path / "whole", batch_size=1)
     options = ["calibrate", "--model", deep, "--calibration", text, "--samples", SAMPLES, "--seqlen", LENGTH, "--batch-size", 1]
     line = [*options, "--device-map", "cpu", "--execution", "blocks", "--output", "out"]
-    write = resume.write_bytes
+    write = passes.write_bytes
 
     def die() -> None:
         if os.environ["RANK"] == "1":
@@ -261,7 +261,7 @@ def test_ranks_resume_together(
             write(path, content)
 
         if os.environ["RANK"] == "1":
-            monkeypatch.setattr(resume, "write_bytes", full)
+            monkeypatch.setattr(passes, "write_bytes", full)
 
     done = launch(2, tmp_path, tmp_path_factory.mktemp("logs"), *line, prepare=die)
     assert done.codes == [75, 7], done.error

@@ -16,8 +16,7 @@ from emp_llm.prune import prune
 from emp_llm.push import push
 from emp_llm.records.source import CalibrationRecord, ModelSource, TextRecord
 from emp_llm.records.sweep import Sweep
-from emp_llm.reporting.card import method_words
-from emp_llm.reporting.public import cached_repository, public
+from emp_llm.reporting.push import cached_repository, method_words, public
 from emp_llm.verify import verify
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(60)

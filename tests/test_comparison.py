@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from emp_llm.evaluation.comparison import compare
-from emp_llm.evaluation.results import EvaluatedModel, model_of_results
-from emp_llm.evaluation.values import (
+from emp_llm.evaluation.comparison import (
     Change,
     Value,
     change_between,
     change_of,
     change_text,
+    compare,
     paired_error_of_losses,
     value_cell,
     values_of,
@@ -34,7 +33,7 @@ def model(
     text: dict[str, Any] | None = None,
     perplexity: float | None = 5.5,
     **recipe: Any,
-) -> EvaluatedModel:
+) -> Results:
     """A model with a perplexity and two tasks, as from a results file."""
     counts = {"original": 100, "effective": 100}
     tasks = {
@@ -47,7 +46,7 @@ def model(
     pruned = {"of": "meta-llama/Llama-2-7b-hf", "recipe": {"method": method, **recipe}, "sparsity_of_targets": 0.4}
     measured = {"perplexity": perplexity, "tokens": 1000, "block_length": block_length, "partial": False}
     values = {"model": name, "suite": "paper", "pruned": pruned if method else None, "perplexity": measured, "tasks": tasks}
-    return model_of_results(msgspec.convert(values | {"made_by": {"model": {}, "text": text or WIKITEXT}}, Results))
+    return msgspec.convert(values | {"made_by": {"model": {}, "text": text or WIKITEXT}}, Results)
 
 
 def measures(**tasks: Any) -> Measures:

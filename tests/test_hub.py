@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import http_backoff
 from studies import command_job, stand_in, study_of
 
-from emp_llm.cluster.needs import model_size
+from emp_llm.cluster.planning import model_size
 from emp_llm.common.errors import UserError
 from emp_llm.hub import client as hub_calls
 from emp_llm.hub.client import HUB_ERRORS, hub_errors_explained, with_retries

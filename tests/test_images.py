@@ -297,7 +297,7 @@ def test_models_that_cannot_be_used(
     def refuses(sentence: str, model: Path, *options: str) -> None:
         refused(sentence, command, "prune", *arguments(model, source), *options, *output)
 
-    refuses(r"reads only text, and --calibration names a column of images", models("llama"))
+    refuses(r"reads only text. Leave out image= of --calibration", models("llama"))
     refuses(r"--propagate pruned: .*runs the whole model", llava, "--propagate", "pruned")
     bare = Path(shutil.copytree(llava, tmp_path / "bare", ignore=shutil.ignore_patterns("processor_config.json")))
     refuses(r"no image processor that transformers can load.*processor_config\.json", bare)

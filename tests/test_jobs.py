@@ -22,9 +22,8 @@ from conftest import Run
 from emp_llm import cli
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.cluster import jobs as cluster_jobs
-from emp_llm.cluster.jobs import Attempt, JobFiles, JobState
+from emp_llm.cluster.jobs import Attempt, Job, JobFiles, JobState, Needs, read_plan, write_plan
 from emp_llm.cluster.jobs import launches as cluster_launches
-from emp_llm.cluster.plan_file import Job, Needs, read_plan, write_plan
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
 from emp_llm.plan import plan

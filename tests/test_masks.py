@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emp_llm.selection.criteria import InputStatistics, magnitude, wanda
-from emp_llm.selection.reference import (
-    GroupSelector,
-    Selection,
-    largest_mask,
-    select_rows,
-    sum_rows,
-    sum_vector,
-)
+from emp_llm.selection.reference import GroupSelector, Selection, largest_mask, select_rows, sum_rows, sum_vector
 from emp_llm.selection.rule import KeepRule, spread_counts, uniform_counts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -266,7 +266,7 @@ def test_tasks_of_an_encoder_decoder_model(tmp_path: Path, task_suite: Path) -> 
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
-    "vision of a text model": ("llama", ["--tower", "vision"], r"--tower vision: .*reads only text.*Leave it out"),
+    "vision of a text model": ("llama", ["--tower", "vision"], r"--tower vision: .*has no vision tower.*Leave it out"),
     "by activations": ("llava", ["--tower", "all", "--method", "wanda"], r"vision tower.*no input activations.*magnitude"),
     "two choices": ("llava", ["--tower", "all", "--blocks", "model.language_model.layers"], r"--blocks and --tower.*only one"),
     "a layer of another tower": ("llava", ["--targets", "fc1"], r"'fc1' match no layer of the language tower.*--tower all"),

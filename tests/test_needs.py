@@ -12,7 +12,7 @@ from measure_calibration import SHAPES
 from tiny import FAMILIES, MIXTURES
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
-from emp_llm.cluster.needs import ModelSize, Work, assumptions, estimated_needs, model_size
+from emp_llm.cluster.planning import ModelSize, Work, assumptions, estimated_needs, model_size
 from emp_llm.common.errors import UserError
 from emp_llm.evaluation.suites import find_suite
 

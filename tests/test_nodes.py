@@ -17,8 +17,7 @@ import pytest
 
 from emp_llm.calibrate import calibrate
 from emp_llm.calibration.activations import Activations
-from emp_llm.cluster.jobs import Processes, launches, node_of
-from emp_llm.cluster.plan_file import Job, Needs
+from emp_llm.cluster.jobs import Job, Needs, Processes, launches, node_of
 from emp_llm.common.errors import UserError
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo" / "model"
@@ -211,7 +210,7 @@ def network() -> Iterator[list[str]]:
 WAITING = """
 import os, time
 from pathlib import Path
-from emp_llm.calibration import resume
+from emp_llm.calibration import passes
 from emp_llm.cli import main
 from emp_llm.models.blockwise import Step
 
@@ -222,7 +221,7 @@ def run(step, *given, run=Step.run, **named):
     return run(step, *given, **named)
 
 Step.run = run
-resume._SECONDS, resume._RATIO = 0.0, 0
+passes._SECONDS, passes._RATIO = 0.0, 0
 main()
 """
 

@@ -221,7 +221,7 @@ def test_other_weights_are_replaced_only_on_request(
     assert "add --overwrite" in client.call("push", **mine, revision="beta/1.5")["error"]
     assert "no such branch" in client.call("push", **mine, revision="refs/pr/7")["error"]
     public = client.call("push", folder=checkpoint, repository="user/data", private=True)
-    assert "the repository exists and is public" in public["error"]
+    assert "the repository is public" in public["error"]
 
 
 def test_prune_pushes_and_everything_loads_by_its_name(hub: Hub, client: Client, hub_suite: Path, tmp_path: Path) -> None:

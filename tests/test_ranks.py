@@ -157,7 +157,7 @@ def test_pruning_with_ranks(text: Path, mixture: Path, tmp_path: Path, launched:
 def test_wrong_input(text: Path, tmp_path: Path, launched: Launch) -> None:
     done = launched(2, "evaluate", "--model", DEMO, "--suite", "demo", "--device-map", "balanced")
     assert done.codes == [2, 2]
-    said = "--device-map balanced: each of the 2 ranks holds the whole model on a device of its own"
+    said = "--device-map balanced: each rank holds the whole model on a device of its own"
     assert f"error: {said}" in done.errors[0]
     assert f"rank 1: error: {said}" in done.errors[1]
     done = launched(2, "calibrate", "--model", DEMO, "--calibration", text, "--samples", 4, "--seqlen", 64)

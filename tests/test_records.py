@@ -13,8 +13,7 @@ from write_schemas import FOLDER, FORMATS, schema_text
 
 from emp_llm.bench import bench
 from emp_llm.calibration.activations import METADATA_KEY
-from emp_llm.cluster.jobs import JobState
-from emp_llm.cluster.plan_file import read_plan
+from emp_llm.cluster.jobs import JobState, read_plan
 from emp_llm.collect import collect
 from emp_llm.common.errors import UserError
 from emp_llm.common.paths import data_folder

@@ -12,13 +12,12 @@ import torch
 from runs import make_sweep, read_points, report_of, results_of, save_run, study_of, weights_of
 
 from emp_llm import effective_mass, effective_number
-from emp_llm.evaluation.values import Value
+from emp_llm.evaluation.comparison import Value
 from emp_llm.options.recipe import Recipe
 from emp_llm.prune import prune
-from emp_llm.reporting.page_tables import difference_rows, role_rows, verdict_rows
-from emp_llm.reporting.points import MeasuredPoint, SuiteResult
+from emp_llm.reporting.page import difference_rows, role_rows, verdict_rows
 from emp_llm.reporting.run_tables import effective_share, pruning_table
-from emp_llm.reporting.studies import curves, differences, label_of, studies
+from emp_llm.reporting.studies import MeasuredPoint, SuiteResult, curves, differences, label_of, studies
 
 PERPLEXITY = "perplexity, blocks of 64"
 

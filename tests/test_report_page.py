@@ -23,7 +23,7 @@ from runs import NAMES, make_sweep, report_of, save_run
 
 from emp_llm.common.errors import UserError
 from emp_llm.common.tables import csv_table
-from emp_llm.evaluation.values import signed
+from emp_llm.evaluation.comparison import signed
 from emp_llm.report import report
 
 HOSTILE = "<script>alert('x')</script> $\\frac{$ & |a|_b_\x00\u202e\"quoted\""

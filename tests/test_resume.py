@@ -19,7 +19,7 @@ import torture
 import transformers
 
 from emp_llm.calibrate import calibrate
-from emp_llm.calibration import resume
+from emp_llm.calibration import passes
 from emp_llm.checkpoint.locks import FileLock
 from emp_llm.checkpoint.matrices import Matrix
 from emp_llm.common.errors import UserError
@@ -46,8 +46,8 @@ def _fine_grained_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks of rows, and the state of a calibration after each decoder block."""
     row_chunks = Matrix.row_chunks
     monkeypatch.setattr(Matrix, "row_chunks", lambda self, weights: row_chunks(self, min(weights, 1000)))
-    monkeypatch.setattr(resume, "_SECONDS", 0.0)
-    monkeypatch.setattr(resume, "_RATIO", 0)
+    monkeypatch.setattr(passes, "_SECONDS", 0.0)
+    monkeypatch.setattr(passes, "_RATIO", 0)
 
 
 class Tortured:

@@ -13,9 +13,8 @@ import pytest
 from conftest import Run
 from studies import TOKEN, command_job, job, stand_in, study_of
 
-from emp_llm.cluster.plan_file import Job
-from emp_llm.cluster.site import Site, read_site
-from emp_llm.cluster.slurm import JobArray, grouped_jobs, request_of, script_text
+from emp_llm.cluster.jobs import Job
+from emp_llm.cluster.slurm import JobArray, Site, grouped_jobs, read_site, request_of, script_text
 from emp_llm.common.errors import UserError
 
 ROOT = Path(__file__).parents[1]

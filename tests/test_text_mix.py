@@ -66,7 +66,7 @@ def test_the_length_and_the_number_that_parts_name() -> None:
 @pytest.mark.parametrize(
     ("mix", "options", "told"),
     [
-        ("a.txt:2,chat.jsonl:2", ["--samples", 4], "--samples 4: --calibration already sets the number of sequences"),
+        ("a.txt:2,chat.jsonl:2", ["--samples", 4], "--samples 4: --calibration sets the numbers of its texts already"),
         ("a.txt,chat.jsonl", ["--samples", 1], "--samples 1: --calibration names 2 texts"),
         ("a.txt:2,chat.jsonl", [], "'chat.jsonl' has no number of sequences, but another part has one"),
         ("rows.jsonl,column=body,chat.jsonl:2", [], "such as rows.jsonl:64, or give none"),

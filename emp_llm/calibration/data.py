@@ -131,16 +131,10 @@ def calibration_data(
 def check_images(architecture: Architecture, options: CalibrationOptions, propagate: Propagate = "dense") -> None:
     """Raise UserError if a model cannot be calibrated on images in the way that the options ask for."""
     if not architecture.reads_images:
-        raise UserError(
-            f"{architecture.checkpoint.folder}: the model reads only text, and --calibration names a column of images. Leave "
-            "out image=."
-        )
+        raise UserError(f"{architecture.checkpoint.folder}: the model reads only text. Leave out image= of --calibration.")
     flag = "--execution blocks" if options.execution == "blocks" else "--propagate pruned" if propagate == "pruned" else None
     if flag is not None:
-        raise UserError(
-            f"{flag}: a calibration on images runs the whole model, because the vision tower stands before the first decoder "
-            "block. Leave it out, or leave out image=."
-        )
+        raise UserError(f"{flag}: a calibration on images runs the whole model at once. Leave it out, or leave out image=.")
 
 
 def read_text(options: CalibrationOptions, tokenizer: Any, context: int | None) -> CalibrationText:

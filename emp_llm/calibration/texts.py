@@ -54,8 +54,7 @@ def calibration_corpora(options: CalibrationOptions, context: int | None) -> lis
     given = {part: corpus.samples for part, corpus in corpora.items() if re.search(r",\s*samples\s*=", part)}
     if given and options.samples is not None:
         raise UserError(
-            f"--samples {options.samples}: --calibration already sets the number of sequences of its texts; leave --samples "
-            "out, or the numbers."
+            f"--samples {options.samples}: --calibration sets the numbers of its texts already; leave one of the two out."
         )
     total = options.samples or _SAMPLES
     numbers: list[int | None]

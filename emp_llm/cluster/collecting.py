@@ -1,30 +1,29 @@
 """What has become of a study: the status of its jobs, the results of the finished ones, and their tables beside the paper's."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from emp_llm.checkpoint.files import INDEX_LIMIT
-from emp_llm.cluster.jobs import JobFiles, JobState
-from emp_llm.cluster.plan_file import Job, option_of, read_plan
+from emp_llm.cluster.jobs import Job, JobFiles, JobState, option_of, read_plan
 from emp_llm.cluster.slurm import queued_jobs
 from emp_llm.common.errors import UserError, count_of, printable
 from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
 from emp_llm.common.tables import Rows, csv_table, markdown_table, percent_cell, table
-from emp_llm.evaluation.comparison import PublishedRow, change_notes, published_row
-from emp_llm.evaluation.results import EvaluatedModel, model_of_results, models_of_report
-from emp_llm.evaluation.values import (
-    Change,
-    Value,
+from emp_llm.evaluation.comparison import (
     change_between,
+    change_notes,
     change_of,
     change_text,
     formatted,
     in_percent,
+    published_row,
     signed,
     value_cell,
     values_of,
 )
+from emp_llm.evaluation.results import results_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import read_record
 from emp_llm.records.results import Results
@@ -102,7 +101,7 @@ class StudyRow:
 
     label: str
     status: str
-    result: EvaluatedModel | None = None
+    result: Results | None = None
 
 
 @dataclass
@@ -116,6 +115,11 @@ class StudyModel:
     name: str
     dense: StudyRow = StudyRow("dense", "missing")
     rows: list[StudyRow] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Its short name."""
+        return printable(short_model_name(self.name))
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def study_results(views: list[JobView]) -> StudyResults:
             continue
         name = sources.get(named, named)
         model = models.setdefault(name, StudyModel(name))
-        measured: list[tuple[str, EvaluatedModel]] = []
+        measured: list[tuple[str, Results]] = []
         if status == "done":
             try:
                 measured = _measured(view)
@@ -173,116 +177,74 @@ def study_results(views: list[JobView]) -> StudyResults:
     return StudyResults(list(models.values()), runs, outputs, unreadable)
 
 
-def _measured(view: JobView) -> list[tuple[str, EvaluatedModel]]:
+def _measured(view: JobView) -> list[tuple[str, Results]]:
     """(name, results) of an evaluation, or of each point of a sweep and of its dense model. UserError for a damaged output."""
     output = view.files.output
     if view.job.kind == "evaluate":
-        return [("", model_of_results(read_record(output, Results, INDEX_LIMIT)))]
+        return [("", read_record(output, Results, INDEX_LIMIT))]
     return [
         (point.name, found)
         for point in read_record(output / SWEEP_NAME, Sweep, REPORT_LIMIT).points
-        for found in models_of_report(read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT))
+        for found in results_of_report(read_record(output / "points" / point.name / REPORT_NAME, RunReport, REPORT_LIMIT))
     ]
 
 
 # Tables.
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """A measure, and the paper's value of it, with the changes of both from the dense model; None if it is unknown."""
+def _model_tables(model: StudyModel) -> tuple[Rows, list[list[Any]], list[str]]:
+    """The table of a model with its footnotes, and its lines of the CSV file, one for each recipe and measure.
 
-    value: Value | None = None
-    change: Change | None = None
-    paper: float | None = None
-    paper_change: float | None = None
+    Below a recipe of the paper stand its values, and by how much the change from the dense model is beyond the paper's.
 
-    @property
-    def gap(self) -> Change | None:
-        """By how much the change is beyond the paper's."""
-        if self.change is None or self.paper_change is None:
-            return None
-        return Change(self.change.value - self.paper_change, self.change.stderr, self.change.paired)
-
-
-class ModelTable:
-    """The tables of one model.
-
-    Args:
-        model: with its results.
-
-    Attributes:
-        title: short name of the model.
-        notes: footnotes of the table.
+    Returns:
+        The table, the lines, and the footnotes.
     """
+    rows = [model.dense, *model.rows]
+    papers = [None if row.result is None else published_row(row.result) for row in rows]
+    values = [{} if row.result is None else values_of(row.result.measures) for row in rows]
+    names = list(dict.fromkeys(name for each in values for name in each))
+    shown: Rows = [["", "zeros, %", *names]]
+    lines: list[list[Any]] = []
+    for row, known, measured in zip(rows, papers, values, strict=True):
+        dense, zeros = row is model.dense, _zeros(row)
+        published = None if known is None else known.sparsity_percent
+        start = [printable(model.name), printable(row.label), row.status, zeros]
+        ours, theirs, gaps = [], [], []
+        for name in names:
+            value, base = measured.get(name), values[0].get(name)
+            change = None if dense or value is None or base is None else change_of(name, value, base)
+            paper, paper_base = (None if each is None else each.values.get(name) for each in (known, papers[0]))
+            paper_change = None if paper is None or paper_base is None else change_between(name, paper_base, paper)
+            gap = None if change is None or paper_change is None else replace(change, value=change.value - paper_change)
+            ours.append(value_cell(name, value) + ("" if change is None else f" ({change_text(name, change)})"))
+            digits, mark, unit = (2, " †", "") if in_percent(name) else (3, "", " %")
+            beside = "" if dense or paper_change is None else f" ({signed(paper_change)}{unit})"
+            theirs.append("-" if paper is None else f"{formatted(paper, digits)}{mark}{beside}")
+            gaps.append("-" if gap is None else change_text(name, gap))
+            line = [*start, name, *(getattr(value, field, None) for field in ("value", "stderr", "partial"))]
+            line += [getattr(change, field, None) for field in ("value", "stderr")]
+            line.append(None if change is None or change.stderr is None else change.paired)
+            lines.append([*line, published, paper, paper_change, getattr(gap, "value", None)])
+        if not names:
+            lines.append(start + [None] * (len(_HEAD) - len(start)))
+        shown.append([printable(row.label), row.status if row.result is None else percent_cell(zeros), *ours])
+        if known is not None:
+            shown.append(["paper", "-" if dense or published is None else f"{published:.2f}", *theirs])
+        if known is not None and papers[0] is not None and not dense:
+            shown.append(["change beyond the paper's", "", *gaps])
 
-    def __init__(self, model: StudyModel) -> None:
-        self.title = printable(short_model_name(model.name))
-        self._name = printable(model.name)
-        rows = [model.dense, *model.rows]
-        papers = [None if row.result is None else published_row(row.result) for row in rows]
-        values = [{} if row.result is None else values_of(row.result.measures) for row in rows]
-        self._measures = list(dict.fromkeys(name for each in values for name in each))
-        self._lines: list[tuple[StudyRow, PublishedRow | None, dict[str, _Cell]]] = []
-        for row, known, measured in zip(rows, papers, values, strict=True):
-            cells = {}
-            for name in self._measures:
-                value, base = measured.get(name), values[0].get(name)
-                change = None if row is model.dense or value is None or base is None else change_of(name, value, base)
-                paper, paper_base = (None if each is None else each.value(name) for each in (known, papers[0]))
-                paper_change = None if paper is None or paper_base is None else change_between(name, paper_base, paper)
-                cells[name] = _Cell(value, change, paper, paper_change)
-            self._lines.append((row, known, cells))
-
-        self.notes = ["in brackets the changes from the dense model: of perplexities in percent, of accuracies in points"]
-        if model.dense.result is None:
-            self.notes.append("no changes: the dense model is missing")
-        self.notes += change_notes(self._measures, values[0], values[1:])
-        if len({f"{share:.2f}" for row in rows if (share := _zeros(row)) is not None}) > 1:
-            self.notes.append("the rows differ in their zeros too; plan --emp-sparsities compares methods at the same share")
-        if any(value.partial for each in values for value in each.values()):
-            self.notes.append("* partial: only some of the examples or of the text")
-        if papers[0] is not None and any(map(in_percent, self._measures)):
-            self.notes.append(_PROTOCOL)
-
-    def rows(self) -> Rows:
-        """A row for each recipe. Below a recipe of the paper stand its values, and the difference of the changes."""
-        table = [["", "zeros, %", *self._measures]]
-        _, dense_known, _ = self._lines[0]
-        for number, (row, known, cells) in enumerate(self._lines):
-            ours, papers, gaps = [], [], []
-            for name, cell in cells.items():
-                change = f" ({change_text(name, cell.change)})" if cell.change is not None else ""
-                ours.append(value_cell(name, cell.value) + change)
-                digits, mark, unit = (2, " †", "") if in_percent(name) else (3, "", " %")
-                paper = "-" if cell.paper is None else f"{formatted(cell.paper, digits)}{mark}"
-                papers.append(
-                    paper + (f" ({signed(cell.paper_change)}{unit})" if number and cell.paper_change is not None else "")
-                )
-                gaps.append("-" if cell.gap is None else change_text(name, cell.gap))
-            table.append([printable(row.label), row.status if row.result is None else percent_cell(_zeros(row)), *ours])
-            if known is not None:
-                zeros = known.sparsity_percent if number else None
-                table.append(["paper", "-" if zeros is None else f"{zeros:.2f}", *papers])
-            if known is not None and dense_known is not None and number:
-                table.append(["change beyond the paper's", "", *gaps])
-        return table
-
-    def csv_rows(self) -> Rows:
-        """A row for each recipe and measure, with all digits."""
-        table = []
-        for row, known, cells in self._lines:
-            for name, cell in (cells or {"": _Cell()}).items():
-                value, change, gap = cell.value, cell.change, cell.gap
-                line = [self._name, printable(row.label), row.status, _digits(_zeros(row)), name]
-                line += (
-                    ["", "", ""] if value is None else [repr(value.value), _digits(value.stderr), str(value.partial).lower()]
-                )
-                paired = "" if change is None or change.stderr is None else str(change.paired).lower()
-                line += ["", "", ""] if change is None else [_digits(change.value), _digits(change.stderr), paired]
-                line += [_digits(None if known is None else known.sparsity_percent), _digits(cell.paper)]
-                table.append([*line, _digits(cell.paper_change), _digits(None if gap is None else gap.value)])
-        return table
+    notes = ["in brackets the changes from the dense model: of perplexities in percent, of accuracies in points"]
+    if model.dense.result is None:
+        notes.append("no changes: the dense model is missing")
+    notes += change_notes(names, values[0], values[1:])
+    if len({f"{share:.2f}" for row in rows if (share := _zeros(row)) is not None}) > 1:
+        notes.append("the rows differ in their zeros too; plan --emp-sparsities compares methods at the same share")
+    if any(value.partial for each in values for value in each.values()):
+        notes.append("* partial: only some of the examples or of the text")
+    if papers[0] is not None and any(map(in_percent, names)):
+        notes.append(_PROTOCOL)
+    return shown, lines, notes
 
 
 def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[str]) -> str:
@@ -294,27 +256,27 @@ def study_markdown(results: StudyResults, done: int, jobs: int, missing: list[st
         parts.append(f"Partial: {done:,} of {count_of(jobs, 'job')} are done. Missing:")
         parts.append("\n".join(f"- {line}" for line in missing))
     parts += [f"Unreadable: {printable(line, 400)}" for line in results.unreadable]
-    for model in map(ModelTable, results.models):
-        parts += [f"## {model.title}", markdown_table(model.rows()), *model.notes]
+    for model in results.models:
+        rows, _, notes = _model_tables(model)
+        parts += [f"## {model.title}", markdown_table(rows), *notes]
     return "\n\n".join(parts) + "\n"
 
 
 def study_text(results: StudyResults) -> str:
     """All tables of a study for a terminal."""
-    tables = [ModelTable(model) for model in results.models]
-    notes = dict.fromkeys(note for each in tables for note in each.notes)
-    return "\n".join([*(f"{each.title}\n{table(each.rows())}\n" for each in tables), *notes])
+    parts, footnotes = [], dict[str, None]()
+    for model in results.models:
+        rows, _, notes = _model_tables(model)
+        parts.append(f"{model.title}\n{table(rows)}\n")
+        footnotes |= dict.fromkeys(notes)
+    return "\n".join([*parts, *footnotes])
 
 
 def study_csv(results: StudyResults) -> str:
     """All values of a study, one a line."""
-    return csv_table([_HEAD, *(row for model in results.models for row in ModelTable(model).csv_rows())]) + "\n"
+    return csv_table([_HEAD, *(line for model in results.models for line in _model_tables(model)[1])]) + "\n"
 
 
 def _zeros(row: StudyRow) -> float | None:
     """The sparsity of the targets; None for the dense model, and for a missing result."""
     return None if row.result is None or row.result.pruned is None else row.result.pruned.sparsity_of_targets
-
-
-def _digits(value: float | None) -> str:
-    return "" if value is None else repr(value)

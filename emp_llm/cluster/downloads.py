@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from emp_llm.cluster.plan_file import Job
+from emp_llm.cluster.jobs import Job
 from emp_llm.common.errors import UserError
 from emp_llm.options.calibration import TEXT, CalibrationOptions
 from emp_llm.options.evaluation import SuiteOptions
@@ -113,8 +113,7 @@ def _download_here(wanted: Wanted) -> None:
         if corpus.stream:
             raise UserError(
                 f"{corpus.source} is streamed from the Hub and never in the cache, and the nodes are offline. Run its "
-                "calibrations here (emp-llm run STUDY --only ID), calibrate on a file of it, or set offline = false in the "
-                "site file."
+                "calibrations here (emp-llm run STUDY --only ID), calibrate on a file, or set offline = false."
             )
         logger.info("%s: looking for it.", corpus.source)
         open_data_set(corpus)

@@ -30,9 +30,13 @@ def markdown_table(rows: Rows) -> str:
 
 
 def csv_table(rows: Iterable[Sequence[object]]) -> str:
-    """Comma-separated values, quoted where necessary. An apostrophe keeps spreadsheets from computing a text as a formula."""
+    """Comma-separated values, quoted where necessary, with all digits; None is empty.
+
+    An apostrophe keeps spreadsheets from computing a text as a formula.
+    """
     text = StringIO()
-    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in rows)
+    cells = ([str(cell).lower() if isinstance(cell, bool) else cell for cell in row] for row in rows)
+    safe = ([f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell for cell in row] for row in cells)
     csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue().rstrip("\n")
 

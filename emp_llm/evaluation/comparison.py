@@ -3,35 +3,316 @@
 Accuracies are in percent with their standard errors, and their changes in points. Changes of other measures are in percent. A
 change has a paired standard error if both models were judged on the same examples. A model of the paper has a column with the
 published values.
+
+Two models that were judged on the same examples, or on the same blocks of a text, agree on most of them. The paired standard
+error counts only where they differ, and is smaller than that of two independent samples.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-
-import msgspec
+from typing import Any
 
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import count_of
 from emp_llm.common.paths import data_folder
 from emp_llm.common.tables import markdown_table, table
-from emp_llm.evaluation.results import EvaluatedModel
-from emp_llm.evaluation.values import UNPAIRED, Value, change_of, in_percent, shown_change, value_cell, values_of
 from emp_llm.options.recipe import Recipe
-from emp_llm.records.base import converted
+from emp_llm.records.evaluation import Measures, TaskRecord
+from emp_llm.records.results import Results
+
+_ACCURACIES = ("acc", "acc_norm")  # shares in any file, whose names need no "%"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to the examples of a task, one bit each.
+
+    Attributes:
+        sha256: of the examples in order; examples: their number.
+        correct: the bits as one number: 1 for a correct answer.
+        weight: of the task's accuracy in the value.
+    """
+
+    sha256: str
+    examples: int
+    correct: int
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Value:
+    """A measured number and its standard error: an accuracy in percent, any other in the measure's own unit.
+
+    Attributes:
+        value, stderr: the number and its error.
+        partial: whether a limit left out examples or text.
+        answers: to the examples of each task; the value is the weighted sum of their accuracies. Empty if unknown.
+        losses: of a perplexity, mean loss and number of tokens of each block of the text; empty if unknown.
+    """
+
+    value: float
+    stderr: float | None = None
+    partial: bool = False
+    answers: tuple[Answers, ...] = ()
+    losses: tuple[tuple[float, int], ...] = ()
+
+
+def values_of(measures: Measures) -> dict[str, Value]:
+    """Row name -> value: the perplexity, the tasks, and the mean `acc` of the tasks that have one."""
+    values: dict[str, Value] = {}
+    if measures.perplexity is not None:
+        entry = measures.perplexity
+        losses = tuple(zip(entry.block_losses, entry.block_tokens, strict=True))
+        values[f"perplexity, blocks of {entry.block_length}"] = Value(entry.value, partial=entry.partial, losses=losses)
+    accuracies = []
+    for task, record in measures.tasks.items():
+        of_task = _task_values(task, record)
+        values |= of_task
+        accuracies += [value for name, value in of_task.items() if name.endswith(" acc")]
+    if len(accuracies) > 1:
+        values[f"mean acc of {len(accuracies)}"] = _mean(accuracies)
+    return values
+
+
+def _mean(accuracies: list[Value]) -> Value:
+    """The mean of the accuracies of tasks. Its standard error is that of tasks without common examples."""
+    count = len(accuracies)
+    errors = [value.stderr for value in accuracies if value.stderr is not None]
+    answers = [replace(each, weight=each.weight / count) for value in accuracies for each in value.answers]
+    return Value(
+        value=sum(value.value for value in accuracies) / count,
+        stderr=math.hypot(*errors) / count if len(errors) == count else None,
+        partial=any(value.partial for value in accuracies),
+        answers=tuple(answers) if all(value.answers for value in accuracies) else (),
+    )
+
+
+def in_percent(name: str) -> bool:
+    """Whether a measure is an accuracy or another share of the examples: shown in percent, with changes in points."""
+    return name.startswith("mean acc of ") or any(word in (*_ACCURACIES, "%") for word in name.split(" ")[1:])
+
+
+def formatted(value: float, digits: int = 3) -> str:
+    """A number as text; "infinite" for the perplexity of a ruined model."""
+    return "infinite" if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def value_cell(name: str, value: Value | None) -> str:
+    """A measure as a cell: an accuracy with its standard error; a star marks a partial one, "-" a missing one."""
+    if value is None:
+        return "-"
+    number = formatted(value.value, 2 if in_percent(name) else 3)
+    error = f" ± {value.stderr:.2f}" if value.stderr is not None and in_percent(name) else ""
+    return f"{number}{error}{' *' if value.partial else ''}"
+
+
+def _task_values(task: str, record: TaskRecord) -> dict[str, Value]:
+    """The rows of one task of a suite; a group has its own row if it reports one, else the rows of its members.
+
+    A metric of which more is better, with a standard error and a value between 0 and 1, is a share of the examples, such as
+    exact_match, f1 or pass@1: its name ends with "%".
+    """
+    shown = {task: record.results[task]} if _metrics(record.results.get(task, {})) else record.results
+    values = {}
+    for name, metrics in shown.items():
+        counts = record.n_samples.get(name)
+        partial = any(c.effective < c.original for c in ([counts] if counts else record.n_samples.values()))
+        for key in _metrics(metrics):
+            metric, _, kind = key.partition(",")
+            stderr = metrics.get(f"{metric}_stderr,{kind}")
+            stderr = stderr if isinstance(stderr, float) and math.isfinite(stderr) else None
+            better = record.higher_is_better.get(name, {}).get(metric)
+            share = better is True and stderr is not None and 0 <= (metrics[key] or 0) <= 1
+            scale = 100 if share or metric in _ACCURACIES else 1
+            error = None if stderr is None else scale * stderr
+            label = f"{name} {metric}{' %' if share and metric not in _ACCURACIES else ''}"
+            label += f" ({kind})" if kind != "none" else ""
+            number = math.inf if metrics[key] is None else scale * metrics[key]
+            values[label] = Value(number, error, partial, _answers(record, name, name == task, key, number / scale))
+    return values
+
+
+def _answers(record: TaskRecord, name: str, whole: bool, key: str, value: float) -> tuple[Answers, ...]:
+    """The answers behind a metric of a task, or of the whole group: to its tasks, weighted by size or equally, as lm-eval did.
+
+    Empty if the record has none, or if their accuracy is not the metric's value.
+    """
+    members = [name] if name in record.n_samples else list(record.n_samples) if whole else []
+    held = [record.answers[member] for member in members if member in record.answers and key in record.answers[member].correct]
+    if not held or len(held) < len(members):
+        return ()
+    total = sum(each.examples for each in held)
+    for weights in ([each.examples / total for each in held], [1 / len(held)] * len(held)):
+        answers = tuple(
+            Answers(each.sha256, each.examples, each.bits(key), weight) for each, weight in zip(held, weights, strict=True)
+        )
+        accuracy = math.fsum(each.weight * each.correct.bit_count() / each.examples for each in answers)
+        if math.isclose(accuracy, value, rel_tol=1e-9, abs_tol=1e-12):
+            return answers
+    return ()
+
+
+def _metrics(metrics: dict[str, Any]) -> list[str]:
+    """The keys to show: acc and acc_norm if the task reports acc, else every number. A perplexity of None is infinite."""
+    keys = [
+        key
+        for key, value in metrics.items()
+        if "," in key
+        and not key.partition(",")[0].endswith("_stderr")
+        and (isinstance(value, int | float) or (value is None and "perplexity" in key))
+    ]
+    accuracies = [key for key in keys if key.partition(",")[0] in _ACCURACIES]
+    return accuracies if any(key.startswith("acc,") for key in keys) else keys
+
+
+# Changes.
+
+
+_ROUNDING = 1e-9  # differences below this share of a value are rounding errors of its sums
+UNPAIRED = "‡"  # marks an unpaired standard error
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change and its standard error: of an accuracy in points, of any other measure in percent of the base.
+
+    Attributes:
+        value: NaN if it is unknown.
+        stderr: None if it is unknown.
+        paired: whether the error is that of the same examples or blocks, else of two independent samples.
+    """
+
+    value: float
+    stderr: float | None = None
+    paired: bool = True
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether it has an unpaired standard error."""
+        return self.stderr is not None and not self.paired
+
+
+def change_of(name: str, value: Value, base: Value) -> Change:
+    """The change of a measure from a base, with the paired standard error if both were judged on the same examples.
+
+    Without it, the error of a difference of accuracies is the root of the sum of both squared errors, sqrt(a^2 + b^2); that of
+    any other measure is unknown.
+
+    Args:
+        name: of the measure.
+        value, base: the two values.
+    """
+    change = change_between(name, base.value, value.value)
+    unit = 100.0 if in_percent(name) else 100.0 / base.value if base.value else math.nan
+    if math.isfinite(change) and math.isfinite(base.value):
+        paired = paired_error_of_losses(value.losses, base.losses)
+        if paired is not None:
+            # The perplexity is exp of the loss, so its error is that of the loss times the perplexity, to first order.
+            return Change(change, 100 * paired * value.value / base.value)
+        paired = paired_error_of_answers(value.answers, base.answers)
+        if paired is not None:
+            return Change(change, unit * paired)
+    if in_percent(name) and value.stderr is not None and base.stderr is not None:
+        return Change(change, math.hypot(value.stderr, base.stderr), paired=False)
+    return Change(change)
+
+
+def paired_error_of_answers(first: Sequence[Answers], second: Sequence[Answers]) -> float | None:
+    """Paired standard error of the difference of two accuracies, as a fraction.
+
+    With d_i = a_i - b_i in {-1, 0, 1} for the two answers to example i of n, the error of the mean of d is sd(d) / sqrt(n), and
+    sd(d)^2 = (sum d_i^2 - (sum d_i)^2 / n) / (n - 1). Of several tasks, the difference is a weighted sum of the tasks'
+    differences. Its error is sqrt(sum w_t^2 error_t^2), for tasks without common examples.
+
+    Args:
+        first, second: the answers to each task.
+
+    Returns:
+        The error; None if there are no answers, they are not to the same examples, or a task has a single example.
+    """
+    asked, others = ([replace(each, correct=0) for each in answers] for answers in (first, second))
+    if not first or asked != others:
+        return None
+    squares = 0.0
+    for a, b in zip(first, second, strict=True):
+        if a.examples < 2:
+            return None
+        gained, lost = (a.correct & ~b.correct).bit_count(), (b.correct & ~a.correct).bit_count()
+        variance = (gained + lost - (gained - lost) ** 2 / a.examples) / (a.examples - 1)
+        squares += a.weight**2 * variance / a.examples
+    return math.sqrt(squares)
+
+
+def paired_error_of_losses(first: Sequence[tuple[float, int]], second: Sequence[tuple[float, int]]) -> float | None:
+    """Paired standard error of the difference of two mean losses on the same blocks of a text, each weighted by its tokens.
+
+    With the differences d_i of the n blocks' losses, their weighted mean d and the tokens w_i of each block, it is
+    sqrt(n / (n - 1) * sum (w_i (d_i - d))^2) / sum w_i; for equal blocks sd(d_i) / sqrt(n). In nats: also the error of the
+    difference of the logarithms of the perplexities.
+
+    Args:
+        first, second: mean loss and number of tokens of each block.
+
+    Returns:
+        The error; None if there are fewer than two blocks, or they are not the same.
+    """
+    if len(first) < 2 or [tokens for _, tokens in first] != [tokens for _, tokens in second]:
+        return None
+    weights = [tokens for _, tokens in first]
+    gaps = [a - b for (a, _), (b, _) in zip(first, second, strict=True)]
+    total = sum(weights)
+    mean = math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True)) / total
+    squares = math.fsum((w * (gap - mean)) ** 2 for w, gap in zip(weights, gaps, strict=True))
+    return math.sqrt(squares * len(gaps) / (len(gaps) - 1)) / total
+
+
+def change_between(name: str, base: float, value: float) -> float:
+    """A measure's change from a base: an accuracy's in points, any other's in percent.
+
+    Values that differ by rounding only, by less than 1e-9 of themselves, have no difference: 0. A change from an infinite base
+    is -100 %, and one to an infinite value is infinite. NaN: the base is zero, or both are infinite.
+    """
+    if math.isclose(value, base, rel_tol=_ROUNDING):
+        return math.nan if math.isinf(base) else 0.0
+    if in_percent(name):
+        return value - base
+    return 100 * (value / base - 1) if base else math.nan
+
+
+def signed(number: float) -> str:
+    """A change as text with its sign, or without one if it rounds to zero; "-" for NaN."""
+    if math.isnan(number):
+        return "-"
+    text = f"{number:+.2f}"
+    return text if float(text) else "0.00"
+
+
+def change_text(name: str, change: Change) -> str:
+    """A change as a cell: "+1.25 ± 0.30" points of an accuracy, "-3.10 ± 0.20 %" of any other; "-" for NaN.
+
+    A mark shows that the standard error is unpaired.
+    """
+    if math.isnan(change.value):
+        return "-"
+    error = "" if change.stderr is None else f" ± {change.stderr:.2f}"
+    mark = f" {UNPAIRED}" if change.unpaired else ""
+    return f"{signed(change.value)}{error}{'' if in_percent(name) else ' %'}{mark}"
+
+
+def shown_change(name: str, base: Value | None, value: Value | None) -> str:
+    """A measure's change from a base as a cell; "-" if one of the two is missing."""
+    return "-" if base is None or value is None else change_text(name, change_of(name, value, base))
+
+
+# The paper's values.
+
 
 _BLOCK = 2048
 # The paper's recipes have the defaults of these fields.
 _FIELDS = ("beta", "order", "sparsity", "pattern", "match", "group", "targets", "ignore", "score", "count_by", "shares")
 _TEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
-
-
-class _Values(msgspec.Struct, kw_only=True):
-    """A row of the published tables, as in `eval/published`."""
-
-    sparsity_percent: float | None = None
-    wikitext2_perplexity: float | None = None
-    accuracy_percent: dict[str, float] = {}
-    mean_accuracy_percent: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,31 +329,27 @@ class PublishedRow:
     sparsity_percent: float | None
     values: dict[str, float | None]
 
-    def value(self, measure: str) -> float | None:
-        """The published value of a measure; None if the paper has none."""
-        return self.values.get(measure)
 
-
-def published_row(model: EvaluatedModel) -> PublishedRow | None:
+def published_row(model: Results) -> PublishedRow | None:
     """The paper's values for a model and its recipe; None if the paper has no such model or recipe."""
     pruned = model.pruned
     if model.made_by.quantization is not None:
         return None
     source, method = (pruned.of, pruned.recipe.method) if pruned else (model.model, "dense")
-    path = data_folder("eval") / "published" / "llama.json"
-    results = converted(read_json(path)["results"], dict[str, dict[str, _Values]], str(path))
+    results = read_json(data_folder("eval") / "published" / "llama.json")["results"]
     name = next((name for name in results if PurePath(source).name == PurePath(name).name), None)
     row = None if name is None else results[name].get(method)
     if row is None:
         return None
     if pruned is not None and any(getattr(pruned.recipe, key) != getattr(Recipe(method=method), key) for key in _FIELDS):
         return None
-    values: dict[str, float | None] = {f"{task} acc": value for task, value in row.accuracy_percent.items()}
-    values[f"mean acc of {len(row.accuracy_percent)}"] = row.mean_accuracy_percent
+    accuracies = row["accuracy_percent"]
+    values = {f"{task} acc": value for task, value in accuracies.items()}
+    values[f"mean acc of {len(accuracies)}"] = row.get("mean_accuracy_percent")
     text = model.made_by.text
     if text is not None and all(getattr(text, key) == value for key, value in _TEXT.items()):
-        values[f"perplexity, blocks of {_BLOCK}"] = row.wikitext2_perplexity
-    return PublishedRow(f"{name} {method}", row.sparsity_percent, values)
+        values[f"perplexity, blocks of {_BLOCK}"] = row.get("wikitext2_perplexity")
+    return PublishedRow(f"{name} {method}", row.get("sparsity_percent"), values)
 
 
 # The table.
@@ -83,7 +360,7 @@ UNPAIRED_NOTE = (
 )
 
 
-def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[str] | None = None) -> str:
+def compare(models: list[Results], form: str = "terminal", labels: list[str] | None = None) -> str:
     """The results of one suite as a table, with footnotes.
 
     Args:
@@ -105,7 +382,7 @@ def compare(models: list[EvaluatedModel], form: str = "terminal", labels: list[s
         for values in measured[1:]:
             row += [value_cell(name, values.get(name)), shown_change(name, base, values.get(name))]
         for known in filter(None, published):
-            value = known.value(name)
+            value = known.values.get(name)
             row.append("-" if value is None else f"{value:.2f} †" if in_percent(name) else f"{value:.3f}")
         rows.append(row)
     form_table, gap = (markdown_table, "\n\n") if form == "markdown" else (table, "\n")
@@ -125,7 +402,7 @@ def change_notes(names: list[str], base: dict[str, Value], others: list[dict[str
     return notes
 
 
-def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], published: list[PublishedRow]) -> list[str]:
+def _notes(models: list[Results], measured: list[dict[str, Value]], published: list[PublishedRow]) -> list[str]:
     notes = []
     if any(value.partial for values in measured for value in values.values()):
         notes.append("* partial: only some of the examples or of the text")
@@ -147,7 +424,7 @@ def _notes(models: list[EvaluatedModel], measured: list[dict[str, Value]], publi
     return notes
 
 
-def _labels(models: list[EvaluatedModel]) -> list[str]:
+def _labels(models: list[Results]) -> list[str]:
     """The models' names with their quantisation; short names where these are distinct."""
     bits = [f" {each.made_by.quantization.bits}" if each.made_by.quantization else "" for each in models]
     short = [f"{PurePath(each.model).name or each.model}{suffix}" for each, suffix in zip(models, bits, strict=True)]

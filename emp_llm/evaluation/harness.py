@@ -49,8 +49,7 @@ def check_tokenizer(tokenizer: Any, tasks: tuple[Task, ...]) -> None:
     """Raise UserError for a tokenizer without a token to begin a text with, or without the chat template that a task needs."""
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token, and lm-eval begins every text "
-            "with one of them. Name one in tokenizer_config.json."
+            f"{tokenizer.name_or_path}: the tokenizer has neither a bos_token nor an eos_token; name one in its config."
         )
     if any(task.chat_template for task in tasks) and not getattr(tokenizer, "chat_template", None):
         raise UserError(
@@ -70,9 +69,7 @@ class Harness:
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise UserError(
-                f"The tasks of a suite need lm-eval ({reason(error)}). Install it: pip install 'emp-llm[eval]'"
-            ) from error
+            raise UserError(f"The tasks of a suite need lm-eval ({reason(error)}): pip install 'emp-llm[eval]'") from error
         folders = [str(folder) for folder in dict.fromkeys(task.folder for task in tasks) if folder is not None]
         # Reading lm-eval's 14,000 task files takes seconds. They are read only if a task is not in the user's folders.
         with _quiet():
@@ -101,10 +98,7 @@ class Harness:
                     told = "warning: task %s fixes num_fewshot at 0; the suite's %d has no effect."
                     logger.warning(told, each.task_name, task.num_fewshot)
                 if getattr(each, "UNSAFE_CODE", False):
-                    raise UserError(
-                        f"task {name}: it runs code that the model writes, and emp-llm has no sandbox. Run it with lm_eval in "
-                        "one."
-                    )
+                    raise UserError(f"task {name}: it runs code that the model writes. Run it with lm_eval, in a sandbox.")
         if lost:
             offline = constants.HF_HUB_OFFLINE
             remedy = " HF_HUB_OFFLINE is set: fetch them with --prepare on a node with a network." if offline else ""
@@ -201,14 +195,6 @@ def _answers(samples: list[dict[str, Any]], metrics: dict[str, Any]) -> AnswersR
     return AnswersRecord(examples=len(ordered), sha256=digest, correct=correct) if correct else None
 
 
-def _exp(number: float) -> float:
-    """e^number, infinite where it overflows: the perplexity of a ruined model must not end a run."""
-    try:
-        return math.exp(number)
-    except OverflowError:
-        return math.inf
-
-
 class _TaskBar:
     """Stands in for tqdm inside lm-eval: progress of ours under the name of the task, as lines where there is no terminal."""
 
@@ -245,10 +231,16 @@ def _run_by_us(task: str) -> Iterator[None]:
     For its own log, it asks git and the machine for facts after every task; git complains outside of a repository, and the
     facts about the machine take most of a second.
     """
+    own_math = vars(math) | {"exp": lambda loss: math.inf if loss > 709 else math.exp(loss)}  # of a ruined model
     replaced: list[tuple[str, str, Any]] = [
         ("lm_eval.evaluator", "get_git_commit_hash", lambda: None),
         ("lm_eval.evaluator", "add_env_info", lambda results: None),
-        ("lm_eval.api.metrics", "math", SimpleNamespace(**vars(math) | {"exp": _exp})),
+        # The perplexity of a ruined model is infinite, and must not end a run.
+        (
+            "lm_eval.api.metrics",
+            "math",
+            SimpleNamespace(**own_math),
+        ),
         ("lm_eval.models.huggingface", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.model", "tqdm", partial(_TaskBar, task)),
         ("lm_eval.api.task", "tqdm", partial(_TaskBar, task)),

@@ -65,8 +65,7 @@ def perplexity(
     """
     if reads_twice(model):
         raise UserError(
-            f"{type(model).__name__}: perplexity is for models that continue a text, and an encoder-decoder model answers one. "
-            "Evaluate it on tasks (--tasks)."
+            f"{type(model).__name__}: perplexity is for models that continue a text. Evaluate an encoder-decoder on --tasks."
         )
     whole = tokens.numel()
     tokens = tokens if limit is None else tokens[: limit * block_length]
@@ -130,8 +129,9 @@ def _logits(model: PreTrainedModel, batches: list[Tensor]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _mean_losses(logits: Tensor, batch: Tensor, piece: int = 256) -> Tensor:
-    """Mean next-token loss of each sequence: float64, shape (batch,). `piece` positions are converted to float32 at a time."""
+def _mean_losses(logits: Tensor, batch: Tensor) -> Tensor:
+    """Mean next-token loss of each sequence: float64, shape (batch,). A few positions are converted to float32 at a time."""
+    piece = 256
     logits = logits[:, :-1]
     labels = batch[:, 1:].to(logits.device)
     sums = torch.zeros(batch.shape[0], dtype=torch.float64, device=logits.device)

@@ -6,7 +6,6 @@ Earlier results resume an evaluation, stand in a table, or take the place of a n
 import hashlib
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from emp_llm.checkpoint.checkpoint import Checkpoint, identity_of
@@ -22,8 +21,8 @@ from emp_llm.hub.local_model import LocalModel
 from emp_llm.models.placement import Quantization, quantization_record
 from emp_llm.pruning.counts import read_report
 from emp_llm.records.base import read_record
-from emp_llm.records.evaluation import EvaluationRecord, Measures
-from emp_llm.records.results import MadeBy, ModelIdentity, PrunedBy, Results, pruned_by
+from emp_llm.records.evaluation import Measures
+from emp_llm.records.results import MadeBy, ModelIdentity, Results, pruned_by
 from emp_llm.records.run_report import RunReport
 
 logger = logging.getLogger(__name__)
@@ -48,6 +47,10 @@ def new_results(
     if ranks().main:  # `Checkpoint` refuses a packed folder, which only the sparse runtime runs
         identity = folder_identity(source.folder) if runtime == "sparse" else identity_of(Checkpoint(source.folder))
     identity, digest = ranks().share(identity), _files_digest(source.folder)
+    try:
+        pruned = pruned_by(read_report(source.folder))
+    except UserError:  # it has no report that can be read
+        pruned = None
     made_by = MadeBy(
         model=ModelIdentity(identity=identity, sha256_of_config_and_tokenizer=digest),
         limit=record.limit,
@@ -65,19 +68,11 @@ def new_results(
     return Results(
         model=source.name,
         revision=source.revision,
-        pruned=pruned_by_of(source.folder),
+        pruned=pruned,
         suite=suite.name,
         made_by=made_by,
         command=command_line(),
     )
-
-
-def pruned_by_of(folder: Path) -> PrunedBy | None:
-    """Recipe and sparsity of a pruned checkpoint, from its report; None if it has no report that can be read."""
-    try:
-        return pruned_by(read_report(folder))
-    except UserError:
-        return None
 
 
 def folder_identity(folder: Path) -> str | None:
@@ -126,51 +121,12 @@ def _files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# A model with its results, read from a results file or from the report of a run.
-
-
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """A model with its measures.
-
-    Attributes:
-        model: its name.
-        pruned: recipe and sparsity of a pruned model; None for a dense one.
-        suite: name of the suite; made_by: everything that the numbers depend on.
-        measures: the numbers.
-        this: whether it is the checkpoint that a model card describes.
-    """
-
-    model: str
-    pruned: PrunedBy | None
-    suite: str
-    made_by: MadeBy
-    measures: Measures
-    this: bool = False
-
-
-def model_of_results(results: Results, this: bool = False) -> EvaluatedModel:
-    """The model of a results file."""
-    return EvaluatedModel(results.model, results.pruned, results.suite, results.made_by, results.measures, this)
-
-
-def models_of_report(report: RunReport) -> list[EvaluatedModel]:
-    """The dense and the pruned model of a run that evaluated them; a model that is not measured yet is left out."""
+def results_of_report(report: RunReport) -> list[Results]:
+    """The results of the dense and of the pruned model of a run that evaluated them; one that is not measured is left out."""
     evaluation = report.evaluation
     if evaluation is None:
         return []
-    made_by = made_by_of(evaluation, report)
-    measured = [(None, evaluation.dense, False), (pruned_by(report), evaluation.pruned, True)]
-    return [
-        EvaluatedModel(report.source.model, pruned, evaluation.suite, made_by, measures, this)
-        for pruned, measures, this in measured
-        if measures is not None
-    ]
-
-
-def made_by_of(evaluation: EvaluationRecord, report: RunReport) -> MadeBy:
-    """Everything that the numbers of a run's evaluation depend on."""
-    return MadeBy(
+    made_by = MadeBy(
         model=ModelIdentity(identity=report.source.identity),
         limit=evaluation.limit,
         text=evaluation.text,
@@ -180,6 +136,12 @@ def made_by_of(evaluation: EvaluationRecord, report: RunReport) -> MadeBy:
         device_map=report.device_map,
         versions=report.versions,
     )
+    found = []
+    for pruned, measures in ((None, evaluation.dense), (pruned_by(report), evaluation.pruned)):
+        if measures is not None:
+            found.append(Results(model=report.source.model, pruned=pruned, suite=evaluation.suite, made_by=made_by))
+            found[-1].take(measures)
+    return found
 
 
 # Earlier results in place of new ones.
@@ -217,14 +179,13 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
         UserError: they are of another model, suite, dtype or quantisation, or not complete.
     """
     if baseline.is_dir():
-        report = read_report(baseline)
-        evaluation = report.evaluation
-        if evaluation is None or evaluation.dense is None:
+        dense = [each for each in results_of_report(read_report(baseline)) if each.pruned is None]
+        if not dense:
             raise UserError(f"--baseline {baseline}: its {REPORT_NAME} holds no evaluation of the dense model; name another.")
-        made_by, measures = made_by_of(evaluation, report), evaluation.dense
+        results = dense[0]
     else:
         results = _complete_results(baseline, "--baseline")
-        made_by, measures = results.made_by, results.measures
+    made_by = results.made_by
     found, remedy = None, "Leave out --baseline to measure the dense model now."
     differs = _difference(made_by, wanted, "text", "tasks", "limit", "dtype", "quantization")
     digest = made_by.model.sha256_of_config_and_tokenizer  # a folder records none
@@ -236,7 +197,7 @@ def dense_measures(baseline: Path, wanted: MadeBy) -> Measures:
         found = "another config or tokenizer than --model has"
     if found is not None:
         raise UserError(f"--baseline {baseline}: its results are of {found}. {remedy}")
-    return measures
+    return results.measures
 
 
 def _complete_results(path: Path, option: str) -> Results:

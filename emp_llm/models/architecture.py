@@ -18,6 +18,7 @@ from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.checkpoint.matrices import FP8_DTYPE, PRUNABLE_DTYPES, Matrix, block_scales
 from emp_llm.common.errors import UserError, count_of, shortened_list
 from emp_llm.models.layers import MIXES_TOKENS, ROUTER_NAMES, Kind, Layer, Shape, Tower, named_tower, tower_of, within
+from emp_llm.records.run_report import TargetsRecord
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,48 +47,19 @@ class Target:
         return self.layer.name
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """The share of a model that the targets cover.
+def check_coverage(coverage: TargetsRecord, targets: str | list[str], allow_partial: bool) -> None:
+    """Warn if layers in the scope cannot be pruned.
 
-    Attributes:
-        targets: number of target matrices; targets_outside: of these, outside the decoder blocks.
-        matrices: number of matrices in decoder blocks; the matrix of each expert counts as one.
-        target_parameters, parameters: weights of the targets; parameters of the checkpoint.
-        share_of_blocks: the targets' share of the weights of all matrices in decoder blocks; None without such weights.
-        unreachable: parameters in blocks whose matrices cannot be targets; without routers, which are never pruned.
-        unreachable_parameters: number of their weights.
-        unreachable_share: their share of the weights of all matrices in decoder blocks.
-        dense_shares: name of a part of a multimodal model that stays dense as a whole -> its share of the parameters, the
-            largest first.
+    Raises:
+        UserError: they hold more than half of the weights in blocks, and `allow_partial` is false.
     """
-
-    targets: int
-    targets_outside: int
-    matrices: int
-    target_parameters: int
-    parameters: int
-    share_of_blocks: float | None
-    unreachable: tuple[str, ...]
-    unreachable_parameters: int
-    unreachable_share: float
-    dense_shares: dict[str, float]
-
-    def check(self, targets: str | list[str], allow_partial: bool) -> None:
-        """Warn if layers in the scope cannot be pruned.
-
-        Raises:
-            UserError: they hold more than half of the weights in blocks, and `allow_partial` is false.
-        """
-        if targets not in ("mlp", "all-linear") or self.unreachable_share < 0.01:
-            return
-        problem = (
-            f"{100 * self.unreachable_share:.0f} % of the weights in decoder blocks cannot be pruned "
-            f"({shortened_list(self.unreachable)})"
-        )
-        if self.unreachable_share > 0.5 and not allow_partial:
-            raise UserError(f"{problem}. To prune only the others, add --allow-partial.")
-        logger.warning("warning: %s; they stay dense.", problem)
+    share = coverage.unreachable_share_of_blocks
+    if targets not in ("mlp", "all-linear") or share < 0.01:
+        return
+    problem = f"{100 * share:.0f} % of the weights in decoder blocks cannot be pruned ({shortened_list(coverage.unreachable)})"
+    if share > 0.5 and not allow_partial:
+        raise UserError(f"{problem}. To prune only the others, add --allow-partial.")
+    logger.warning("warning: %s; they stay dense.", problem)
 
 
 @dataclass(frozen=True)
@@ -230,25 +202,28 @@ class Architecture:
             + (f" These weights belong to no layer: {shortened_list(unreachable)}." if unreachable else "")
         )
 
-    def coverage(self, targets: list[Target], tower: str = "language") -> Coverage:
-        """The share of the model, or of its chosen tower, that these targets cover."""
+    def coverage(self, targets: list[Target], tower: str = "language") -> TargetsRecord:
+        """The share of the model, or of its chosen tower, that these targets cover; nothing is pruned yet."""
         inside = [target.matrix.numel for target in targets if target.layer.block is not None]
         blocks = self._in_blocks(tower)
         in_blocks = sum(weights for _, weights in blocks.values())
         unreachable = self._unreachable(blocks)
         weights_there = sum(blocks[name][1] for name in unreachable)
         dense = sorted(self._dense_towers(tower).items(), key=lambda item: -item[1])
-        return Coverage(
-            targets=len(targets),
-            targets_outside=len(targets) - len(inside),
-            matrices=sum(number for number, _ in blocks.values()),
-            target_parameters=sum(target.matrix.numel for target in targets),
-            parameters=self.checkpoint.parameters,
+        weights, parameters = sum(target.matrix.numel for target in targets), self.checkpoint.parameters
+        return TargetsRecord(
+            matrices=len(targets),
+            matrices_outside=len(targets) - len(inside),
+            matrices_in_blocks=sum(number for number, _ in blocks.values()),
+            weights=weights,
+            sparsity_of_targets=0.0,
+            parameters=parameters,
+            share_of_all_parameters=weights / (parameters or 1),
             share_of_blocks=sum(inside) / in_blocks if in_blocks else None,
-            unreachable=unreachable,
-            unreachable_parameters=weights_there,
-            unreachable_share=weights_there / in_blocks if in_blocks else 0.0,
-            dense_shares={name: number / (self.checkpoint.parameters or 1) for name, number in dense},
+            unreachable=list(unreachable),
+            unreachable_share_of_all_parameters=weights_there / (parameters or 1),
+            unreachable_share_of_blocks=weights_there / in_blocks if in_blocks else 0.0,
+            dense_towers={name: number / (parameters or 1) for name, number in dense},
         )
 
     @property
@@ -294,13 +269,9 @@ class Architecture:
         own = sorted({layer.tower for layer in self.layers if layer.kind != "embedding"})
         if not own or any(self._in(tower, each) for each in own):
             return
-        if own == ["language"]:
-            raise UserError(
-                f"--tower {tower}: {self.checkpoint.folder} reads only text and has no {tower} tower. Leave it out."
-            )
+        remedy = "Leave it out." if own == ["language"] else "To prune them by a magnitude method, add --tower all."
         raise UserError(
-            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. To "
-            "prune them by a magnitude method, add --tower all."
+            f"--tower {tower}: {self.checkpoint.folder} has no {tower} tower; its layers belong to: {', '.join(own)}. {remedy}"
         )
 
     def _matrix(self, layer: Layer) -> Matrix | None:

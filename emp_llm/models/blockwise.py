@@ -56,10 +56,7 @@ def decoder_ids(model: Any, ids: Tensor) -> Tensor:
     values = [getattr(config, name, None) for name in names for config in configs]
     start = next((value for value in values if value is not None), None)
     if start is None:
-        raise UserError(
-            f"{type(model).__name__}: its config has no decoder_start_token_id to begin the decoder's text with. Add it to "
-            "config.json."
-        )
+        raise UserError(f"{type(model).__name__}: its config.json has no decoder_start_token_id; add it.")
     return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
 
 
@@ -77,8 +74,7 @@ def run_on_text(model: nn.Module, body: nn.Module, batch: Tensor) -> Any:
         if ran_out(error) or isinstance(error, UserError) or not find_towers(model).others:
             raise
         raise UserError(
-            f"{type(model).__name__}: it does not run on text alone ({reason(error)}). Use a magnitude method, which needs no "
-            "forward pass."
+            f"{type(model).__name__}: it does not run on text alone ({reason(error)}). Use a magnitude method."
         ) from error
 
 

@@ -102,9 +102,7 @@ def build_skeleton(folder: Path, trust_remote_code: bool = False) -> PreTrainedM
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of any kind: config.json may say anything
-        raise NoModelClassError(
-            f"{folder}: transformers cannot build the model of its config.json ({reason(error, whole=True)})."
-        ) from error
+        raise NoModelClassError(f"{folder}: transformers cannot build its model ({reason(error, whole=True)}).") from error
     return model
 
 
@@ -132,9 +130,7 @@ def load_model(
     placement = parse_device_map(device_map)
     build_skeleton(folder, trust_remote_code)  # refuses a config.json that no model has
     if quantization is not None and isinstance(placement, dict) and "disk" in placement.values():
-        raise UserError(
-            f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto or a device."
-        )
+        raise UserError(f"--device-map {device_map}: a model quantised to {quantization} cannot lie on disk; use auto.")
     start = time.perf_counter()
     remedy = f" with --device-map {device_map}. Keep less of it in memory: --device-map auto, disk, or a JSON map."
     with ExitStack() as stack, loading(folder, remedy):
@@ -209,8 +205,7 @@ def loading(folder: Path, remedy: str = ".") -> Iterator[None]:
             raise OutOfMemory(f"{folder}: out of memory while loading it{remedy}") from error
         if parts:
             raise UserError(
-                f"{folder}: the checkpoint lacks parts of {shortened_list(parts)}, or has them in other shapes than "
-                f"config.json. {_REMEDY}"
+                f"{folder}: parts of {shortened_list(parts)} are missing, or of other shapes than in config.json. {_REMEDY}"
             ) from error
         if isinstance(error, RuntimeError):
             raise
@@ -243,8 +238,7 @@ def check_complete(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     missing = own(info["missing_keys"])
     if missing:
         raise UserError(
-            f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')} of the model: {shortened_list(missing)}. "
-            f"{_REMEDY}"
+            f"{folder}: the checkpoint lacks {count_of(len(missing), 'weight')}: {shortened_list(missing)}. {_REMEDY}"
         )
     shapes = {name: (list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]}
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

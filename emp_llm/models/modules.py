@@ -128,8 +128,7 @@ def block_lists(model: nn.Module, path: str | None = None) -> Towers:
     towers = find_towers(model)
     if path is None and not towers.lists:
         raise UserError(
-            f"{type(model).__name__}: found no decoder blocks (an nn.ModuleList that holds parameters). If there is such a "
-            "list, name it with --blocks PATH."
+            f"{type(model).__name__}: found no decoder blocks (an nn.ModuleList). If it has a list, name it with --blocks PATH."
         )
     if path is None:
         return towers

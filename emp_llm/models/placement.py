@@ -33,8 +33,7 @@ def parse_device_map(text: str) -> str | dict[str, Any]:
     if ranks().count > 1:
         if text not in ("auto", "cpu", "disk"):
             raise UserError(
-                f"--device-map {text}: each of the {ranks().count} ranks holds the whole model on a device of its own; leave "
-                "the map out, or use cpu or disk."
+                f"--device-map {text}: each rank holds the whole model on a device of its own. Leave it out, or use disk."
             )
         text = str(ranks().device) if text == "auto" else text
     if text in _NAMED_MAPS:

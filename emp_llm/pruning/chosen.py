@@ -5,9 +5,10 @@ from pathlib import Path
 
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import UserError, quotable
-from emp_llm.models.architecture import Architecture, Coverage, Target, check_calibrated
+from emp_llm.models.architecture import Architecture, Target, check_calibrated, check_coverage
 from emp_llm.models.layers import Layer
 from emp_llm.options.recipe import Recipe
+from emp_llm.records.run_report import TargetsRecord
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Chosen:
 
     architecture: Architecture
     targets: list[Target]
-    coverage: Coverage
+    coverage: TargetsRecord
     with_images: bool
 
     @property
@@ -47,7 +48,7 @@ def choose_targets(architecture: Architecture, recipe: Recipe, with_images: bool
     """
     targets = architecture.select(recipe.targets, recipe.ignore, recipe.tower)
     coverage = architecture.coverage(targets, recipe.tower)
-    coverage.check(recipe.targets, recipe.allow_partial)
+    check_coverage(coverage, recipe.targets, recipe.allow_partial)
     no_inputs = next((target for target in targets if target.layer.kind == "embedding"), None)
     if recipe.needs_activations and no_inputs is not None:
         raise UserError(f"{no_inputs.name}: an embedding has no input activations; use a magnitude method.")

@@ -8,12 +8,13 @@ from pathlib import Path
 from emp_llm.checkpoint.checkpoint import Checkpoint
 from emp_llm.common.errors import format_bytes
 from emp_llm.common.ranks import ranks
-from emp_llm.models.architecture import Coverage, Target
+from emp_llm.models.architecture import Target
 from emp_llm.options.calibration import CalibrationOptions, NormOptions
 from emp_llm.pruning.chosen import Chosen
 from emp_llm.pruning.counts import curve_points, kept_at_betas
 from emp_llm.pruning.scores import Scores
 from emp_llm.records.measure import CurvePoint
+from emp_llm.records.run_report import TargetsRecord
 from emp_llm.update.update import update_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class DryRun:
     """
 
     layers: dict[str, PlannedLayers]
-    coverage: Coverage
+    coverage: TargetsRecord
     output: str
     disk_bytes: int
     needs_overwrite: bool = False
@@ -106,7 +107,7 @@ def dry_run(
         weights = sum(target.matrix.numel for target in chosen.targets)
         size = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
         logger.info("reading the targets (%s) for the sparsity at each beta; nothing is written.", format_bytes(size))
-        curve = curve_points(betas, kept_at_betas(scores, betas), weights, chosen.coverage.parameters)
+        curve = curve_points(betas, kept_at_betas(scores, betas), weights, checkpoint.parameters)
     moved_bytes = sum(target.matrix.numel * target.matrix.itemsize for target in chosen.targets)
     return DryRun(
         layers=planned_layers(chosen.targets),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +16,7 @@ from emp_llm.checkpoint.matrices import mask_bytes, packed_bytes, word_bytes, wo
 from emp_llm.common.errors import shortened_list
 from emp_llm.common.machine import command_line, versions
 from emp_llm.common.paths import REPORT_NAME
-from emp_llm.models.architecture import Coverage, Target
+from emp_llm.models.architecture import Target
 from emp_llm.options.recipe import Recipe
 from emp_llm.pruning.scores import recorded
 from emp_llm.records.run_report import MatrixRecord, Quartiles, RunReport, SizesRecord, TargetsRecord
@@ -103,7 +104,7 @@ def report_of(
     recipe: Recipe,
     pruner: "Pruner",
     outcomes: Outcomes,
-    coverage: Coverage,
+    coverage: TargetsRecord,
     calibration: CalibrationRecord | None,
 ) -> RunReport:
     """The report of a run, without stages and evaluation, which are added later.
@@ -145,26 +146,16 @@ def recipe_in_force(recipe: Recipe, pruner: "Pruner") -> Recipe:
     return recorded(recipe).but(beta=beta) if recipe.adaptive else recorded(recipe)
 
 
-def targets_record(outcomes: Outcomes, coverage: Coverage, pruner: "Pruner") -> TargetsRecord:
+def targets_record(outcomes: Outcomes, coverage: TargetsRecord, pruner: "Pruner") -> TargetsRecord:
     """Counts over all targets, and the share of the model that they cover."""
     weights = sum(outcome.target.matrix.numel for outcome in outcomes.of_targets)
     kept = sum(int(outcome.kept.sum()) for outcome in outcomes.of_targets)
-    record = TargetsRecord(
-        matrices=coverage.targets,
-        matrices_outside=coverage.targets_outside,
-        matrices_in_blocks=coverage.matrices,
-        weights=weights,
+    record = msgspec.structs.replace(
+        coverage,
         kept=kept,
         zeros=sum(outcome.zeros for outcome in outcomes.of_targets),
         sparsity_of_targets=1 - kept / weights,
-        sparsity_of_all_parameters=(weights - kept) / coverage.parameters,
-        parameters=coverage.parameters,
-        share_of_all_parameters=weights / coverage.parameters,
-        share_of_blocks=coverage.share_of_blocks,
-        unreachable=list(coverage.unreachable),
-        unreachable_share_of_all_parameters=coverage.unreachable_parameters / coverage.parameters,
-        unreachable_share_of_blocks=coverage.unreachable_share,
-        dense_towers=coverage.dense_shares,
+        sparsity_of_all_parameters=(weights - kept) / (coverage.parameters or 1),
         scored_by_magnitude=dict(pruner.scores.by_magnitude),
     )
     if outcomes.whole is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from emp_llm.common.errors import UserError, printable, reason
-from emp_llm.evaluation.values import in_percent
+from emp_llm.evaluation.comparison import in_percent
 from emp_llm.reporting.run_tables import effective_share, main_measures
 from emp_llm.reporting.studies import Curve, Difference, Grid, Study, StudySuite, curves, differences, label_of, lower_is_better
 from emp_llm.selection.effective import effective_mass_bound
@@ -78,9 +78,7 @@ def styled() -> Iterator[None]:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise UserError(
-            f"Plots need matplotlib ({reason(error)}). Install it: pip install 'emp-llm[plots]', or add --no-plots."
-        ) from error
+        raise UserError(f"Plots need matplotlib ({reason(error)}): pip install 'emp-llm[plots]', or add --no-plots.") from error
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in other scripts: boxes, in the PNG only
         matplotlib.rcdefaults()

@@ -10,22 +10,14 @@ import numpy as np
 from emp_llm.checkpoint.files import read_json
 from emp_llm.common.errors import UserError, count_of, format_bytes, printable
 from emp_llm.common.tables import Rows, number_cell, percent_cell, table
-from emp_llm.evaluation.comparison import change_notes, compare
-from emp_llm.evaluation.results import models_of_report
-from emp_llm.evaluation.values import formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.comparison import change_notes, compare, formatted, in_percent, shown_change, values_of
+from emp_llm.evaluation.results import results_of_report
 from emp_llm.pruning.counts import REPORT_LIMIT
 from emp_llm.records.base import record_of, version_of
 from emp_llm.records.bench import Bench
 from emp_llm.records.evaluation import Measures
 from emp_llm.records.measure import CurvePoint, Measure, MeasureEntry
-from emp_llm.records.run_report import (
-    FitRecord,
-    MatrixRecord,
-    RunReport,
-    StructureRecord,
-    TargetsRecord,
-    UnitsRecord,
-)
+from emp_llm.records.run_report import FitRecord, MatrixRecord, RunReport, StructureRecord, TargetsRecord, UnitsRecord
 from emp_llm.records.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -69,7 +61,7 @@ def pruning_lines(report: RunReport) -> list[str]:
     lines = [
         f"sparsity {percent_cell(targets.sparsity_of_targets)} % of the targets, "
         f"{percent_cell(targets.sparsity_of_all_parameters)} % of all {targets.parameters or 0:,} parameters",
-        targets_line(targets),
+        f"{covered(targets)}, {percent_cell(targets.share_of_all_parameters)} % of all parameters",
         *dense_lines(targets.dense_towers),
     ]
     if targets.n_eff is not None:
@@ -83,14 +75,13 @@ def pruning_lines(report: RunReport) -> list[str]:
     return lines
 
 
-def targets_line(targets: TargetsRecord) -> str:
-    """The targets' share of the model."""
+def covered(targets: TargetsRecord) -> str:
+    """The targets' share of the decoder blocks."""
     inside = targets.matrices - targets.matrices_outside
     outside = f" and {targets.matrices_outside} outside" if targets.matrices_outside else ""
     return (
         f"targets: {inside} of {count_of(targets.matrices_in_blocks, 'matrix', 'matrices')} in blocks{outside}, "
-        f"{percent_cell(targets.share_of_blocks)} % of the weights there, "
-        f"{percent_cell(targets.share_of_all_parameters)} % of all parameters"
+        f"{percent_cell(targets.share_of_blocks)} % of the weights there"
     )
 
 
@@ -102,7 +93,7 @@ def dense_lines(towers: dict[str, float]) -> list[str]:
 
 def evaluation_table(report: RunReport) -> str:
     """The dense and the pruned model side by side; empty if they were not evaluated."""
-    models = models_of_report(report)
+    models = results_of_report(report)
     return compare(models, labels=["dense", "pruned"]) if len(models) == 2 else ""
 
 
@@ -130,15 +121,11 @@ def dry_run_table(plan: "DryRun") -> str:
     coverage, memory = plan.coverage, "1 GB"
     if plan.model_bytes is not None:
         memory += f", and {format_bytes(plan.model_bytes)} to calibrate (less with --device-map disk)"
-    inside = coverage.targets - coverage.targets_outside
-    outside = f" and {coverage.targets_outside} outside" if coverage.targets_outside else ""
     lines = [
         table(rows),
-        f"targets: {inside} of {count_of(coverage.matrices, 'matrix', 'matrices')} in blocks{outside}, "
-        f"{percent_cell(coverage.share_of_blocks)} % of the weights there, "
-        f"{coverage.target_parameters:,} of {coverage.parameters:,} parameters "
-        f"({percent_cell(coverage.target_parameters / (coverage.parameters or 1))} %)",
-        *dense_lines(coverage.dense_shares),
+        f"{covered(coverage)}, {coverage.weights:,} of {coverage.parameters:,} parameters "
+        f"({percent_cell(coverage.share_of_all_parameters)} %)",
+        *dense_lines(coverage.dense_towers),
         f"disk: {format_bytes(plan.disk_bytes)} at {plan.output}"
         + (" (it exists: name another --output, or add --overwrite)" if plan.needs_overwrite else ""),
         f"memory: {memory}",
@@ -290,7 +277,7 @@ def sweep_table(record: Sweep) -> str:
 
 def measure_table(record: Measure) -> str:
     """N_eff / N by role and depth, and the sparsity at many betas: two tables for every criterion and order."""
-    return "\n\n".join(_measure(entry) for entry in record.measures)
+    return "\n\n".join(map(_measure, record.measures))
 
 
 def _measure(measure: MeasureEntry) -> str:

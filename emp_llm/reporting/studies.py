@@ -1,16 +1,313 @@
-"""Points sorted into studies, one for each model and choice of targets, and the numbers in every figure of a study."""
+"""Points sorted into studies, one for each model and choice of targets, and the numbers in every figure of a study.
 
+A point is a pruned model with its measurements, read from a run, a sweep, a measure or a results file.
+"""
+
+import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal, cast
 
-from emp_llm.evaluation.values import Change, Value, change_of, in_percent
-from emp_llm.options.recipe import MatchBy
-from emp_llm.records.run_report import MatrixRecord
-from emp_llm.reporting.points import MeasuredPoint, by_role_and_block, scope_of
-from emp_llm.reporting.run_tables import effective_share
+import msgspec
+
+from emp_llm.checkpoint.files import read_json
+from emp_llm.common.errors import UserError, printable
+from emp_llm.common.paths import REPORT_NAME, SWEEP_NAME
+from emp_llm.evaluation.comparison import Change, Value, change_of, in_percent, values_of
+from emp_llm.evaluation.results import results_of_report
+from emp_llm.options.recipe import MatchBy, Recipe
+from emp_llm.pruning.counts import REPORT_LIMIT
+from emp_llm.pruning.outcome import ALL_KEPT
+from emp_llm.records.base import read_record, record_of, version_of
+from emp_llm.records.bench import Bench
+from emp_llm.records.measure import Measure
+from emp_llm.records.results import Results, pruned_by
+from emp_llm.records.run_report import FitRecord, MatrixRecord, Quartiles, RunReport, StructureRecord, TargetsRecord
+from emp_llm.records.source import CalibrationRecord
+from emp_llm.records.sweep import Sweep
+from emp_llm.reporting.run_tables import effective_share, split_benches
+
+_ACCEPTED = "the output of prune, sweep, measure or bench, or a results file of evaluate"
+_DENSE = Recipe(method="dense")
+# Fields of a recipe that set it apart from others of its method and targets, unless they have their defaults.
+_VARIANT = (
+    *("pattern", "neff_dtype", "score_map", "score", "count_by", "shares", "owl_lambda", "owl_m"),
+    *("refit", "refit_weighting", "refit_target", "group"),
+)
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """The result of a suite on one model.
+
+    Attributes:
+        suite: its name.
+        key: text, tasks, limit, dtype and quantisation as JSON; results with equal keys are comparable.
+        values: measure -> value, from `evaluation.comparison.values_of`.
+    """
+
+    suite: str
+    key: str
+    values: dict[str, Value]
+
+
+@dataclass(eq=False)
+class MeasuredPoint:
+    """A pruned model, or a model that was only measured or evaluated.
+
+    Attributes:
+        id: the path that it was read from; unique.
+        name: of its folder or file, for display.
+        model: the dense model's name as the user gave it; identity: of its weights, or the name if that is unknown.
+        recipe: of the pruned model; its method is "dense" for the dense model itself.
+        variant: other differences from points of the same method, in words; usually empty.
+        match, baseline_of: for a uniform baseline, the total or the matrices that it matches, and the id of the EMP point.
+        sparsity, sparsity_of_all: of the targets, and of all parameters; None if unknown.
+        pruned: whether it is a pruned model; the point of a measure is not, and has matrices too.
+        matrices: of the targets by layer, each expert alone; targets: counts over all of them.
+        fits: of the layers, by a refit, SparseGPT or ADMM.
+        structure: the removed heads and neurons; None if weights were pruned.
+        results: one for each suite; dense: those of the dense model in the same run.
+        signature: recipe and sparsity as JSON; equal in a run's report and in results of its checkpoint.
+        masks: a hash of the masks, in sweeps; else empty.
+        facts: name -> text for the head of the report.
+    """
+
+    id: str
+    name: str
+    model: str
+    identity: str
+    recipe: Recipe
+    variant: str = ""
+    match: MatchBy | None = None
+    baseline_of: str | None = None
+    sparsity: float | None = None
+    sparsity_of_all: float | None = None
+    pruned: bool = True
+    matrices: Mapping[str, MatrixRecord] = field(default_factory=dict)
+    targets: TargetsRecord | None = None
+    fits: Mapping[str, FitRecord] = field(default_factory=dict)
+    structure: StructureRecord | None = None
+    results: tuple[SuiteResult, ...] = ()
+    dense: tuple[SuiteResult, ...] = ()
+    signature: str = ""
+    masks: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def values_of(self, suite: str) -> dict[str, Value]:
+        """The measures of the suite with this key; empty if it was not measured."""
+        return next((result.values for result in self.results if result.key == suite), {})
+
+
+def scope_of(recipe: Recipe) -> str:
+    """The targets of a recipe in words: "mlp", "mlp without lm_head"."""
+    targets, ignored = (
+        value if isinstance(value, str) else ", ".join(value) for value in (recipe.targets, recipe.ignore or "")
+    )
+    tower = {"language": "", "vision": " (vision tower)", "all": " (all towers)"}[recipe.tower]
+    return printable(targets + (f" without {ignored}" if ignored else "") + tower)
+
+
+def by_role_and_block(matrices: Mapping[str, MatrixRecord]) -> dict[tuple[str, int | None], MatrixRecord]:
+    """(role, block) -> matrix. Of the matrices of a mixture's experts, which share both, the mean (`_pooled`)."""
+    groups: dict[tuple[str, int | None], list[MatrixRecord]] = {}
+    for matrix in matrices.values():
+        groups.setdefault((matrix.role, matrix.block), []).append(matrix)
+    return {key: members[0] if len(members) == 1 else _pooled(members) for key, members in groups.items()}
+
+
+def _pooled(experts: list[MatrixRecord]) -> MatrixRecord:
+    """The experts of a block as one matrix: sums of counts, the least minimum, the largest maximum, the mean of the rest."""
+    pooled: dict[str, Any] = {}
+    for name in ("rows", "kept", "kept_fraction", "s_eff", "n_eff_mean", "s_eff_mean", "s_eff_bound_mean"):
+        values = [getattr(expert, name) for expert in experts]
+        if None in values:
+            pooled[name] = None
+        elif isinstance(values[0], Quartiles):
+            low, *middle, high = zip(*(quartiles.values for quartiles in values), strict=True)
+            q1, median, q3 = map(fmean, middle)
+            pooled[name] = Quartiles(min=min(low), q1=q1, median=median, q3=q3, max=max(high))
+        else:
+            pooled[name] = sum(values) if isinstance(values[0], int) else fmean(values)
+    margins = [expert.least_margin_over_bound for expert in experts if expert.least_margin_over_bound is not None]
+    return msgspec.structs.replace(experts[0], **pooled, least_margin_over_bound=min(margins, default=None))
+
+
+def read_inputs(paths: list[Path]) -> tuple[list[MeasuredPoint], list[Bench]]:
+    """Read the points of some files and folders, in the order given, each once; and the outputs of `bench` among them.
+
+    Args:
+        paths: output folders of prune or sweep, their report files, outputs of measure and bench, results files of evaluate.
+
+    Raises:
+        UserError: there is no path, or one is none of these.
+    """
+    if not paths:
+        raise UserError("There is nothing to report; give run folders, a sweep, or results files.")
+    others, benches = split_benches([Path(path) for path in paths])
+    points: dict[str, MeasuredPoint] = {}
+    for path in others:
+        for point in _read(path):
+            points.setdefault(point.id, point)
+    _identify(points.values())
+    return _with_results(list(points.values())), benches
+
+
+def _read(path: Path) -> Iterator[MeasuredPoint]:
+    if path.is_dir():
+        file = next((path / name for name in (SWEEP_NAME, REPORT_NAME) if (path / name).is_file()), None)
+        if file is None:
+            raise UserError(f"{path}: it holds neither {SWEEP_NAME} nor {REPORT_NAME}; give {_ACCEPTED}.")
+        path = file
+    elif not path.is_file():
+        raise UserError(f"{path}: no such file or folder; give {_ACCEPTED}.")
+    values = read_json(path, limit=REPORT_LIMIT)
+    kind = next((kind for kind in (Sweep, Measure, Results, RunReport) if version_of(values, kind) is not None), None)
+    if kind is None:
+        raise UserError(f"{path}: this is not {_ACCEPTED}; give one of these.")
+    record = record_of(values, kind, str(path))
+    if isinstance(record, Sweep):  # each point has its own report; sweep.json tells the baselines
+        points = path.parent.resolve() / "points"
+        for entry in record.points:
+            point = _run(read_record(points / entry.name / REPORT_NAME, RunReport, REPORT_LIMIT), points / entry.name)
+            point.match = cast(MatchBy | None, entry.match)
+            point.baseline_of = None if entry.baseline_of is None else str(points / entry.baseline_of)
+            yield point
+    elif isinstance(record, Measure):
+        yield from _measures(record, path)
+    elif isinstance(record, Results):
+        yield _results(record, path)
+    elif isinstance(record, RunReport):
+        yield _run(record, path.parent if path.name == REPORT_NAME else path)
+
+
+def _run(report: RunReport, path: Path) -> MeasuredPoint:
+    path, masks = path.resolve(), report.masks or ""
+    models = results_of_report(report)
+    return MeasuredPoint(
+        id=str(path),
+        name=printable(path.name),
+        **_origin(report, report.recipe, report.targets),
+        match=report.recipe.match_by,
+        matrices=report.matrices,
+        fits=report.fits,
+        structure=report.structure,
+        results=tuple(suite_result_of(model) for model in models if model.pruned is not None),
+        dense=tuple(suite_result_of(model) for model in models if model.pruned is None),
+        signature=json.dumps(pruned_by(report).as_dict(), sort_keys=True),
+        # The hash of the masks leaves out the norms, so it is valid within its sweep only.
+        masks=masks if masks in ("", ALL_KEPT) else f"{path.parent} {masks}",
+    )
+
+
+def _measures(measure: Measure, path: Path) -> Iterator[MeasuredPoint]:
+    for number, entry in enumerate(measure.measures):
+        recipe = measure.recipe.with_method(
+            f"emp-{entry.criterion}", group="row", order=entry.order, score=entry.score, count_by=entry.count_by
+        )
+        yield MeasuredPoint(
+            id=f"{path.resolve()}#{number}",
+            name=printable(f"{path.stem} {entry.criterion} {entry.order:g}"),
+            **_origin(measure, recipe, entry.targets),
+            pruned=False,
+            matrices=entry.matrices,
+        )
+
+
+def _origin(record: RunReport | Measure, recipe: Recipe, targets: TargetsRecord) -> dict[str, Any]:
+    """The fields of a point that a run and a measure have in common."""
+    point = {"model": printable(record.source.model), "identity": record.source.key, "recipe": recipe, "targets": targets}
+    point |= {"sparsity": targets.sparsity_of_targets, "sparsity_of_all": targets.sparsity_of_all_parameters}
+    facts = {"model": record.source.model, "revision": record.source.revision}
+    if targets.parameters is not None:
+        facts["parameters"] = f"{targets.parameters:,}"
+    if targets.weights is not None:
+        share = targets.share_of_all_parameters
+        of_all = f", {100 * share:.1f} % of all parameters" if share is not None else ""
+        facts["targets"] = f"{scope_of(recipe)}: {targets.weights:,} weights{of_all}"
+    texts = record.calibration.all_texts if record.calibration is not None else []
+    facts["calibration"] = "; ".join(
+        f"{text.dataset or PurePath(text.file or '').name}, {text.samples} "
+        + (f"x {text.seqlen} tokens" if text.image is None else f"rows with images, of up to {text.seqlen} tokens")
+        for text in texts
+    )
+    known = {name: fact for name, fact in facts.items() if fact}
+    return point | {"variant": _variant(recipe, record.calibration), "facts": known}
+
+
+def _variant(recipe: Recipe, calibration: CalibrationRecord | None) -> str:
+    """Everything that sets a recipe apart from others of the same method, in the words of its options."""
+    usual = Recipe(method=recipe.method, refit=recipe.refit, shares=recipe.shares)
+    values = {name: getattr(recipe, name) for name in _VARIANT}
+    values = {name: value for name, value in values.items() if value != getattr(usual, name) or name in ("refit", "shares")}
+    if recipe.structure is not None:
+        structure = msgspec.to_builtins(recipe.structure)
+        values |= {name: value for name, value in structure.items() if value != "group" and name != "width_multiple"}
+    words = [name if value is True else f"{name} {value}" for name, value in values.items() if value]
+    if digest := recipe.scores_digest or recipe.criterion_source:
+        words.append(f"version {digest[:6]}")
+    if calibration is not None and calibration.propagate == "pruned":
+        words.append("propagate pruned")
+    return printable(", ".join(words).replace("_", " "))
+
+
+def _results(results: Results, path: Path) -> MeasuredPoint:
+    place, name, result, pruned = str(path.resolve()), printable(path.stem), suite_result_of(results), results.pruned
+    if pruned is None:
+        identity = results.made_by.model.identity or results.model
+        return MeasuredPoint(place, name, printable(results.model), identity, _DENSE, dense=(result,))
+    return MeasuredPoint(
+        place,
+        name,
+        model=printable(pruned.of),
+        identity=pruned.of,
+        recipe=pruned.recipe,
+        variant=_variant(pruned.recipe, None),
+        match=pruned.recipe.match_by,
+        sparsity=pruned.sparsity_of_targets,
+        results=(result,),
+        signature=json.dumps(pruned.as_dict(), sort_keys=True),
+    )
+
+
+def suite_result_of(model: Results) -> SuiteResult:
+    """The result of a suite on a model."""
+    made_by = model.made_by.as_dict()
+    key = {name: made_by.get(name) for name in ("text", "tasks", "limit", "quantization")}
+    key["dtype"] = model.made_by.dtype or "auto"
+    base, *changes = model.suite.split(",")
+    marks = [PurePath(base).stem or base, *changes]
+    marks += [model.made_by.quantization.bits] if model.made_by.quantization else []
+    return SuiteResult(printable(", ".join(marks)), json.dumps(key, sort_keys=True), values_of(model.measures))
+
+
+def _identify(points: Iterable[MeasuredPoint]) -> None:
+    """Give points that have only their model's name its identity, if exactly one model of that name is given."""
+    known: dict[str, set[str]] = {}
+    for point in points:
+        known.setdefault(point.model, set()).update({point.identity} - {point.model})
+    for point in points:
+        if point.identity == point.model and len(known[point.model]) == 1:
+            (point.identity,) = known[point.model]
+
+
+def _with_results(points: list[MeasuredPoint]) -> list[MeasuredPoint]:
+    """Join results files with the run of the same checkpoint, if that is given too: they add a suite to the run.
+
+    Runs with equal signatures may differ in their calibration, which results do not record. Their point then stays alone.
+    """
+    left = list(points)
+    for point in points:
+        runs = [run for run in points if run.matrices and run.pruned and run.signature == point.signature]
+        if point.matrices or point.recipe is _DENSE or not runs or any(run.matrices != runs[0].matrices for run in runs):
+            continue
+        runs[-1].results += tuple(result for result in point.results if not runs[-1].values_of(result.key))
+        left.remove(point)
+    return left
+
 
 _NAMES = {"wanda": "Wanda", "magnitude": "magnitude", "ria": "RIA"}
 
@@ -193,7 +490,6 @@ class Dot:
     beta: float | None
     sparsity: float
     value: float
-    name: str
 
 
 @dataclass(frozen=True)
@@ -261,7 +557,7 @@ def curves(study: Study, suite: StudySuite, measure: str) -> list[Curve]:
         allocation: Allocation = "emp" if point.recipe.adaptive else point.match or "total"
         matched = of.get(point.baseline_of or "", point)
         order = None if allocation == "total" else matched.recipe.order
-        dot = Dot(matched.recipe.beta, point.sparsity, value.value, point.name)
+        dot = Dot(matched.recipe.beta, point.sparsity, value.value)
         label = label_of(point) + (f", order {order:g}" if allocation == "matrix" and order not in (None, 2.0) else "")
         groups.setdefault((label, point.recipe.name, order, allocation), []).append(dot)
     return [Curve(*key, tuple(sorted(dots, key=lambda dot: (dot.sparsity, dot.beta or 0.0)))) for key, dots in groups.items()]

@@ -19,15 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emp_llm.selection.rule import (
-    LANES,
-    RELATIVE_TOLERANCE,
-    KeepRule,
-    NonFiniteError,
-    RowFigures,
-    check_order,
-    counts_at,
-)
+from emp_llm.selection.rule import LANES, RELATIVE_TOLERANCE, KeepRule, NonFiniteError, RowFigures, check_order, counts_at
 
 _PIECE = 1 << 15  # numbers converted to float64 at a time: they stay in a core's cache, and torch does not share so few
 _KEY_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -290,20 +290,20 @@ def _mask(choice: Choice) -> Tensor:
 def _records(plan: UnitModel, choices: Sequence[Choice], changes: Changes | None) -> tuple[TargetsRecord, StructureRecord]:
     """The matrices of all units; the units, and the sizes of both models."""
     kept_of, checkpoint, coverage = kept_parts(plan, choices), plan.checkpoint, plan.architecture.coverage(plan.targets)
-    kept, weights = 0, coverage.target_parameters
+    kept, weights, parameters = 0, coverage.weights or 1, coverage.parameters or 1
     for target in plan.targets:
         rows, columns = kept_of[target.matrix.stored.name][target.matrix.expert]
         kept += int(rows.sum()) * int(columns.sum())
     targets = TargetsRecord(
-        matrices=coverage.targets,
-        matrices_in_blocks=coverage.matrices,
+        matrices=coverage.matrices,
+        matrices_in_blocks=coverage.matrices_in_blocks,
         weights=weights,
         kept=kept,
         zeros=0 if changes is not None else weights - kept,
         sparsity_of_targets=1 - kept / weights,
-        sparsity_of_all_parameters=(weights - kept) / coverage.parameters,
+        sparsity_of_all_parameters=(weights - kept) / parameters,
         parameters=coverage.parameters,
-        share_of_all_parameters=weights / coverage.parameters,
+        share_of_all_parameters=coverage.share_of_all_parameters,
         share_of_blocks=coverage.share_of_blocks,
     )
     sizes = [size_of(checkpoint, {}), size_of(checkpoint, {} if changes is None else kept_of)]
